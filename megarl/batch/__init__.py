@@ -1,0 +1,1 @@
+"""Trajectories, and how they become packed micro-batches."""

@@ -1,0 +1,107 @@
+"""YAML file + `--set key=value` overrides -> one validated, frozen configuration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from megarl.config.section import Section
+from megarl.errors import ConfigError
+
+C = TypeVar("C", bound=Section)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-6 as a number (YAML 1.1 asks for a dot) and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_config(kind: type[C], path: str | Path, overrides: list[str] | None = None) -> C:
+    """The configuration of type `kind` from `path`, with `overrides` ("a.b=c", the value in YAML) applied in order.
+
+    Raises:
+        ConfigError: file missing, not YAML, unknown or missing keys, impossible values; every problem, one a line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot read the configuration: {e.strerror}") from e
+    tree = _parse(text, str(path))
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: needs a mapping at the top, got {type(tree).__name__}")
+    for override in overrides or []:
+        _apply(tree, override)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as e:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in _sentences(e, kind))) from e
+
+
+def dump_config(config: Section) -> str:
+    """The resolved configuration as YAML, every default written out."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    assert isinstance(text, str)
+    return text
+
+
+def _parse(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
+    except yaml.MarkedYAMLError as e:
+        at = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
+        raise ConfigError(f"{origin}{at}: not valid YAML: {e.problem}") from e
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: needs the form key.path=value")
+    *parents, leaf = key.strip().split(".")
+    node = tree
+    for depth, parent in enumerate(parents):
+        below = node.get(parent)
+        if below is None:
+            below = node[parent] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"--set {override}: {'.'.join(parents[: depth + 1])} is a {type(below).__name__}, not a section"
+            )
+        node = below
+    node[leaf] = _parse(value, f"--set {override}")
+
+
+def _sentences(error: ValidationError, kind: type[Section]) -> list[str]:
+    lines = []
+    for problem in error.errors(include_url=False):
+        where = ".".join(str(part) for part in problem["loc"]) or kind.__name__
+        match problem["type"]:
+            case "extra_forbidden":
+                line = f"{where}: unknown key"
+            case "missing":
+                line = f"{where}: this key is required"
+            case "value_error":
+                line = f"{where}: {problem['ctx']['error']}"
+            case _:
+                line = f"{where}: {problem['msg']}, got {problem['input']!r}"
+        lines.append(line)
+    return lines

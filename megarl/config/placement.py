@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.section import Section
+
+
+class PlacementConfig(Section):
+    """What runs where. A slot is one GPU, or one worker process on a machine without."""
+
+    type: Literal["colocated"] = "colocated"
+    """`colocated`: trainer ranks and engines share the slots."""
+
+    nodes: int = Field(default=1, ge=1)
+    slots_per_node: int = Field(default=1, ge=1)
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda where the cluster has GPUs, else cpu."""
+
+    start_timeout_seconds: float = Field(default=300.0, gt=0)
+    """How long to wait for the cluster to grant the slots and for workers to start."""
+
+    @property
+    def slots(self) -> int:
+        return self.nodes * self.slots_per_node

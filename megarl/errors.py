@@ -1,0 +1,54 @@
+"""The exceptions that megarl raises.
+
+    MegarlError                    everything below; exit code 1
+    |-- ConfigError (ValueError)   the configuration cannot work; exit code 2
+    |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
+    |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
+    |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
+    |-- WeightSyncError            weights did not arrive whole; exit code 1
+    `-- LimitError                 a watched quantity passed its configured limit; exit code 3
+
+All take one message, so that they cross process boundaries by pickle.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MegarlError(Exception):
+    """Base of every error that megarl raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(MegarlError, ValueError):
+    """A configuration value that cannot work; the message names its YAML path."""
+
+    exit_code = 2
+
+
+class DataError(MegarlError, ValueError):
+    """A data file, model folder or tokenizer that cannot be used; the message names file and line."""
+
+    exit_code = 2
+
+
+class RewardError(MegarlError):
+    """A reward function that raised, timed out or returned no finite number."""
+
+    exit_code = 2
+
+
+class WorkerError(MegarlError):
+    """A trainer worker or rollout engine that died or failed; carries its last words."""
+
+
+class WeightSyncError(MegarlError):
+    """Weights that did not arrive whole at a rollout engine."""
+
+
+class LimitError(MegarlError):
+    """A watched quantity that passed its configured limit."""
+
+    exit_code = 3

@@ -1,0 +1,105 @@
+"""A bucket of tensors in host memory that trainer and engine processes of one machine share.
+
+trainer rank                          SGLang TP rank
+SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, nothing copied
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one tensor lies in a bucket."""
+
+    name: str
+    dtype: str
+    """As torch names it: `float32`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the buffer."""
+
+    @property
+    def num_bytes(self) -> int:
+        n = torch_dtype(self.dtype).itemsize
+        for length in self.shape:
+            n *= length
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """What the receiver needs to find the tensors; crosses processes as plain data."""
+
+    path: str
+    """The buffer's file in shared memory."""
+    num_bytes: int
+    """The buffer's size."""
+    slots: tuple[TensorSlot, ...]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` -> torch.float32."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[tuple[TensorSlot, ...], int]:
+    """Slots one after another, aligned, and the bytes they span."""
+    slots, end = [], 0
+    for name, dtype, shape in tensors:
+        slot = TensorSlot(name, dtype_name(dtype), tuple(shape), end)
+        slots.append(slot)
+        end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), end
+
+
+class SharedBuffer:
+    """Host memory backed by a file in /dev/shm; its owner closes it, which removes the file."""
+
+    def __init__(self, num_bytes: int) -> None:
+        directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        handle, self.path = tempfile.mkstemp(prefix=f"megarl-{os.getpid()}-", dir=directory)
+        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        os.posix_fallocate(handle, 0, self.num_bytes)  # a full /dev/shm is an error here, not a SIGBUS later
+        os.close(handle)
+        self.bytes = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
+
+    def view(self, slot: TensorSlot) -> Tensor:
+        """The slot's tensor, in place."""
+        return _view(self.bytes, slot)
+
+    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
+        return WeightBucket(self.path, self.num_bytes, tuple(slots))
+
+    def close(self) -> None:
+        """Remove the file; processes that mapped it keep their view until they drop it."""
+        Path(self.path).unlink(missing_ok=True)
+
+
+def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
+    """Name -> tensor, views of the shared memory."""
+    data = torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
+    return {slot.name: _view(data, slot) for slot in bucket.slots}
+
+
+def _view(data: Tensor, slot: TensorSlot) -> Tensor:
+    return data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)

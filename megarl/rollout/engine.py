@@ -1,0 +1,74 @@
+"""What agents and the controller need of a generation engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.reshard.bucket import WeightBucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float
+    """0.0 is greedy."""
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The prompt."""
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """K sampled tokens."""
+
+    token_ids: NDArray[np.int32]
+    """[K], the end-of-sequence token included where one was sampled."""
+    logprobs: NDArray[np.float32]
+    """[K], of the temperature-scaled distribution (of the unscaled one when greedy)."""
+    policy_versions: NDArray[np.int32]
+    """[K]."""
+    finish_reason: str
+    """`stop`, `length` or `abort`."""
+
+
+class GenerationEngine(Protocol):
+    """What an agent sees."""
+
+    async def generate(self, request: GenerationRequest) -> Generation: ...
+
+
+class RolloutEngine(GenerationEngine, Protocol):
+    """What the controller sees: generation, and weights that come in buckets between begin and end."""
+
+    async def begin_weights(self) -> None:
+        """Stop decoding and open the engine for new weights."""
+        ...
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """Write the bucket's tensors (Hugging Face names) into the engine's parameters, on every TP rank.
+
+        Raises:
+            WeightSyncError: a name is unknown to the model, a shape or dtype is wrong; nothing of the bucket is written.
+        """
+        ...
+
+    async def end_weights(self, policy_version: int) -> None:
+        """Drop cached keys and values, take the version, decode again.
+
+        Raises:
+            WeightSyncError: a tensor of the model did not arrive since `begin_weights`.
+        """
+        ...
