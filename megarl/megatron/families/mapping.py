@@ -1,0 +1,66 @@
+"""How one megatron-core parameter is made of Hugging Face tensors; everything else follows from it.
+
+A parameter is one or more *parts*, each sharded over the tensor-parallel ranks on its own (gate and up of a gated MLP
+are two parts: rank r holds [gate_r; up_r]). A part is row ranges of Hugging Face tensors, stacked along dimension 0
+(query, key and value, interleaved by group). Rows past the stacked ones are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.reshard.layout import Box, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows `start:stop` of a Hugging Face tensor of shape `shape`."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @classmethod
+    def all(cls, tensor: str, shape: tuple[int, ...]) -> Rows:
+        return cls(tensor, shape, 0, shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMap:
+    """One megatron-core parameter in Hugging Face terms."""
+
+    parts: tuple[tuple[Rows, ...], ...]
+    shard_dim: int | None
+    """Dimension that tensor-parallel ranks split; None: every rank holds all of it."""
+
+
+def pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, rank: int, size: int) -> Iterator[Piece]:
+    """The pieces that tensor-parallel rank `rank` of `size` holds in its parameter `local` of shape `local_shape`."""
+    if mapping.shard_dim == 1:
+        yield from _split_columns(local, mapping, local_shape, rank)
+        return
+    shards = size if mapping.shard_dim == 0 else 1
+    index = rank if mapping.shard_dim == 0 else 0
+    assert local_shape[0] % len(mapping.parts) == 0, (local, local_shape)
+    rows_per_part = local_shape[0] // len(mapping.parts)
+    for p, part in enumerate(mapping.parts):
+        first, last = index * rows_per_part, (index + 1) * rows_per_part
+        at = 0
+        for rows in part:
+            lo, hi = max(at, first), min(at + rows.stop - rows.start, last)
+            if lo < hi:
+                source = (rows.start + lo - at, rows.start + hi - at)
+                target = (p * rows_per_part + lo - first, p * rows_per_part + hi - first)
+                rest: Box = tuple((0, n) for n in rows.shape[1:])
+                yield Piece(rows.tensor, (source, *rest), local, (target, *rest))
+            at += rows.stop - rows.start
+        assert at <= shards * rows_per_part, f"{local}: {at} rows do not fit {shards} shards of {rows_per_part}"
+
+
+def _split_columns(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[Piece]:
+    ((rows,),) = mapping.parts
+    height, width = local_shape
+    assert rows.shape[0] == height, (local, rows.shape, local_shape)
+    yield Piece(rows.tensor, ((0, height), (rank * width, (rank + 1) * width)), local, ((0, height), (0, width)))

@@ -1,0 +1,27 @@
+"""Log-probabilities and entropy from logits split over the tensor-parallel ranks. Shapes: T tokens, v local vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+
+def token_logprobs(logits_Tv: Tensor, target_ids_T: Tensor) -> Tensor:
+    """float32 [T]: log-probability of each target. Overwrites `logits_Tv`; differentiable."""
+    loss_T1 = vocab_parallel_cross_entropy(logits_Tv.float()[:, None], target_ids_T[:, None])
+    return -loss_T1[:, 0]
+
+
+@torch.no_grad()
+def token_entropy(logits_Tv: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """float32 [T]: entropy of each position's distribution, in nats."""
+    logits_Tv = logits_Tv.float()
+    top_T = logits_Tv.amax(-1)
+    dist.all_reduce(top_T, dist.ReduceOp.MAX, group=group)
+    shifted_Tv = logits_Tv - top_T[:, None]
+    weights_Tv = shifted_Tv.exp()
+    sums_2T = torch.stack([weights_Tv.sum(-1), (weights_Tv * shifted_Tv).sum(-1)])
+    dist.all_reduce(sums_2T, group=group)
+    return sums_2T[0].log() - sums_2T[1] / sums_2T[0]

@@ -1,0 +1,103 @@
+"""What the controller sends to trainer workers, and what comes back. Imports nothing heavy: the controller has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megarl.algorithms.losses import Denominators
+from megarl.batch.balance import plan_micro_batches
+from megarl.batch.trajectory import Trajectory
+from megarl.config.algorithm import PolicyLossConfig
+from megarl.config.trainer import TrainerConfig
+from megarl.config.weight_sync import WeightSyncConfig
+from megarl.reshard.sink import WeightSink
+from megarl.workers.grid import RankGrid
+from megarl.workers.payload import Payload
+from megarl.workers.transfers import Transfer, from_output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """What a worker is built from."""
+
+    model_path: str
+    dtype: str
+    """`auto`, `float32` or `bfloat16`."""
+    trainer: TrainerConfig
+    optimizer_steps: int
+    """Over the whole run: the learning-rate schedule's length."""
+    temperature: float = 1.0
+    """Log-probabilities are of the distribution at this sampling temperature."""
+    weight_sync: WeightSyncConfig | None = None
+    seed: int = 0
+    timeout_seconds: float = 600.0
+    """Longest wait in a collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRef:
+    """One trajectory to train on: where it is, and the scalars that the controller decided on."""
+
+    payload: int
+    """Index into `TrainWork.payloads`."""
+    index: int
+    """Index in that payload."""
+    num_tokens: int
+    advantage: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The samples of one optimizer step."""
+
+    samples: tuple[SampleRef, ...]
+    denominators: Denominators
+    """Global: of all ranks together, whatever part `micro_batches` names."""
+    micro_batches: tuple[tuple[int, ...], ...] = ()
+    """This rank's micro-batches as indices into `samples`; set by dispatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainWork:
+    """One controller step."""
+
+    mini_batches: tuple[MiniBatch, ...]
+    payloads: tuple[Payload[Sequence[Trajectory]], ...]
+    max_tokens_per_micro_batch: int
+    policy_loss: PolicyLossConfig | None = None
+    """The clipped policy loss; None: negative log-likelihood (SFT)."""
+    length_norm: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStats:
+    """Metrics of one controller step, reduced over all ranks."""
+
+    metrics: dict[str, float]
+    num_tokens: int
+    """Tokens that went through the model, prompts included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushOrder:
+    """Deliver the current weights."""
+
+    sinks: dict[int, tuple[WeightSink, ...]]
+    """By sending rank."""
+
+
+def split_by_dp(work: TrainWork, grid: RankGrid) -> list[TrainWork]:
+    """Per rank the same work with its replica's micro-batches: balanced by cost, equally many on every rank."""
+    per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
+    for batch in work.mini_batches:
+        lengths = [s.num_tokens for s in batch.samples]
+        plan = plan_micro_batches(lengths, dp=grid.dp, max_tokens=work.max_tokens_per_micro_batch)
+        for replica, micro_batches in enumerate(plan):
+            per_replica[replica].append(replace(batch, micro_batches=tuple(map(tuple, micro_batches))))
+    works = [replace(work, mini_batches=tuple(batches)) for batches in per_replica]
+    return [works[grid.coordinates(rank).dp] for rank in range(grid.size)]
+
+
+SPLIT_BY_DP: Transfer[TrainWork, TrainStats] = Transfer(split_by_dp, from_output)  # type: ignore[arg-type]
+"""Samples split over data-parallel replicas; one replica's answer, since workers reduce metrics themselves."""

@@ -1,0 +1,43 @@
+"""A value that stays where it was made until somebody needs it.
+
+The controller passes payloads on without looking into them: their content goes from worker to worker through Ray's
+object store, and a NumPy array in it is read there without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import ray
+
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
+
+
+class Payload(Protocol[T_co]):
+    """A handle on a value of type T."""
+
+    def fetch(self) -> T_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload(Generic[T]):
+    """In Ray's object store."""
+
+    ref: Any
+    """ray.ObjectRef of a T."""
+
+    def fetch(self) -> T:
+        value: T = ray.get(self.ref)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPayload(Generic[T]):
+    """In this process: for stages that run without Ray, and for tests."""
+
+    value: T
+
+    def fetch(self) -> T:
+        return self.value
