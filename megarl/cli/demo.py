@@ -1,0 +1,65 @@
+"""`megarl demo`: a model that learns, from nothing, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from megarl.cli.output import console
+from megarl.cli.train import print_where
+from megarl.config import RunConfig, SftConfig, load_config
+
+NUM_TRAIN, NUM_HELD_OUT = 6000, 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sft", type=Path, default=Path("yaml/demo-sft.yaml"), help="configuration of the warm start")
+    parser.add_argument("--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megarl.controller.controller import Controller
+    from megarl.controller.launch import run_stage
+
+    out, show = args.out, console()
+    show.print(f"1/3  writing arithmetic problems and a random Qwen3 model to {out}", highlight=False)
+    started = time.perf_counter()
+    write_demo(out, args.seed)
+    made = time.perf_counter()
+    data = [f"data.path={out}/data/sft.jsonl", f"model.path={out}/base", f"run_dir={out}/sft", f"seed={args.seed}"]
+    sft = load_config(SftConfig, args.sft, [*data, f"export_dir={out}/sft/model"])
+    show.print(f"2/3  supervised fine-tuning ({args.sft})", highlight=False)
+    run_stage(sft, Controller.sft)
+    tuned = time.perf_counter()
+    overrides = [f"data.path={out}/data/train.jsonl", f"data.eval_path={out}/data/heldout.jsonl"]
+    overrides += [f"model.path={sft.export_path}", f"run_dir={out}", f"seed={args.seed}"]
+    config = load_config(RunConfig, args.train, overrides)
+    show.print(f"3/3  GRPO ({args.train})", highlight=False)
+    run_stage(config, Controller.train)
+    summary = _add_stages(out / "summary.json", made - started, tuned - made, time.perf_counter() - started)
+    show.print(f"held-out accuracy {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}", highlight=False)
+    print_where(config)
+    return 0
+
+
+def write_demo(folder: Path, seed: int) -> None:
+    """Problems in `folder`/data, a random model with its tokenizer in `folder`/base."""
+    from megarl.data.arithmetic import write_arithmetic
+    from megarl.data.tiny import write_tiny_model
+
+    files = write_arithmetic(folder / "data", seed=seed, num_train=NUM_TRAIN, num_heldout=NUM_HELD_OUT)
+    rows = [json.loads(line) for line in Path(files.sft).read_text().splitlines()]
+    write_tiny_model(folder / "base", [row["prompt"] + row["response"] for row in rows], seed=seed)
+
+
+def _add_stages(path: Path, make_seconds: float, sft_seconds: float, total: float) -> dict[str, float]:
+    """Count the stages before GRPO into its summary."""
+    summary: dict[str, float] = json.loads(path.read_text())
+    phases = {"make_model": make_seconds, "sft": sft_seconds}
+    summary |= {"seconds_total": total, "seconds_by_phase": {**phases, **summary["seconds_by_phase"]}}
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+    return summary

@@ -1,0 +1,32 @@
+"""`megarl eval CONFIG`: the held-out score of a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from megarl.cli.options import add_config_options
+from megarl.cli.output import console
+from megarl.config import RunConfig, load_config
+from megarl.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from megarl.controller.controller import Controller
+    from megarl.controller.launch import run_stage
+
+    config = load_config(RunConfig, args.config, args.overrides)
+    if config.data.eval_path is None:
+        raise ConfigError("data.eval_path: evaluation needs held-out rows, got none")
+    value = run_stage(config, Controller.evaluate)
+    name = f"eval/{config.reward.eval_name}"
+    if args.json:
+        print(json.dumps({name: value, "model": config.model.path}))
+    else:
+        console().print(f"{name} {value:.4f}", highlight=False)
+    return 0

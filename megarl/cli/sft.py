@@ -1,0 +1,23 @@
+"""`megarl sft CONFIG`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+import argparse
+
+from megarl.cli.options import add_config_options
+from megarl.cli.output import console
+from megarl.config import SftConfig, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megarl.controller.controller import Controller
+    from megarl.controller.launch import run_stage
+
+    config = load_config(SftConfig, args.config, args.overrides)
+    run_stage(config, Controller.sft)
+    console().print(f"model        {config.export_path}", highlight=False)
+    return 0

@@ -1,0 +1,34 @@
+"""`megarl train CONFIG`: reinforcement learning."""
+
+from __future__ import annotations
+
+import argparse
+
+from megarl.cli.options import add_config_options
+from megarl.cli.output import console
+from megarl.config import RunConfig, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from megarl.controller.controller import Controller
+    from megarl.controller.launch import run_stage
+
+    config = load_config(RunConfig, args.config, args.overrides)
+    run_stage(config, Controller.train)
+    print_where(config)
+    return 0
+
+
+def print_where(config: RunConfig) -> None:
+    """Where the run's results are."""
+    out = console()
+    out.print(f"summary      {config.run_dir}/summary.json", highlight=False)
+    if config.tracking.tensorboard:
+        out.print(f"TensorBoard  tensorboard --logdir {config.run_dir}/tensorboard", highlight=False)
+    if config.tracking.rollouts:
+        out.print(f"rollouts     {config.run_dir}/rollouts/*.parquet", highlight=False)
+    out.print(f"model        {config.export_path}", highlight=False)

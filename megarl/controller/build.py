@@ -1,0 +1,101 @@
+"""Hands each component its own part of the configuration, and starts the slow ones side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.batch.trajectory import Prompt
+from megarl.config import RunConfig, StageConfig
+from megarl.controller.engines import EngineGroup
+from megarl.controller.events import EventLog
+from megarl.controller.model_folder import read_hf_config
+from megarl.controller.policy_run import PolicyRun
+from megarl.controller.preflight import prompt_budget
+from megarl.controller.rollout_group import RolloutGroup
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.weights import WeightSync
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import ConfigError
+from megarl.megatron.work import TrainerSpec
+from megarl.placement.pool import SlotPool, reserve
+
+
+def trainer_spec(config: StageConfig) -> TrainerSpec:
+    """What trainer ranks of this stage are built from."""
+    steps, temperature, weight_sync = config.trainer.steps, 1.0, None
+    if isinstance(config, RunConfig):
+        steps *= config.algorithm.mini_batches
+        temperature, weight_sync = config.rollout.sampling.temperature, config.weight_sync
+    return TrainerSpec(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        trainer=config.trainer,
+        optimizer_steps=steps,
+        temperature=temperature,
+        weight_sync=weight_sync,
+        seed=config.seed,
+    )
+
+
+def build_trainer(config: StageConfig) -> TrainerGroup:
+    """Trainer ranks alone."""
+    group = TrainerGroup(config, reserve(config.placement))
+    group.start_workers(trainer_spec(config)).result(config.placement.start_timeout_seconds)
+    return group
+
+
+def build_policy_run(config: RunConfig, events: EventLog) -> PolicyRun:
+    """Trainer, engines and rollout workers, up and idle; the data read."""
+    pool = reserve(config.placement)
+    _require_one_node(config, pool)
+    trainer = TrainerGroup(config, pool)
+    engines = EngineGroup(config, pool)
+    starting = trainer.start_workers(trainer_spec(config))
+    rollout = RolloutGroup(config, engines)
+    prompts, held_out = _read_prompts(config)
+    starting.result(config.placement.start_timeout_seconds)
+    engines.wait_started()
+    rollout.start()
+    return PolicyRun(
+        config,
+        events,
+        trainer=trainer,
+        rollout=rollout,
+        weights=WeightSync(trainer, engines),
+        prompts=prompts,
+        held_out=held_out,
+    )
+
+
+def build_evaluation(config: RunConfig) -> tuple[RolloutGroup, list[Prompt]]:
+    """Engines that serve the model folder as it is, and the held-out prompts."""
+    engines = EngineGroup(config, reserve(config.placement))
+    rollout = RolloutGroup(config, engines)
+    _, held_out = _read_prompts(config)
+    engines.wait_started()
+    rollout.start()
+    return rollout, held_out
+
+
+def _require_one_node(config: RunConfig, pool: SlotPool) -> None:
+    """Buckets of weights cross in shared memory, from trainer rank 0 to every engine."""
+    tp = config.rollout.tp
+    for replica in range(config.rollout.replicas):
+        if pool.slots[replica * tp].node != pool.slots[0].node:
+            raise ConfigError(
+                f"weight_sync.strategy: {config.weight_sync.strategy} needs every engine on the machine of trainer "
+                f"rank 0, got engine {replica} on another one; set rollout.replicas = "
+                f"{config.placement.slots_per_node // tp} or fewer"
+            )
+
+
+def _read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts."""
+    tokenizer = load_tokenizer(config.model.path)
+    budget = prompt_budget(config, read_hf_config(Path(config.model.path)))
+    prompts = load_prompts(config.data, tokenizer, path=config.data.path, max_prompt_tokens=budget)
+    if config.data.eval_path is None:
+        return prompts, []
+    held_out = load_prompts(config.data, tokenizer, path=config.data.eval_path, max_prompt_tokens=budget)
+    return prompts, held_out[: config.data.eval_size]

@@ -1,0 +1,43 @@
+"""The controller actor: runs a stage as plain Python, and answers the driver's questions meanwhile."""
+
+from __future__ import annotations
+
+from megarl.config import RunConfig, SftConfig
+from megarl.controller.build import build_evaluation, build_policy_run, build_trainer
+from megarl.controller.evaluation import greedy_score
+from megarl.controller.events import Event, EventLog, Note
+from megarl.controller.grpo import train_grpo
+from megarl.controller.sft import SftRun
+
+
+class Controller:
+    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events`."""
+
+    def __init__(self) -> None:
+        self._events = EventLog()
+
+    def events(self, cursor: int) -> tuple[list[Event], int]:
+        """What happened since `cursor`, and the next cursor."""
+        return self._events.since(cursor)
+
+    def train(self, config: RunConfig) -> None:
+        """Reinforcement learning from start to export."""
+        self._events.add(Note("starting trainer ranks and rollout engines"))
+        run = build_policy_run(config, self._events)
+        match config.algorithm.type:
+            case "grpo":
+                train_grpo(run)
+        with run.phase("export"):
+            run.trainer.save_hf(config.export_path)
+        run.finish()
+
+    def sft(self, config: SftConfig) -> None:
+        """Supervised fine-tuning from start to export."""
+        self._events.add(Note("starting trainer ranks"))
+        SftRun(config, self._events, build_trainer(config)).train()
+
+    def evaluate(self, config: RunConfig) -> float:
+        """The held-out score of the model as it is."""
+        self._events.add(Note("starting rollout engines"))
+        rollout, held_out = build_evaluation(config)
+        return greedy_score(config, rollout, held_out, label="evaluate")

@@ -1,0 +1,46 @@
+"""What the controller tells the driver while it works."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from megarl.tracking.progress import StepLine
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The run is now in `name` of step `step`."""
+
+    step: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line of text."""
+
+    text: str
+
+
+Event = Phase | Note | StepLine
+
+
+class EventLog:
+    """Events since a cursor; written by the run's thread, read by the driver's calls."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._first = 0
+        self._lock = threading.Lock()
+
+    def add(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def since(self, cursor: int) -> tuple[list[Event], int]:
+        """Events from `cursor` on, and the next cursor; what lies before `cursor` is forgotten."""
+        with self._lock:
+            self._events = self._events[max(0, cursor - self._first) :]
+            self._first = max(self._first, cursor)
+            return list(self._events), self._first + len(self._events)

@@ -1,0 +1,112 @@
+"""From a checked configuration to a running controller: what the driver process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.config import RunConfig, StageConfig, dump_config
+from megarl.controller.controller import Controller
+from megarl.controller.events import Note, Phase
+from megarl.controller.preflight import require_ready
+from megarl.placement.pool import start_cluster
+from megarl.tracking.progress import RunProgress, StepLine
+from megarl.workers.failure import translate
+
+C = TypeVar("C", bound=StageConfig)
+
+POLL_SECONDS = 0.2
+
+
+def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
+    """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
+
+    Raises:
+        MegarlError: what ended the run.
+    """
+    require_ready(config)
+    config = with_absolute_paths(config)
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{method.__name__}.yaml").write_text(dump_config(config))
+    with _terminated_is_interrupted(), _cluster(config):
+        actor = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0).remote()
+        result = getattr(actor, method.__name__).remote(config)
+        with RunProgress(config.trainer.steps) as progress:
+            _follow(actor, result, progress)
+        try:
+            return ray.get(result)
+        except RayError as error:
+            raise translate(error, what=method.__name__, name="the controller") from error
+
+
+def with_absolute_paths(config: C) -> C:
+    """The same configuration for processes that run in another folder."""
+    data = config.data.model_copy(
+        update={
+            "path": _absolute(config.data.path),
+            "eval_path": None if config.data.eval_path is None else _absolute(config.data.eval_path),
+        }
+    )
+    return config.model_copy(
+        update={
+            "run_dir": _absolute(config.run_dir),
+            "export_dir": _absolute(config.export_path),
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": data,
+        }
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())
+
+
+def _follow(actor: Any, result: Any, progress: RunProgress) -> None:
+    cursor, done = 0, False
+    while not done:
+        done = bool(ray.wait([result], timeout=POLL_SECONDS)[0])
+        try:
+            events, cursor = ray.get(actor.events.remote(cursor))
+        except RayError:
+            return  # the result says what happened
+        for event in events:
+            match event:
+                case Phase(step, name):
+                    progress.phase(step, name)
+                case Note(text):
+                    progress.say(text)
+                case StepLine():
+                    progress.done(event)
+
+
+@contextmanager
+def _cluster(config: StageConfig) -> Iterator[None]:
+    start_cluster(config.placement)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: in order, with nothing left behind."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

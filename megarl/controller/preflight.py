@@ -1,0 +1,262 @@
+"""Everything that can be found wrong with a run before a worker starts, in one pass.
+
+Each problem is one sentence that opens with its YAML path and, where numbers clash, shows the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, PythonRewardConfig
+from megarl.config.run import RunConfig, StageConfig
+from megarl.controller.machine import visible_gpus
+from megarl.controller.model_folder import read_hf_config, weight_problems
+from megarl.data.source import read_rows
+from megarl.errors import ConfigError, DataError
+from megarl.megatron.families.dense import DenseModel
+from megarl.reward.python import load_reward_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.batch.trajectory import Prompt
+
+PORTS_PER_REPLICA = 100
+
+
+def require_ready(config: StageConfig) -> None:
+    """Return if nothing would stop a run of `config`.
+
+    Raises:
+        ConfigError: every problem that `check_run` finds, one a line.
+    """
+    problems = check_run(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_run(config: StageConfig) -> list[str]:
+    """Every problem that can be found without starting a worker; empty where there is none."""
+    problems = [*_machine(config), *_batches(config), *_folders(config)]
+    if isinstance(config, RunConfig):
+        problems += [*_ports(config), *_rewards(config)]
+    limit: int | None = None
+    try:
+        hf_config = read_hf_config(Path(config.model.path))
+    except DataError as e:
+        problems.append(f"model.path: {e}")
+    else:
+        problems += _model(config, hf_config)
+        try:
+            limit = _token_limit(config, hf_config)
+        except ConfigError as e:
+            problems.append(str(e))
+    problems += _data(config, limit)
+    return list(dict.fromkeys(problems))
+
+
+def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
+    """Longest prompt in tokens: `data.max_prompt_tokens`, else what the context leaves after the completion.
+
+    Args:
+        hf_config: the content of the model's config.json.
+
+    Raises:
+        ConfigError: prompt and completion do not fit the model's context.
+    """
+    context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    if prompt is None:
+        if completion >= context:
+            raise ConfigError(
+                f"rollout.max_new_tokens: needs to leave room for a prompt in the model's max_position_embeddings = "
+                f"{context}, got {completion}, {context} - {completion} = {context - completion}"
+            )
+        return context - completion
+    if prompt + completion > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens: prompt and completion need to fit the model's max_position_embeddings = "
+            f"{context}, got data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {completion} = "
+            f"{prompt + completion}"
+        )
+    return prompt
+
+
+def _machine(config: StageConfig) -> Iterator[str]:
+    placement = config.placement
+    # A cluster that is joined has GPUs of its own, which this machine knows nothing of.
+    if placement.device == "cuda" and "RAY_ADDRESS" not in os.environ:
+        gpus = len(visible_gpus())
+        if gpus < placement.slots:
+            yield (
+                f"placement.device: cuda needs nodes * slots_per_node = {placement.nodes} * "
+                f"{placement.slots_per_node} = {placement.slots} GPUs, this machine has {gpus} (RAY_ADDRESS joins a "
+                "cluster)"
+            )
+    # Not only find_spec: W&B's own output folder, wandb/, imports as an empty package.
+    wandb = find_spec("wandb")
+    if config.tracking.wandb is not None and (wandb is None or wandb.origin is None):
+        yield "tracking.wandb: needs the package wandb, which is not installed"
+
+
+def _batches(config: StageConfig) -> Iterator[str]:
+    if not isinstance(config, RunConfig):
+        if config.trainer.batch_size < config.dp:
+            yield (
+                f"trainer.batch_size: needs at least one demonstration per data-parallel rank, got "
+                f"{config.trainer.batch_size} < dp = {_dp(config)}"
+            )
+        return
+    a = config.algorithm
+    trajectories = a.prompts_per_step * a.group_size // a.mini_batches
+    if trajectories < config.dp:
+        yield (
+            f"algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank, got "
+            f"prompts_per_step * group_size / mini_batches = {a.prompts_per_step} * {a.group_size} / "
+            f"{a.mini_batches} = {trajectories} < dp = {_dp(config)}"
+        )
+
+
+def _dp(config: StageConfig) -> str:
+    return f"slots / (tp * pp * cp) = {config.placement.slots} / {config.trainer.parallel.model_size} = {config.dp}"
+
+
+def _folders(config: StageConfig) -> Iterator[str]:
+    for key, folder in (("run_dir", config.run_dir), ("export_dir", config.export_path)):
+        there = Path(folder)
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            yield f"{key}: {folder} cannot be made, {there} is not a folder"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{key}: {folder} needs a folder that can be written, {there} cannot"
+
+
+def _ports(config: RunConfig) -> Iterator[str]:
+    base = config.rollout.engine.base_port
+    # On several nodes, which one runs a replica is not known here.
+    if base is None or config.placement.nodes > 1 or "RAY_ADDRESS" in os.environ:
+        return
+    for replica in range(config.rollout.replicas):
+        port = base + PORTS_PER_REPLICA * replica
+        sum_ = f"{base} + {PORTS_PER_REPLICA} * {replica} = {port}"
+        if port > 65535:
+            yield f"rollout.engine.base_port: replica {replica} needs a port up to 65535, got {sum_}"
+        elif _in_use(port):
+            yield f"rollout.engine.base_port: replica {replica} needs a free port, {sum_} is in use"
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    for name, term in config.reward.terms.items():
+        key = f"reward.terms.{name}"
+        match term:
+            case FormatRewardConfig(pattern=pattern):
+                try:
+                    re.compile(pattern)
+                except re.error as e:
+                    yield f"{key}.pattern: needs a regular expression, got {pattern!r}: {e}"
+            case PythonRewardConfig(path=path):
+                try:
+                    load_reward_function(path, key=f"{key}.path")
+                except ConfigError as e:
+                    yield str(e)
+
+
+def _model(config: StageConfig, hf_config: dict[str, Any]) -> Iterator[str]:
+    folder = Path(config.model.path)
+    try:
+        model = DenseModel.from_hf(hf_config, origin=str(folder / "config.json"))
+    except ConfigError as e:
+        yield f"model.path: {e}"
+        return
+    yield from (f"model.path: {problem}" for problem in weight_problems(folder, model))
+    tp, pp = config.trainer.parallel.tp, config.trainer.parallel.pp
+    yield from _divides("trainer.parallel.tp", tp, "num_attention_heads", model.num_heads)
+    yield from _divides("trainer.parallel.tp", tp, "num_key_value_heads", model.num_kv_heads)
+    yield from _divides("trainer.parallel.tp", tp, "intermediate_size", model.ffn_hidden_size)
+    yield from _divides("trainer.parallel.pp", pp, "num_hidden_layers", model.num_layers)
+    if isinstance(config, RunConfig):
+        tp = config.rollout.tp
+        yield from _divides("rollout.tp", tp, "num_attention_heads", model.num_heads)
+        yield from _divides("rollout.tp", tp, "intermediate_size", model.ffn_hidden_size)
+        # SGLang repeats key-value heads where ranks outnumber them.
+        if model.num_kv_heads % tp and tp % model.num_kv_heads:
+            yield (
+                f"rollout.tp: needs to divide the model's num_key_value_heads or be a multiple of it, got "
+                f"num_key_value_heads = {model.num_kv_heads}, rollout.tp = {tp}"
+            )
+
+
+def _divides(key: str, size: int, what: str, total: int) -> Iterator[str]:
+    if total % size:
+        yield f"{key}: needs to divide the model's {what}, got {total} % {size} = {total % size}"
+
+
+def _token_limit(config: StageConfig, hf_config: Mapping[str, Any]) -> int:
+    """Longest prompt; for SFT, longest demonstration."""
+    return prompt_budget(config, hf_config) if isinstance(config, RunConfig) else hf_config["max_position_embeddings"]
+
+
+def _data(config: StageConfig, limit: int | None) -> list[str]:
+    """Problems of the tokenizer and of the data files; rows are at least read where they cannot be tokenized."""
+    from megarl.data.tokenizer import load_tokenizer  # imports torch, which the checks above do without
+
+    problems: list[str] = []
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if Path(config.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(config.model.path)
+        except DataError as e:
+            problems.append(f"model.path: {e}")
+    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if path is None:
+            continue
+        try:
+            _read_data(config, path, tokenizer, limit)
+        except (DataError, ConfigError) as e:
+            # Problems of the whole section open with their own key.
+            problems.append(str(e) if str(e).startswith("data.") else f"{key}: {e}")
+    return problems
+
+
+def _read_data(config: StageConfig, path: str, tokenizer: PreTrainedTokenizerBase | None, limit: int | None) -> None:
+    from megarl.data.demonstrations import load_demonstrations
+    from megarl.data.prompts import load_prompts
+
+    if tokenizer is not None and limit is not None:
+        if isinstance(config, RunConfig):
+            prompts = load_prompts(config.data, tokenizer, path=path, max_prompt_tokens=limit)
+            _require_answers(config, prompts)
+            return
+        if path == config.data.path:
+            load_demonstrations(config.data, tokenizer, path=path, max_tokens=limit)
+            return
+    for _ in read_rows(path):
+        pass
+
+
+def _require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    numeric = [name for name, term in config.reward.terms.items() if isinstance(term, NumericRewardConfig)]
+    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    if numeric and without:
+        raise DataError(
+            f"reward.terms.{numeric[0]} (numeric) needs field {config.data.fields.answer!r} (data.fields.answer), "
+            f"{len(without)} of {len(prompts)} rows have none, first {without[0]}"
+        )

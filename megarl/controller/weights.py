@@ -1,0 +1,29 @@
+"""Handing the policy's weights from the trainer to the engines."""
+
+from __future__ import annotations
+
+from megarl.controller.engines import EngineGroup
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.megatron.work import PushOrder
+from megarl.reshard.strategy import SyncStats
+
+
+class WeightSync:
+    """Engines take a new version only once all of it has arrived at all of them."""
+
+    def __init__(self, trainer: TrainerGroup, engines: EngineGroup) -> None:
+        self._trainer, self._engines = trainer, engines
+        self.policy_version = -1
+        """What the engines hold; -1 before the first push."""
+
+    def push(self, policy_version: int) -> SyncStats:
+        """Give the engines the trainer's current weights, as `policy_version`.
+
+        Raises:
+            WeightSyncError: they did not arrive whole; the engines refuse to serve until a push succeeds.
+        """
+        self._engines.call("begin_weights")
+        stats = self._trainer.push_weights(PushOrder(sinks={0: self._engines.sinks()}))
+        self._engines.call("end_weights", policy_version)
+        self.policy_version = policy_version
+        return stats
