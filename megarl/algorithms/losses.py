@@ -25,6 +25,8 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
+    """What `clipped_policy_loss` found out about each token."""
+
     loss_T: Tensor
     """Per token, not yet masked."""
 

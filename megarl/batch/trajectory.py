@@ -52,6 +52,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return len(self.token_ids)
 
     @property

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from megarl.cli.output import console
 from megarl.cli.train import print_where
@@ -15,6 +16,7 @@ NUM_TRAIN, NUM_HELD_OUT = 6000, 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `megarl.cli.main.Command`."""
     parser.add_argument("--sft", type=Path, default=Path("yaml/demo-sft.yaml"), help="configuration of the warm start")
     parser.add_argument("--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
@@ -22,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `megarl.cli.main.Command`."""
     from megarl.controller.controller import Controller
     from megarl.controller.launch import run_stage
 
@@ -56,10 +59,10 @@ def write_demo(folder: Path, seed: int) -> None:
     write_tiny_model(folder / "base", [row["prompt"] + row["response"] for row in rows], seed=seed)
 
 
-def _add_stages(path: Path, make_seconds: float, sft_seconds: float, total: float) -> dict[str, float]:
+def _add_stages(path: Path, make_seconds: float, sft_seconds: float, total: float) -> dict[str, Any]:
     """Count the stages before GRPO into its summary."""
-    summary: dict[str, float] = json.loads(path.read_text())
-    phases = {"make_model": make_seconds, "sft": sft_seconds}
-    summary |= {"seconds_total": total, "seconds_by_phase": {**phases, **summary["seconds_by_phase"]}}
+    summary: dict[str, Any] = json.loads(path.read_text())
+    phases = {"make_model": make_seconds, "sft": sft_seconds, **summary["seconds_by_phase"]}
+    summary |= {"seconds_total": total, "seconds_by_phase": phases}
     path.write_text(json.dumps(summary, indent=2) + "\n")
     return summary

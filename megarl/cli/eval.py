@@ -12,11 +12,13 @@ from megarl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `megarl.cli.main.Command`."""
     add_config_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `megarl.cli.main.Command`."""
     from megarl.controller.controller import Controller
     from megarl.controller.launch import run_stage
 

@@ -10,10 +10,12 @@ from megarl.config import SftConfig, load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `megarl.cli.main.Command`."""
     add_config_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """See `megarl.cli.main.Command`."""
     from megarl.controller.controller import Controller
     from megarl.controller.launch import run_stage
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from megarl.config.section import Section
+from megarl.config.section import Section, by_type
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -55,5 +55,5 @@ class GrpoConfig(PolicyLossConfig):
         return self
 
 
-AlgorithmConfig = Annotated[GrpoConfig, Field(discriminator="type")]
+AlgorithmConfig = Annotated[Annotated[GrpoConfig, Tag("grpo")], by_type("grpo")]
 """A discriminated union with one member; the next algorithm joins it with `|`."""

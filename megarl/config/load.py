@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                continue  # SafeLoader refuses it
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
@@ -41,9 +44,11 @@ def load_config(kind: type[C], path: str | Path, overrides: list[str] | None = N
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"{path}: cannot read the configuration: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not valid UTF-8 at byte {e.start}") from e
     tree = _parse(text, str(path))
     if tree is None:
         tree = {}
@@ -54,7 +59,7 @@ def load_config(kind: type[C], path: str | Path, overrides: list[str] | None = N
     try:
         return kind.model_validate(tree)
     except ValidationError as e:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in _sentences(e, kind))) from e
+        raise ConfigError("\n".join(f"{path}: {line}" for line in _sentences(e, kind, tree))) from e
 
 
 def dump_config(config: Section) -> str:
@@ -70,6 +75,8 @@ def _parse(text: str, origin: str) -> Any:
     except yaml.MarkedYAMLError as e:
         at = f":{e.problem_mark.line + 1}" if e.problem_mark else ""
         raise ConfigError(f"{origin}{at}: not valid YAML: {e.problem}") from e
+    except yaml.YAMLError as e:  # characters that YAML forbids
+        raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -90,10 +97,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[leaf] = _parse(value, f"--set {override}")
 
 
-def _sentences(error: ValidationError, kind: type[Section]) -> list[str]:
+def _sentences(error: ValidationError, kind: type[Section], tree: dict[str, Any]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
-        where = ".".join(str(part) for part in problem["loc"]) or kind.__name__
+        missing = problem["type"] == "missing"
+        where = ".".join(_yaml_path(problem["loc"], tree, missing=missing)) or kind.__name__
         match problem["type"]:
             case "extra_forbidden":
                 line = f"{where}: unknown key"
@@ -101,7 +109,24 @@ def _sentences(error: ValidationError, kind: type[Section]) -> list[str]:
                 line = f"{where}: this key is required"
             case "value_error":
                 line = f"{where}: {problem['ctx']['error']}"
+            case "model_type":
+                line = f"{where}: needs a mapping, got {problem['input']!r}"
+            case "union_tag_invalid":
+                line = f"{where}.type: needs one of {problem['ctx']['expected_tags']}, got {problem['ctx']['tag']!r}"
             case _:
                 line = f"{where}: {problem['msg']}, got {problem['input']!r}"
         lines.append(line)
     return lines
+
+
+def _yaml_path(loc: tuple[int | str, ...], tree: dict[str, Any], *, missing: bool) -> list[str]:
+    """`loc` as written in the file: pydantic puts a union member's `type` into the path, behind the union's key."""
+    path: list[str] = []
+    node: Any = tree
+    for i, part in enumerate(loc):
+        absent_key = missing and i == len(loc) - 1
+        if isinstance(node, dict) and part not in node and not absent_key:
+            continue
+        path.append(str(part))
+        node = None if absent_key or not isinstance(node, dict | list) else node[part]  # type: ignore[index]
+    return path

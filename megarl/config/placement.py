@@ -24,4 +24,5 @@ class PlacementConfig(Section):
 
     @property
     def slots(self) -> int:
+        """All of them: nodes * slots_per_node."""
         return self.nodes * self.slots_per_node

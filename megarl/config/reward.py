@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from megarl.config.section import Section
+from megarl.config.section import Section, by_type
 
 
 class RewardTerm(Section):
@@ -18,7 +18,7 @@ class RewardTerm(Section):
 
 
 class NumericRewardConfig(RewardTerm):
-    """1.0 where the completion's final number equals the reference (`#### N` or `\\boxed{N}`), else 0.0."""
+    r"""1.0 where the completion's final number equals the reference (`#### N` or `\boxed{N}`), else 0.0."""
 
     type: Literal["numeric"] = "numeric"
 
@@ -43,7 +43,12 @@ class PythonRewardConfig(RewardTerm):
     """`package.module:function`."""
 
 
-RewardConfig = Annotated[NumericRewardConfig | FormatRewardConfig | PythonRewardConfig, Field(discriminator="type")]
+RewardConfig = Annotated[
+    Annotated[NumericRewardConfig, Tag("numeric")]
+    | Annotated[FormatRewardConfig, Tag("format")]
+    | Annotated[PythonRewardConfig, Tag("python")],
+    by_type("numeric"),
+]
 
 
 class RewardsConfig(Section):
@@ -63,4 +68,5 @@ class RewardsConfig(Section):
 
     @property
     def eval_name(self) -> str:
+        """The term that evaluation reports."""
         return self.eval_term or next(iter(self.terms))

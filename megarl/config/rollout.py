@@ -37,7 +37,7 @@ class SglangConfig(Section):
 
     start_timeout_seconds: float = Field(default=600.0, gt=0)
 
-    extra_args: dict[str, Any] = {}
+    extra_args: dict[str, Any] = Field(default_factory=dict)
     """Further `sglang.Engine` arguments, by SGLang's own names."""
 
 

@@ -52,6 +52,7 @@ class StageConfig(Section):
 
     @property
     def export_path(self) -> str:
+        """Where the trained model is written."""
         return self.export_dir or f"{self.run_dir}/model"
 
 

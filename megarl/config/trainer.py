@@ -44,6 +44,7 @@ class ParallelConfig(Section):
 
     @property
     def uses_sequence_parallel(self) -> bool:
+        """Whether activations are sharded over the tensor-parallel group."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.algorithms.advantages import group_advantages
+from megarl.algorithms.advantages import GroupBaseline, group_advantages
 from megarl.algorithms.losses import Denominators
 from megarl.config import RunConfig
 from megarl.controller.rollout_group import FinishedGroup
@@ -17,7 +17,7 @@ def grpo_advantages(groups: Sequence[FinishedGroup], *, normalize_by_std: bool) 
     """One a trajectory, group after group."""
     rewards = [t.reward for group in groups for t in group.summary.trajectories]
     ids = [i for i, group in enumerate(groups) for _ in group.summary.trajectories]
-    kind = "grpo" if normalize_by_std else "dr_grpo"
+    kind: GroupBaseline = "grpo" if normalize_by_std else "dr_grpo"
     advantages: list[float] = group_advantages(torch.tensor(rewards), torch.tensor(ids), kind=kind).tolist()
     return advantages
 

@@ -20,6 +20,8 @@ from megarl.workers.shell import AsyncShell
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
+    """An engine's process."""
+
     handle: Any
     name: str
 

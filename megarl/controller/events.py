@@ -35,6 +35,7 @@ class EventLog:
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
+        """Append one."""
         with self._lock:
             self._events.append(event)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from megarl.config import RunConfig, StageConfig, dump_config
+from megarl.config import StageConfig, dump_config
 from megarl.controller.controller import Controller
 from megarl.controller.events import Note, Phase
 from megarl.controller.preflight import require_ready

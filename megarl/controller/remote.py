@@ -23,14 +23,17 @@ class RemoteEngine:
     name: str
 
     async def generate(self, request: GenerationRequest) -> Generation:
+        """See `GenerationEngine`."""
         (generation,) = await self.generate_many([request])
         return generation
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """See `GenerationEngine`."""
         generations: list[Generation] = await self._invoke("generate_many", requests)
         return generations
 
     async def abort(self, request_id: str) -> None:
+        """See `GenerationEngine`."""
         await self._invoke("abort", request_id)
 
     async def _invoke(self, method: str, argument: Any) -> Any:
@@ -49,6 +52,7 @@ class EngineSink:
     timeout_seconds: float
 
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
+        """See `WeightSink`."""
         ref = self.handle.invoke.remote("load_weights", bucket)
 
         def wait() -> None:

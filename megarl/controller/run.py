@@ -46,4 +46,5 @@ class StageRun:
         return time.perf_counter() - self.started
 
     def close(self) -> None:
+        """Flush and close what metrics are written to."""
         self._tracker.close()

@@ -38,11 +38,12 @@ class TrainerGroup(WorkerGroup[TrainerWorker]):
 
     def push_weights(self, order: PushOrder) -> SyncStats:
         """Deliver the current weights."""
-        return self.call(TrainerWorker.push_weights, order, via=BROADCAST)
+        stats: SyncStats = self.call(TrainerWorker.push_weights, order, via=BROADCAST)
+        return stats
 
     def save_hf(self, folder: str) -> None:
         """Write the model in Hugging Face format."""
-        return self.call(TrainerWorker.save_hf, folder, via=BROADCAST)
+        self.call(TrainerWorker.save_hf, folder, via=BROADCAST)
 
 
 def _environment(device: str) -> dict[str, str]:

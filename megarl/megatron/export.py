@@ -30,6 +30,7 @@ class SafetensorsSink:
         self._folder, self._files, self._bytes = folder, list[list[str]](), 0
 
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
+        """Write the bucket's tensors to a file of their own."""
         tensors = open_bucket(bucket)
         save_file(tensors, self._folder / _temporary(len(self._files)), metadata={"format": "pt"})
         self._files.append(list(tensors))

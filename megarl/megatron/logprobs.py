@@ -1,4 +1,7 @@
-"""Log-probabilities and entropy from logits split over the tensor-parallel ranks. Shapes: T tokens, v local vocabulary."""
+"""Log-probabilities and entropy from logits split over the tensor-parallel ranks.
+
+Shapes: T tokens, v local vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import Tensor
 def token_logprobs(logits_Tv: Tensor, target_ids_T: Tensor) -> Tensor:
     """float32 [T]: log-probability of each target. Overwrites `logits_Tv`; differentiable."""
     loss_T1 = vocab_parallel_cross_entropy(logits_Tv.float()[:, None], target_ids_T[:, None])
-    return -loss_T1[:, 0]
+    logprobs_T: Tensor = -loss_T1[:, 0]
+    return logprobs_T
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ class MetricSums:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def maximum(self, name: str, value: Tensor) -> None:
+        """Keep the larger of a scalar and what was seen before."""
         value = value.detach().double()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 

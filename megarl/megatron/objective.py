@@ -17,7 +17,7 @@ from megarl.megatron.metrics import MetricSums
 
 @dataclass(frozen=True)
 class Objective:
-    """Each call returns a micro-batch's share of the mini-batch's loss; shares of all micro-batches and ranks add up."""
+    """Each call returns a micro-batch's share of the mini-batch's loss; the shares of all ranks add up."""
 
     policy_loss: PolicyLossConfig | None
     """None: negative log-likelihood."""
@@ -34,9 +34,7 @@ class Objective:
         mask_T = batch.mask_T
         metrics.add("entropy", torch.where(mask_T, entropy_T, 0.0).sum() / self.denominators.num_tokens)
         if self.policy_loss is None:
-            loss = aggregate(
-                -logprobs_T, mask_T, batch.cu_seqlens_S, mode="token-mean", denominators=self.denominators
-            )
+            loss = aggregate(-logprobs_T, mask_T, batch.cu_seqlens_S, mode="token-mean", denominators=self.denominators)
         else:
             assert old_logprobs_T is not None
             loss = self._policy(self.policy_loss, logprobs_T, old_logprobs_T, batch, metrics)

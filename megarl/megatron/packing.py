@@ -10,6 +10,7 @@ Shapes: T packed tokens, n sequences of a group, L the group's longest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,7 +32,7 @@ class LengthGroup:
 
 
 @dataclass
-class TorchPackedSeqParams(PackedSeqParams):
+class TorchPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """megatron-core's description of a pack, with what torch attention needs of it computed once per pack."""
 
     groups: tuple[LengthGroup, ...] = ()
@@ -40,7 +41,7 @@ class TorchPackedSeqParams(PackedSeqParams):
 def describe_pack(cu_seqlens_S: Tensor) -> TorchPackedSeqParams:
     """For `cu_seqlens_S` int32 [S + 1], on the CPU or the rank's device."""
     bounds = cu_seqlens_S.tolist()
-    longest = max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    longest = max(b - a for a, b in pairwise(bounds))
     return TorchPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_S,
@@ -53,7 +54,7 @@ def describe_pack(cu_seqlens_S: Tensor) -> TorchPackedSeqParams:
 
 def _group_by_length(bounds: list[int], device: torch.device) -> tuple[LengthGroup, ...]:
     by_size: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         by_size.setdefault((end - start - 1).bit_length(), []).append((start, end))
     groups = []
     for sequences in by_size.values():
@@ -65,8 +66,6 @@ def _group_by_length(bounds: list[int], device: torch.device) -> tuple[LengthGro
         gather_nL = starts_n[:, None] + torch.minimum(position_L[None], lengths_n[:, None] - 1)
         padded_index_K = real_nL.flatten().nonzero()[:, 0]
         groups.append(
-            LengthGroup(
-                gather_nL.to(device), padded_index_K.to(device), gather_nL.flatten()[padded_index_K].to(device)
-            )
+            LengthGroup(gather_nL.to(device), padded_index_K.to(device), gather_nL.flatten()[padded_index_K].to(device))
         )
     return tuple(groups)

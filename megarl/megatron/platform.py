@@ -62,7 +62,7 @@ def _stand_in() -> None:
     _replace_device_functions()
     _replace_random_state()
     _mode = _CpuForCuda()
-    _mode.__enter__()  # for the life of the process
+    _mode.__enter__()  # type: ignore[no-untyped-call]  # for the life of the process
 
 
 def _replace_device_functions() -> None:

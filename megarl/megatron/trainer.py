@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -183,7 +182,7 @@ def _make_optimizer(config: OptimizerConfig, ddp: DistributedDataParallel, group
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
     )
-    return get_megatron_optimizer(settings, [ddp], pg_collection=groups if not dist.get_backend() == "gloo" else None)
+    return get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False, pg_collection=groups)
 
 
 def _make_scheduler(config: OptimizerConfig, optimizer: Any, steps: int) -> OptimizerParamScheduler:

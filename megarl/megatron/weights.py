@@ -26,7 +26,9 @@ def local_tensors(stage: Any) -> dict[str, Tensor]:
     return {_global_name(name, offset): p.data for name, p in stage.named_parameters()}
 
 
-def layout(model: DenseModel, tensors: dict[str, Tensor], groups: ProcessGroupCollection, dtype: torch.dtype) -> WeightLayout:
+def layout(
+    model: DenseModel, tensors: dict[str, Tensor], groups: ProcessGroupCollection, dtype: torch.dtype
+) -> WeightLayout:
     """The boxes that this rank's `tensors` hold."""
     rank, size = groups.tp.rank(), groups.tp.size()
     held = [

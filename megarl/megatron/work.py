@@ -99,5 +99,5 @@ def split_by_dp(work: TrainWork, grid: RankGrid) -> list[TrainWork]:
     return [works[grid.coordinates(rank).dp] for rank in range(grid.size)]
 
 
-SPLIT_BY_DP: Transfer[TrainWork, TrainStats] = Transfer(split_by_dp, from_output)  # type: ignore[arg-type]
+SPLIT_BY_DP: Transfer[TrainWork, TrainStats] = Transfer(split_by_dp, from_output)
 """Samples split over data-parallel replicas; one replica's answer, since workers reduce metrics themselves."""

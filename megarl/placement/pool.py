@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError, WorkerError
@@ -24,6 +25,10 @@ class Slot:
     """Index in the placement group."""
     cpus: float
     gpus: float
+    node: str
+    """Ray's id of the machine."""
+    gpu_id: int | None
+    """Index of the GPU on its machine; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ def start_cluster(config: PlacementConfig) -> bool:
 
 def _store_bytes() -> int:
     """A quarter of /dev/shm for the object store: weight buckets and engines need the rest."""
-    stat = os.statvfs("/dev/shm")
+    stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
     return int(max(128 * 2**20, min(2 * 2**30, stat.f_bavail * stat.f_frsize // 4)))
 
 
@@ -88,4 +93,16 @@ def reserve(config: PlacementConfig) -> SlotPool:
             f"{config.start_timeout_seconds:g} s; it has {have}"
         )
     gpus = bundle.get("GPU", 0.0)
-    return SlotPool(group, tuple(Slot(i, 1.0, gpus) for i in range(config.slots)), device)
+    return SlotPool(group, tuple(Slot(i, 1.0, gpus, *_locate(group, i, gpus)) for i in range(config.slots)), device)
+
+
+def _locate(group: Any, bundle: int, gpus: float) -> tuple[str, int | None]:
+    def look() -> tuple[str, int | None]:
+        ids = ray.get_gpu_ids()
+        return ray.get_runtime_context().get_node_id(), int(ids[0]) if ids else None
+
+    strategy = PlacementGroupSchedulingStrategy(group, bundle)
+    where: tuple[str, int | None] = ray.get(
+        ray.remote(look).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
+    )
+    return where

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 -- files there are private to the user, named by mkstemp
+
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
@@ -33,6 +35,7 @@ class TensorSlot:
 
     @property
     def num_bytes(self) -> int:
+        """Without the alignment behind it."""
         n = torch_dtype(self.dtype).itemsize
         for length in self.shape:
             n *= length
@@ -76,7 +79,7 @@ class SharedBuffer:
     """Host memory backed by a file in /dev/shm; its owner closes it, which removes the file."""
 
     def __init__(self, num_bytes: int) -> None:
-        directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        directory = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
         handle, self.path = tempfile.mkstemp(prefix=f"megarl-{os.getpid()}-", dir=directory)
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         os.posix_fallocate(handle, 0, self.num_bytes)  # a full /dev/shm is an error here, not a SIGBUS later
@@ -88,6 +91,7 @@ class SharedBuffer:
         return _view(self.bytes, slot)
 
     def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
+        """Plain data from which `open_bucket` finds the tensors."""
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:

@@ -75,6 +75,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
+    """True where every element of `inner` is in `outer`."""
     return all(s <= u and v <= t for (s, t), (u, v) in zip(outer, inner, strict=True))
 
 

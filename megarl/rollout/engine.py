@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
+    """One completion to sample."""
+
     request_id: str
     token_ids: tuple[int, ...]
     """The prompt."""
@@ -47,7 +50,17 @@ class Generation:
 class GenerationEngine(Protocol):
     """What an agent sees."""
 
-    async def generate(self, request: GenerationRequest) -> Generation: ...
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """One completion."""
+        ...
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """One each, in order, once all are done: one call between processes instead of many."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early; it completes with finish_reason `abort`. Unknown ids are ignored."""
+        ...
 
 
 class RolloutEngine(GenerationEngine, Protocol):
@@ -61,7 +74,7 @@ class RolloutEngine(GenerationEngine, Protocol):
         """Write the bucket's tensors (Hugging Face names) into the engine's parameters, on every TP rank.
 
         Raises:
-            WeightSyncError: a name is unknown to the model, a shape or dtype is wrong; nothing of the bucket is written.
+            WeightSyncError: a name is unknown to the model, a shape or dtype is wrong; nothing is written.
         """
         ...
 

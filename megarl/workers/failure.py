@@ -34,8 +34,6 @@ def raise_failure(ref: Any, *, what: str, name: str) -> None:
         ray.get(ref)
     except RayError as error:
         raise translate(error, what=what, name=name) from error
-    except MegarlError:
-        raise
 
 
 def translate(error: RayError, *, what: str, name: str) -> MegarlError:
@@ -46,7 +44,7 @@ def translate(error: RayError, *, what: str, name: str) -> MegarlError:
             return cause
         if isinstance(cause, RayError):
             return translate(cause, what=what, name=name)
-        return WorkerError(f"{what} failed on {name}:\n{error.traceback_str}")
+        return WorkerError(f"{what} failed on {name}:\n{error}")
     if isinstance(error, RayActorError):
         return WorkerError(f"{what}: {name} died. {_first_lines(str(error))}")
     return WorkerError(f"{what} failed on {name}: {type(error).__name__}: {error}")

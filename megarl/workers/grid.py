@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
+    """A rank's index on each axis."""
+
     tp: int
     cp: int
     dp: int
@@ -24,9 +26,11 @@ class RankGrid:
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)

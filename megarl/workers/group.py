@@ -84,20 +84,10 @@ class WorkerGroup(Generic[W]):
     def begin(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R]) -> Pending[R]:
         """Start a call and return at once."""
         arguments = via.dispatch(argument, self.grid)
-        refs = [
-            actor.invoke.remote(method.__name__, one) for actor, one in zip(self._actors, arguments, strict=True)
-        ]
+        refs = [actor.invoke.remote(method.__name__, one) for actor, one in zip(self._actors, arguments, strict=True)]
         return Pending(
             refs, lambda results: via.collect(results, self.grid), f"{self.name}.{method.__name__}", self._names(refs)
         )
-
-    def nodes(self) -> list[str]:
-        """Ray's node id of each rank."""
-        return list(ray.get([actor.node.remote() for actor in self._actors]))
-
-    def gpu_ids(self) -> list[list[int]]:
-        """The GPUs of each rank."""
-        return list(ray.get([actor.gpu_ids.remote() for actor in self._actors]))
 
     def stop(self) -> None:
         """End every process of the group."""

@@ -18,7 +18,9 @@ T = TypeVar("T")
 class Payload(Protocol[T_co]):
     """A handle on a value of type T."""
 
-    def fetch(self) -> T_co: ...
+    def fetch(self) -> T_co:
+        """The value."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class StoredPayload(Generic[T]):
     """ray.ObjectRef of a T."""
 
     def fetch(self) -> T:
+        """The value, read-only where it holds NumPy arrays."""
         value: T = ray.get(self.ref)
         return value
 
@@ -40,4 +43,5 @@ class LocalPayload(Generic[T]):
     value: T
 
     def fetch(self) -> T:
+        """The value."""
         return self.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -17,17 +18,6 @@ class Shell:
         os.environ.update(environment)
         self._worker: Any = None
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def node(self) -> str:
-        """Ray's id of the node this process runs on."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    def gpu_ids(self) -> list[int]:
-        """Indices of the GPUs that Ray granted."""
-        return [int(i) for i in ray.get_gpu_ids()]
-
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and a port that was free a moment ago."""
         with socket.socket() as s:
@@ -35,10 +25,12 @@ class Shell:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     def build(self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+        """Make the worker, with `environment` added to the process's."""
         os.environ.update(environment)
         self._worker = factory(*arguments)
 
     def invoke(self, method: str, argument: Any) -> Any:
+        """`method(argument)` of the worker."""
         return getattr(self._worker, method)(argument)
 
 
@@ -48,7 +40,11 @@ class AsyncShell(Shell):
     async def build(  # type: ignore[override]
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
     ) -> None:
+        """As the base; `factory` may be a coroutine function."""
         super().build(factory, arguments, environment)
+        if inspect.isawaitable(self._worker):
+            self._worker = await self._worker
 
-    async def invoke(self, method: str, *arguments: Any) -> Any:  # type: ignore[override]
+    async def invoke(self, method: str, *arguments: Any) -> Any:
+        """`await method(*arguments)` of the worker; Ray has put values in the place of references."""
         return await getattr(self._worker, method)(*arguments)

@@ -44,6 +44,9 @@ def qwen3_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def qwen2_tied_path(tmp_path_factory):
     return save_model(
-        tmp_path_factory.mktemp("qwen2"), family="qwen2", tie_word_embeddings=True, num_attention_heads=4,
+        tmp_path_factory.mktemp("qwen2"),
+        family="qwen2",
+        tie_word_embeddings=True,
+        num_attention_heads=4,
         num_key_value_heads=2,
     )

@@ -53,9 +53,7 @@ def make_work(trajectories, *, policy_loss=None, max_tokens=256, seed=0):
         SampleRef(payload=0, index=i, num_tokens=t.num_tokens, advantage=float(rng.normal()))
         for i, t in enumerate(trajectories)
     )
-    count = Denominators(
-        num_tokens=int(sum(t.loss_mask.sum() for t in trajectories)), num_sequences=len(trajectories)
-    )
+    count = Denominators(num_tokens=int(sum(t.loss_mask.sum() for t in trajectories)), num_sequences=len(trajectories))
     return TrainWork(
         mini_batches=(MiniBatch(samples=samples, denominators=count),),
         payloads=(LocalPayload(trajectories),),

@@ -24,6 +24,7 @@ class Rows:
 
     @classmethod
     def all(cls, tensor: str, shape: tuple[int, ...]) -> Rows:
+        """The whole tensor."""
         return cls(tensor, shape, 0, shape[0])
 
 

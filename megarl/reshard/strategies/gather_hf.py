@@ -1,10 +1,10 @@
 r"""Whole Hugging Face tensors, gathered on the sending ranks, handed over in bounded buckets.
 
-    ranks          r0 r1 r2 r3          each packs its boxes of the bucket's tensors
-                     \ |  | /
-    sender            bucket            one shared-memory buffer of two, filled box by box
-                        |
-    engines          load(bucket)       while the next bucket is gathered
+ranks          r0 r1 r2 r3          each packs its boxes of the bucket's tensors
+\ |  | /
+sender            bucket            one shared-memory buffer of two, filled box by box
+|
+engines          load(bucket)       while the next bucket is gathered
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) ->
 class GatherHf:
     """The strategy `gather_hf`."""
 
-    def __init__(self, *, rank: int, layouts: Sequence[WeightLayout], senders: Sequence[int], bucket_bytes: int) -> None:
+    def __init__(
+        self, *, rank: int, layouts: Sequence[WeightLayout], senders: Sequence[int], bucket_bytes: int
+    ) -> None:
         self._rank, self._senders = rank, tuple(senders)
         self._plans = plan_buckets(layouts, bucket_bytes)
         largest = max(plan.num_bytes for plan in self._plans)
@@ -139,6 +141,7 @@ class GatherHf:
         return received
 
     def close(self) -> None:
+        """Free the shared memory."""
         for buffer in self._buffers:
             buffer.close()
 

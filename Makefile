@@ -1,0 +1,70 @@
+PYTHON ?= python3.11
+VENV ?= .venv
+# Further pip arguments for torch alone, such as an --index-url of CPU builds.
+TORCH_INSTALL_ARGS ?=
+# Further pytest arguments, such as ARGS="-k loss -x".
+ARGS ?=
+
+# One BLAS thread per process: workers are many, cores few.
+export OMP_NUM_THREADS ?= 1
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test test-slow test-gpu lint format format-check types imports check bench clean help
+
+setup: $(INSTALLED) ## Create .venv with everything pinned; does nothing when it is up to date
+
+$(INSTALLED): $(wildcard requirements/*.txt) setup.py pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); name one: make setup PYTHON=..." >&2; exit 1; }
+	@echo "[1/4] $(VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/4] torch"
+	@$(PIP) install $(TORCH_INSTALL_ARGS) -c requirements/cpu.txt -r requirements/torch.txt
+	@echo "[3/4] $$(cat requirements/cpu.txt requirements/dev.txt | grep -c ==) pinned packages"
+	@$(PIP) install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "[4/4] megarl"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: setup ## Fine-tune and reinforce a tiny model on this machine's CPU
+	$(BIN)/megarl demo
+
+test: setup ## Run the tests
+	$(BIN)/pytest $(ARGS)
+
+test-slow: setup ## Run the tests that take minutes
+	$(BIN)/pytest -m slow $(ARGS)
+
+test-gpu: setup ## Run the tests that need CUDA devices
+	$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
+
+lint: setup ## Look for mistakes
+	$(BIN)/ruff check .
+
+format: setup ## Rewrite the code in the house format
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format .
+
+format-check: setup
+	$(BIN)/ruff format --check .
+
+types: setup ## Check the types
+	$(BIN)/mypy
+
+imports: setup ## Check that imports point down
+	$(BIN)/lint-imports
+
+check: format-check lint types imports test ## Everything that CI runs
+
+bench: setup ## Run every benchmark; each prints JSON and a table
+	@for run in benchmarks/*/run.py; do echo "== $$run"; $(BIN)/python $$run || exit 1; done
+
+clean: ## Remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+help: ## Show this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done

@@ -1,0 +1,204 @@
+"""`megarl doctor`: what this machine has, what a run will use of it, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from megarl import __version__
+from megarl.cli.output import console
+from megarl.controller.machine import visible_gpus
+
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "PyYAML",
+    "numpy",
+    "pyarrow",
+    "rich",
+    "psutil",
+    "tensorboard",
+    "math-verify",
+)
+OPTIONAL = ("transformer-engine", "apex", "triton", "sglang-kernel", "flash-attn", "wandb")
+
+GIB = 2**30
+LEAST_MEMORY = 6 * GIB
+"""The demo's peak: two trainer ranks, two engines, Ray."""
+LEAST_SHARED_MEMORY = 512 * 2**20
+"""Ray's object store and weight buckets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One thing that a run needs, and what it gets here."""
+
+    what: str
+    uses: str
+    otherwise: str
+    """What would be used instead, and when."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All that `megarl doctor` has to say."""
+
+    machine: dict[str, str]
+    packages: dict[str, str | None]
+    """Name -> version; None where it is not installed."""
+    choices: tuple[Choice, ...]
+    missing: tuple[str, ...]
+    """What a run on this machine's CPU lacks, and what to do; empty where it is ready."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`[--json]`."""
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where a run on this machine's CPU can start."""
+    diagnosis = diagnose()
+    if args.json:
+        print(json.dumps(asdict(diagnosis), indent=2))
+    else:
+        _show(diagnosis)
+    return 1 if diagnosis.missing else 0
+
+
+def diagnose() -> Diagnosis:
+    """What can be learned from package metadata and the operating system; imports nothing heavy."""
+    gpus = visible_gpus()
+    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    return Diagnosis(
+        machine=_machine(gpus),
+        packages=packages,
+        choices=_choices(packages, bool(gpus)),
+        missing=_missing(packages),
+    )
+
+
+def _machine(gpus: list[str]) -> dict[str, str]:
+    memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
+    shared = _shared_memory()
+    return {
+        "megarl": __version__,
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "CPU cores": str(len(psutil.Process().cpu_affinity() or [])),
+        "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f}",
+        "shared memory": "none" if shared is None else f"{shared / GIB:.1f} GiB free",
+        "disk": f"{disk.free / GIB:.1f} GiB free in {Path.cwd()}",
+        "GPUs": ", ".join(gpus) or "none",
+        "C compiler": _compiler() or "none",
+        "Ray cluster": os.environ.get("RAY_ADDRESS") or "none in RAY_ADDRESS: a run starts its own",
+    }
+
+
+def _choices(packages: dict[str, str | None], gpu: bool) -> tuple[Choice, ...]:
+    te = packages["transformer-engine"]
+    cuda_engine = "SGLang on CUDA"
+    if packages["sglang-kernel"] is None:
+        cuda_engine += ", which lacks sglang-kernel here; placement.device=cpu does without"
+    adam = "Transformer Engine's" if te else "apex's" if packages["apex"] else None
+    return (
+        Choice(
+            what="attention and layers",
+            uses="Transformer Engine" if gpu and te else "megarl's torch layers",
+            otherwise="Transformer Engine, with a GPU and transformer-engine",
+        ),
+        Choice(
+            what="optimizer",
+            uses=f"{adam} FusedAdam" if gpu and adam else "torch's AdamW",
+            otherwise="FusedAdam, with a GPU and transformer-engine or apex",
+        ),
+        Choice(
+            what="collectives",
+            uses="nccl" if gpu else "gloo",
+            otherwise="nccl, with a GPU",
+        ),
+        Choice(
+            what="rollout engine",
+            uses=cuda_engine if gpu else "SGLang's CPU engine, stand-ins for its GPU packages",
+            otherwise="SGLang on CUDA, with a GPU and SGLang's own dependencies",
+        ),
+        Choice(
+            what="kernels",
+            uses="Triton" if gpu and packages["triton"] else "torch",
+            otherwise="Triton, with a GPU and triton",
+        ),
+    )
+
+
+def _missing(packages: dict[str, str | None]) -> tuple[str, ...]:
+    problems = []
+    absent = [name for name in REQUIRED if packages[name] is None]
+    if absent:
+        problems.append(f"packages {', '.join(absent)}: run `make setup` in a clone of megarl")
+    if _compiler() is None:
+        problems.append("a C compiler: install gcc or clang, or name one in CC")
+    total = psutil.virtual_memory().total
+    if total < LEAST_MEMORY:
+        problems.append(f"{LEAST_MEMORY / GIB:.0f} GiB of memory, got {total / GIB:.1f}")
+    shared = _shared_memory()
+    if shared is None or shared < LEAST_SHARED_MEMORY:
+        problems.append(
+            f"{LEAST_SHARED_MEMORY / 2**20:.0f} MiB of shared memory in /dev/shm, got {(shared or 0) / 2**20:.0f}: "
+            "in a container, start it with --shm-size=2g"
+        )
+    return tuple(problems)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CC")
+    return next((path for name in (named, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
+
+
+def _shared_memory() -> int | None:
+    """Free bytes in /dev/shm."""
+    folder = Path("/dev/shm")  # noqa: S108 -- only asked for its size
+    return shutil.disk_usage(folder).free if folder.is_dir() else None
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in diagnosis.machine.items():
+        table.add_row(name, escape(value))
+    table.add_row()
+    for package, installed in diagnosis.packages.items():
+        table.add_row(package, installed or ("[red]missing[/red]" if package in REQUIRED else "[dim]none[/dim]"))
+    table.add_row()
+    for choice in diagnosis.choices:
+        other = "" if choice.otherwise.startswith(choice.uses) else f" [dim](or {choice.otherwise})[/dim]"
+        table.add_row(choice.what, choice.uses + other)
+    out = console()
+    out.print(table)
+    out.print()
+    for problem in diagnosis.missing:
+        out.print(f"[red]missing[/red] {escape(problem)}")
+    out.print("not ready" if diagnosis.missing else "ready: try `megarl demo`")

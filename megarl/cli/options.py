@@ -1,0 +1,20 @@
+"""Command-line options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """`CONFIG [--set KEY=VALUE ...]`, as `args.config` and `args.overrides`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as trainer.optimizer.lr=1e-5; the value is YAML, the last one wins",
+    )

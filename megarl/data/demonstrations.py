@@ -1,0 +1,69 @@
+"""A data file -> demonstrations for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from megarl.batch.trajectory import Trajectory
+from megarl.config.data import DataConfig
+from megarl.data.progress import track
+from megarl.data.prompts import OverlongRows, in_batches
+from megarl.data.source import Row, read_rows
+from megarl.data.template import PromptTemplate
+from megarl.errors import DataError
+
+
+def load_demonstrations(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, path: str | None = None
+) -> list[Trajectory]:
+    """Every row of `path` (default: `data.path`) as prompt + response + eos; `group_id` counts them.
+
+    Prompt and response are tokenized apart: the prompt's tokens are those that generation will start from.
+
+    Raises:
+        DataError: names file:line; a row without prompt or response, or with more than `max_tokens` tokens where
+            `data.overlong_prompts` is `error`; or no row left.
+    """
+    file = Path(path or config.path)
+    template = PromptTemplate(config, tokenizer)
+    overlong = OverlongRows(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
+    eos = tokenizer.eos_token_id
+    demonstrations: list[Trajectory] = []
+    for rows in track(in_batches(read_rows(file)), f"tokenizing {file.name}"):
+        prompts = template.tokenize([template.render(row) for row in rows])
+        responses = template.tokenize_continuations([_response(row, config.fields.response) for row in rows])
+        for row, prompt, response in zip(rows, prompts, responses, strict=True):
+            if overlong.keeps(row, len(prompt) + len(response) + 1):
+                demonstrations.append(_demonstration(row, prompt, [*response, eos], group_id=len(demonstrations)))
+    overlong.close(kept=len(demonstrations))
+    return demonstrations
+
+
+def _demonstration(row: Row, prompt: list[int], response: list[int], *, group_id: int) -> Trajectory:
+    num_tokens = len(prompt) + len(response)
+    loss_mask = np.zeros(num_tokens, dtype=np.bool_)
+    loss_mask[len(prompt) :] = True
+    return Trajectory(
+        prompt_id=row.prompt_id,
+        group_id=group_id,
+        token_ids=np.array(prompt + response, dtype=np.int32),
+        loss_mask=loss_mask,
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        policy_versions=np.full(num_tokens, -1, dtype=np.int32),
+    )
+
+
+def _response(row: Row, field: str) -> str:
+    if field not in row.fields:
+        has = ", ".join(repr(name) for name in row.fields) or "no fields"
+        raise DataError(
+            f"{row.where}: a demonstration needs field {field!r} (data.fields.response), the text to train on; "
+            f"the row has {has}"
+        )
+    text = row.text(field, "data.fields.response")
+    if not text:
+        raise DataError(f"{row.where}: field {field!r} (data.fields.response) is empty")
+    return text

@@ -1,0 +1,41 @@
+"""A progress bar for work that turns out to be long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+T = TypeVar("T")
+
+QUIET_SECONDS = 3.0
+"""Work that ends within this time shows nothing."""
+
+
+def track(batches: Iterable[list[T]], what: str, *, quiet_seconds: float = QUIET_SECONDS) -> Iterator[list[T]]:
+    """`batches` unchanged; past `quiet_seconds` a line on stderr counts their rows (on a terminal only)."""
+    console = Console(stderr=True)
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} rows"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task(what, total=None)
+    begun, shown = time.monotonic(), False
+    try:
+        for batch in batches:
+            yield batch
+            progress.advance(task, len(batch))
+            if not shown and console.is_terminal and time.monotonic() - begun > quiet_seconds:
+                progress.start()
+                shown = True
+    finally:
+        if shown:
+            progress.stop()

@@ -1,0 +1,113 @@
+"""Rows of JSONL and Parquet files, each with its line for error messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import DataError
+
+PARQUET_BATCH_ROWS = 1024
+
+
+class Row(NamedTuple):
+    """One row and where it stands."""
+
+    path: Path
+    line: int
+    """From 1: the line of a JSONL file (blank lines count), the row of a Parquet file."""
+    fields: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        """`<path>:<line>`, to open an error message with."""
+        return f"{self.path}:{self.line}"
+
+    @property
+    def prompt_id(self) -> str:
+        """`<file name>:<line>`."""
+        return f"{self.path.name}:{self.line}"
+
+    def text(self, field: str, key: str) -> str:
+        """The string in `field`; `key` is the YAML path that names the field.
+
+        Raises:
+            DataError: the field is missing or holds no string.
+        """
+        value = self.value(field, key)
+        if not isinstance(value, str):
+            raise DataError(f"{self.where}: field {field!r} ({key}) needs a string, got {type(value).__name__}")
+        return value
+
+    def value(self, field: str, key: str) -> Any:
+        """Whatever stands in `field`.
+
+        Raises:
+            DataError: the field is missing.
+        """
+        if field not in self.fields:
+            has = ", ".join(repr(name) for name in self.fields) or "no fields"
+            raise DataError(f"{self.where}: field {field!r} ({key}) is missing; the row has {has}")
+        return self.fields[field]
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of `path` in order, read as they are asked for.
+
+    Raises:
+        DataError: no such file, an unknown suffix, no rows, or a row that cannot be read (names file:line).
+    """
+    path = Path(path)
+    match path.suffix:
+        case ".jsonl":
+            read = _read_jsonl
+        case ".parquet":
+            read = _read_parquet
+        case suffix:
+            raise DataError(f"{path}: a data file needs the suffix .jsonl or .parquet, got {suffix or 'none'}")
+    if not path.exists():
+        raise DataError(f"{path}: no such data file (working directory {Path.cwd()})")
+    if not path.is_file():
+        raise DataError(f"{path}: needs a file, got a folder")
+    return _not_empty(path, read(path))
+
+
+def _not_empty(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise DataError(f"{path}: the data file holds no rows")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    # Binary, because text mode would also end lines at U+2028 and report a bad byte without its line.
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                fields = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+            except (ValueError, RecursionError) as e:
+                raise DataError(f"{path}:{line}: not valid JSON: {e}") from e
+            if not isinstance(fields, dict):
+                raise DataError(f"{path}:{line}: needs a JSON object, got {type(fields).__name__}")
+            yield Row(path, line, fields)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    line = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for fields in batch.to_pylist():
+                    line += 1
+                    yield Row(path, line, fields)
+    except (pa.ArrowException, OSError) as e:
+        raise DataError(f"{path}:{line + 1}: not readable as Parquet: {e}") from e

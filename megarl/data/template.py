@@ -1,0 +1,101 @@
+"""A row's prompt -> the text and the tokens that the policy sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.data import DataConfig
+from megarl.data.source import Row
+from megarl.errors import ConfigError, DataError
+
+PLACEHOLDER = "{prompt}"
+
+
+class PromptTemplate:
+    """Renders prompts as `data.prompt_template`, `data.chat_template` and `data.system_prompt` say.
+
+    Raises:
+        ConfigError: the template lacks `{prompt}`, or a system prompt stands beside `chat_template: never`.
+        DataError: the tokenizer lacks the chat template that the configuration asks for.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        if PLACEHOLDER not in config.prompt_template:
+            raise ConfigError(f"data.prompt_template needs {PLACEHOLDER} in it, got {config.prompt_template!r}")
+        if config.system_prompt is not None and config.chat_template == "never":
+            raise ConfigError("data.system_prompt needs a chat template, got data.chat_template: never")
+        has_template = tokenizer.chat_template is not None
+        if config.chat_template == "always" and not has_template:
+            raise DataError(f"data.chat_template: always needs a tokenizer with a chat template, {_name(tokenizer)}")
+        if config.system_prompt is not None and not has_template:
+            raise DataError(f"data.system_prompt needs a tokenizer with a chat template, {_name(tokenizer)}")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._chat = has_template and config.chat_template != "never"
+
+    def render(self, row: Row) -> str:
+        """The row's prompt as text, ready to be continued by the policy.
+
+        Raises:
+            DataError: names file:line; no such field, neither a string nor messages, or refused by the chat template.
+        """
+        prompt = row.value(self._config.fields.prompt, "data.fields.prompt")
+        if isinstance(prompt, str):
+            # Not str.format: templates may hold other braces, as in \boxed{}.
+            prompt = self._config.prompt_template.replace(PLACEHOLDER, prompt)
+            if not self._chat:
+                return prompt
+            messages = [{"role": "user", "content": prompt}]
+        else:
+            messages = self._messages(row, prompt)
+        if self._config.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise DataError(f"{row.where}: data.system_prompt would be the row's second system message")
+            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as e:
+            raise DataError(f"{row.where}: the tokenizer's chat template refuses the prompt: {e}") from e
+        assert isinstance(text, str)
+        return text
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Rendered prompts as token ids.
+
+        A chat template writes special tokens itself; a plain prompt gets those that the tokenizer adds (a bos).
+        """
+        return self._encode(texts, add_special_tokens=not self._chat)
+
+    def tokenize_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts that stand behind a prompt, as token ids: nothing is put before them."""
+        return self._encode(texts, add_special_tokens=False)
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        # verbose would warn of texts longer than the model; the caller's limit reports those with file and line.
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
+    def _messages(self, row: Row, prompt: Any) -> list[dict[str, Any]]:
+        field = f"field {self._config.fields.prompt!r} (data.fields.prompt)"
+        if not isinstance(prompt, list) or not prompt:
+            kind = "an empty list" if prompt == [] else type(prompt).__name__
+            raise DataError(f"{row.where}: {field} needs a string or a list of messages, got {kind}")
+        for message in prompt:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise DataError(f"{row.where}: {field} needs messages {{role, content}}, got {message!r}")
+        if not self._chat:
+            reason = (
+                "got data.chat_template: never" if self._config.chat_template == "never" else _name(self._tokenizer)
+            )
+            raise DataError(f"{row.where}: {field} holds messages, which need a chat template, {reason}")
+        return prompt
+
+
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"the one of {tokenizer.name_or_path or 'this model'} has none"

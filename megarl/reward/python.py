@@ -1,0 +1,77 @@
+"""Reward functions by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from megarl.batch.trajectory import Trajectory
+from megarl.errors import ConfigError
+
+RewardFunction: TypeAlias = Callable[[Trajectory, str, Mapping[str, Any]], float | Awaitable[float]]
+"""`(trajectory, text, row) -> float`, sync or async. `text` is what the policy sampled, `row` the prompt's data row."""
+
+
+def load_reward_function(path: str, *, key: str) -> RewardFunction:
+    """The function at `package.module:function`; modules in the working directory are found too.
+
+    Args:
+        path: the import path.
+        key: its YAML path, for error messages.
+
+    Raises:
+        ConfigError: no such module or function, not callable, or not with three positional arguments.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise ConfigError(f"{key} needs package.module:function, got {path!r}")
+    module = _import(module_name, key)
+    if not hasattr(module, name):
+        raise ConfigError(f"{key}: module {module_name} ({module.__file__}) has no {name!r}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(f"{key} needs a function, got {path} = {function!r}")
+    _check_signature(function, path, key)
+    return function  # type: ignore[no-any-return]
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives a coroutine."""
+    call = getattr(function, "__call__", None)  # noqa: B004 -- an object's __call__ may be the async one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _import(name: str, key: str) -> ModuleType:
+    # A console script does not search the working directory, where a user's rewards.py stands. Appended, and only
+    # when needed, so that it never shadows an installed package.
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        here = os.getcwd()
+        if not _is_part(e.name, name) or here in sys.path:
+            raise ConfigError(f"{key}: cannot import {name}: {e}") from e
+    except Exception as e:  # importing runs the user's code, which may raise anything
+        raise ConfigError(f"{key}: importing {name} raised {type(e).__name__}: {e}") from e
+    sys.path.append(here)
+    return _import(name, key)
+
+
+def _is_part(missing: str | None, name: str) -> bool:
+    """Whether the module that is missing is `name` or a package it lies in, and not one that it imports."""
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
+
+
+def _check_signature(function: Callable[..., Any], path: str, key: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-ins have none
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as e:
+        raise ConfigError(f"{key} needs a function of (trajectory, text, row), got {path}{signature}: {e}") from e

@@ -1,0 +1,64 @@
+"""An engine's spec as arguments of `sglang.Engine`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from megarl.errors import ConfigError
+from megarl.rollout.receiver import IMPORT_PATH
+from megarl.rollout.spec import EngineSpec
+
+CPU_ARGUMENTS = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+}
+"""SGLang's defaults need CUDA, and an idle scheduler otherwise keeps a core busy."""
+
+
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`; what the spec leaves open is absent.
+
+    Raises:
+        ConfigError: `extra_args` has a name that SGLang does not know, or one that the spec sets.
+    """
+    optional = {
+        "context_length": spec.context_length,
+        "max_total_tokens": spec.max_total_tokens,
+        "max_running_requests": spec.max_running_requests,
+        "mem_fraction_static": spec.mem_fraction,
+        "nccl_port": spec.port,
+    }
+    fixed = {
+        "model_path": spec.model_path,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "tp_size": spec.tp,
+        "base_gpu_id": spec.base_gpu_id,
+        "random_seed": spec.seed,
+        "weight_version": str(spec.policy_version),
+        "custom_weight_loader": [IMPORT_PATH],
+        "skip_tokenizer_init": True,  # prompts and completions are token ids
+        **{name: value for name, value in optional.items() if value is not None},
+    }
+    defaults: dict[str, Any] = {"log_level": "error"}
+    if spec.device == "cpu":
+        defaults |= CPU_ARGUMENTS
+    _check_names(spec, fixed)
+    return {**defaults, **spec.extra_args, **fixed}
+
+
+def _check_names(spec: EngineSpec, fixed: dict[str, Any]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    known = ServerArgs.__struct_fields__
+    for name in spec.extra_args:
+        if name in fixed:
+            raise ConfigError(f"rollout.engine.extra_args.{name}: megarl sets this argument itself")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"rollout.engine.extra_args.{name}: SGLang has no such argument{hint}")

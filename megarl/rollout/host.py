@@ -1,0 +1,221 @@
+"""An SGLang engine, the thread that owns it, and the watch over its scheduler processes.
+
+caller's event loop            engine thread (its own event loop)         scheduler processes
+call(coroutine) -------------> tokenizer manager ---- zmq -------------->  one per TP rank
+     <------------------------ result                                      (they die with this process)
+     <------------------------ WorkerError, once one of them has exited
+
+The thread is needed for two reasons. SGLang installs signal handlers where it runs in a main thread, and the schedulers
+live as long as the *thread* that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Coroutine
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.errors import ConfigError, WorkerError
+from megarl.rollout.arguments import engine_arguments
+from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
+from megarl.rollout.spec import EngineSpec
+
+T = TypeVar("T")
+
+LOG_TAIL_LINES = 15
+
+
+class EngineHost:
+    """Starts, watches and ends one `sglang.Engine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.directory = tempfile.mkdtemp(prefix="megarl-engine-")
+        """Private to this engine; removed by `stop`."""
+        self.failure: WorkerError | None = None
+        self.processes: list[BaseProcess] = []
+        self._log_dir = spec.log_dir or self.directory
+        self._engine: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+
+    @property
+    def tokenizer_manager(self) -> Any:
+        """SGLang's front; its coroutines run in `call` only."""
+        if self._engine is None:
+            raise WorkerError("the engine is not running")
+        return self._engine.tokenizer_manager
+
+    async def start(self) -> None:
+        """Return once the engine answers.
+
+        Raises:
+            ConfigError: the port is in use, or an argument is none of SGLang's.
+            WorkerError: the engine did not come up; with the last lines of its log.
+        """
+        if self.spec.port is not None:
+            check_port(self.spec.port)
+        ignore_sigquit()
+        Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+        ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True, name="megarl-engine")
+        self._thread.start()
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(ready), self.spec.start_timeout_seconds)
+        except TimeoutError as e:
+            words = self._last_words()
+            await self.stop()
+            raise WorkerError(f"the engine was not up after {self.spec.start_timeout_seconds} s{words}") from e
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that runs in the engine's thread.
+
+        Raises:
+            WorkerError: a scheduler process has ended, or ends meanwhile.
+        """
+        if self._loop is None or self._stopping:
+            work.close()
+            raise self.failure or WorkerError("the engine is not running")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._watched(work), self._loop))
+
+    async def stop(self) -> None:
+        """End the engine's processes and thread; calls in progress fail."""
+        if not self._stopping:
+            self._stopping = True
+            if self._loop is not None:
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            else:
+                self._kill()  # the launch then fails
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self, ready: concurrent.futures.Future[None]) -> None:
+        ready.set_running_or_notify_cancel()  # a starter that gave up leaves it open
+        try:
+            self._launch()
+        except ConfigError as e:
+            ready.set_exception(e)
+        except (Exception, SystemExit) as e:  # noqa: BLE001 -- whatever stopped SGLang goes to the caller
+            error = WorkerError(f"the engine did not start: {type(e).__name__}: {e}{self._last_words()}")
+            error.__cause__ = e
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+            if self._loop is not None:
+                self._loop.run_forever()
+        self._clean_up()
+
+    def _launch(self) -> None:
+        from sglang.srt.entrypoints.engine import Engine
+
+        host = self
+
+        class HostedEngine(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = SchedulerProcess(host._log_dir)
+
+            @classmethod
+            def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+                if host._stopping:
+                    raise WorkerError("stopped while it started")
+                result, processes = super()._launch_scheduler_processes(*args, **kwargs)
+                host.processes.extend(processes)
+                return result, processes
+
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+                return [], []  # the schedulers answer the tokenizer manager with token ids
+
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        self._engine = HostedEngine(**engine_arguments(self.spec))
+        self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
+        for rank, process in enumerate(self.processes):
+            loop.add_reader(process.sentinel, self._on_exit, rank, process)
+        if not self._stopping:
+            self._loop = loop
+
+    async def _end(self) -> None:
+        self.failure = self.failure or WorkerError("the engine was shut down")
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)  # their callers learn of it in the loop's next turn
+        assert self._loop is not None
+        self._loop.stop()
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        if self.failure:
+            work.close()
+            raise self.failure
+        self._calls.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self.failure:
+                raise self.failure from None
+            raise
+        finally:
+            self._calls.discard(task)
+
+    def _on_exit(self, rank: int, process: BaseProcess) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(process.sentinel)
+        if self._stopping or self.failure:
+            return
+        process.join()
+        code = process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self.failure = WorkerError(f"the engine's scheduler process of TP rank {rank} {how}{self._last_words(process)}")
+        self._kill()
+        for call in list(self._calls):
+            call.cancel()
+
+    def _last_words(self, process: BaseProcess | None = None) -> str:
+        for candidate in [process] if process else self.processes:
+            log = log_file(self._log_dir, candidate.pid or 0)
+            if log.exists() and (lines := log.read_text(errors="replace").strip().splitlines()):
+                return f"; the end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+        return ""
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _clean_up(self) -> None:
+        self._kill()
+        for process in self.processes:
+            process.join()
+        if self._engine is not None:
+            atexit.unregister(self._engine.shutdown)
+            for name, address in vars(self._engine.port_args).items():
+                if name.endswith("_ipc_name") and str(address).startswith("ipc://"):
+                    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def check_port(port: int) -> None:
+    """Nothing, where `port` is free on this machine.
+
+    Raises:
+        ConfigError: another socket is bound to it.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as e:
+            raise ConfigError(f"rollout.engine.base_port: port {port} is in use") from e

@@ -1,0 +1,181 @@
+"""The SGLang engine behind megarl's engine protocol: token ids in, token ids, log-probabilities and versions out.
+
+An instance belongs in a process of its own (a Ray actor, or a plain script), started with the variables of
+`megarl.rollout.environment.engine_environment`:
+
+    engine = SglangEngine(spec)
+    await engine.start()
+    generation = await engine.generate(request)
+    await engine.shutdown()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import WorkerError
+from megarl.reshard.bucket import WeightBucket
+from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.rollout.host import EngineHost
+from megarl.rollout.spec import EngineSpec, engine_spec, stop_token_ids
+from megarl.rollout.weights import WeightSession
+
+__all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "engine_spec", "stop_token_ids"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """An engine that answers."""
+
+    policy_version: int
+    num_requests: int
+    """In flight."""
+    scheduler_pids: tuple[int, ...]
+    """One per TP rank."""
+
+
+class SglangEngine:
+    """Implements `RolloutEngine`. Every method may raise WorkerError: the engine's processes have ended."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._host = EngineHost(spec)
+        self._weights = WeightSession(self._host)
+        self._num_requests = 0
+
+    async def start(self) -> None:
+        """Return once the engine answers.
+
+        Raises:
+            ConfigError: the port is in use, or an argument is none of SGLang's.
+            WorkerError: the engine did not come up.
+        """
+        await self._host.start()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """One completion.
+
+        Raises:
+            WorkerError: SGLang refused the request (too long, for one).
+            WeightSyncError: the engine holds a mixture of weights after a sync that failed.
+        """
+        (generation,) = await self.generate_many([request])
+        return generation
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """One completion each, in order, as soon as all are done; raises as `generate` does."""
+        self._weights.check_whole()
+        self._num_requests += len(requests)
+        try:
+            return await self._host.call(self._complete_all(requests))
+        finally:
+            self._num_requests -= len(requests)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: it completes with what it has, finish_reason `abort`. Unknown ids are ignored."""
+        await self._host.call(self._abort(request_id))
+
+    async def abort_all(self) -> None:
+        """End every request early."""
+        await self._host.call(self._abort(None))
+
+    async def begin_weights(self) -> None:
+        """Stop decoding and open the engine for new weights; requests in flight wait, and go on with them.
+
+        An update that is open already is given up first.
+        """
+        await self._weights.begin()
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """Write the bucket's tensors into every TP rank; see `RolloutEngine.load_weights`."""
+        await self._weights.load(bucket)
+
+    async def end_weights(self, policy_version: int) -> None:
+        """Take the version and decode again; see `RolloutEngine.end_weights`."""
+        await self._weights.end(policy_version)
+
+    async def abort_weights(self) -> None:
+        """Give an open update up. The engine decodes again, unless something was written."""
+        await self._weights.abort()
+
+    async def randomize_weights(self) -> None:
+        """Overwrite every parameter with noise: after a sync, nothing of it may be left."""
+        await self._host.call(self._randomize())
+
+    async def read_weights(self, directory: str) -> None:
+        """Every TP rank saves its parameters to `<directory>/rank<r>.pt`, a torch file: name -> tensor."""
+        await self._weights.dump(directory)
+
+    async def health(self) -> EngineHealth:
+        """What the engine is at; asks the schedulers, and so waits for the step that they are in."""
+        await self._host.call(self._host.tokenizer_manager.get_internal_state())
+        pids = tuple(p.pid or 0 for p in self._host.processes)
+        return EngineHealth(
+            policy_version=self._weights.policy_version, num_requests=self._num_requests, scheduler_pids=pids
+        )
+
+    async def shutdown(self) -> None:
+        """End the engine's processes; requests in flight are lost. May be called twice."""
+        await self._host.stop()
+
+    async def _complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        if len(requests) == 1:
+            return [await self._complete(requests[0])]
+        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _complete(self, request: GenerationRequest) -> Generation:
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        sampling = request.sampling
+        work = GenerateReqInput(
+            rid=request.request_id,
+            input_ids=list(request.token_ids),
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens,
+                "stop_token_ids": list(self._spec.stop_token_ids),
+            },
+            return_logprob=True,
+        )
+        try:
+            answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
+        except (ValueError, HTTPException) as e:  # an HTTPException is SGLang's word for its own overload
+            raise WorkerError(f"request {request.request_id}: {e}") from e
+        return self._generation(answer)
+
+    def _generation(self, answer: dict[str, Any]) -> Generation:
+        meta = answer["meta_info"]
+        sampled = meta.get("output_token_logprobs") or []
+        versions = np.full(len(sampled), self._weights.policy_version, np.int32)
+        for span in meta.get("weight_versions") or []:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        return Generation(
+            token_ids=np.array([token for _, token, *_ in sampled], np.int32),
+            logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
+            policy_versions=versions,
+            finish_reason=meta["finish_reason"]["type"],
+        )
+
+    async def _randomize(self) -> None:
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        check = CheckWeightsReqInput(action="reset_tensors")
+        ok, message, *_ = await self._host.tokenizer_manager.check_weights(check)
+        if not ok:
+            raise WorkerError(f"the engine's weights could not be overwritten: {message}")
+
+    async def _abort(self, request_id: str | None) -> None:
+        self._host.tokenizer_manager.abort_request(rid=request_id or "", abort_all=request_id is None)

@@ -1,0 +1,108 @@
+"""What a run shows while it works: one line a step, and on a terminal the phase it is in.
+
+step  3/40  reward 0.625  eval 0.853  4.2k tok/s  sync 0.04 s 2.0 MB  5.1 s
+⠙ step 4/40 rollout
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLine:
+    """One finished step. What is None is left out."""
+
+    step: int
+    """From 1."""
+    seconds: float
+    reward: float | None = None
+    """Mean over the step's trajectories."""
+    loss: float | None = None
+    evaluation: float | None = None
+    """Where the step ended with an evaluation."""
+    tokens_per_second: float | None = None
+    weight_sync_seconds: float | None = None
+    weight_sync_bytes: int | None = None
+
+    def text(self, num_steps: int) -> str:
+        """The line, without markup."""
+        parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}"]
+        if self.reward is not None:
+            parts.append(f"reward {self.reward:.3f}")
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.evaluation is not None:
+            parts.append(f"eval {self.evaluation:.3f}")
+        if self.tokens_per_second is not None:
+            parts.append(f"{scaled(self.tokens_per_second)}tok/s")
+        if self.weight_sync_seconds is not None:
+            sync = f"sync {self.weight_sync_seconds:.2f} s"
+            parts.append(sync if self.weight_sync_bytes is None else f"{sync} {scaled(self.weight_sync_bytes)}B")
+        parts.append(f"{self.seconds:.1f} s")
+        return "  ".join(parts)
+
+
+class RunProgress:
+    """Prints step lines; on a terminal, a spinner below them names the current phase.
+
+        with RunProgress(num_steps=40) as progress:
+            progress.phase(1, "rollout")
+            progress.done(StepLine(step=1, seconds=5.1, reward=0.5))
+
+    Off a terminal (a log file, a pipe) phases are silent and the lines plain.
+    """
+
+    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+        self._num_steps = num_steps
+        self._console = console or Console()
+        self._status: Status | None = None
+
+    def phase(self, step: int, name: str) -> None:
+        """Show that step `step` is now in phase `name`."""
+        if not self._console.is_terminal:
+            return
+        text = Text(f"step {step}/{self._num_steps} {name}")
+        if self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    def done(self, line: StepLine) -> None:
+        """Print a finished step."""
+        self.say(line.text(self._num_steps))
+
+    def say(self, text: str) -> None:
+        """Print a line of its own, as it is."""
+        self._console.print(text, markup=False, highlight=self._console.is_terminal, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the spinner away."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def scaled(number: float) -> str:
+    """Three digits and the prefix of the unit that follows: "2.05 M", "512 "."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5 or prefix == "T":
+            break
+        number /= 1000
+    digits = 0 if prefix == "" or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:.{digits}f} {prefix}"

@@ -1,0 +1,81 @@
+"""Every completion of a step in a Parquet file, for people and for offline checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from megarl.batch.trajectory import Trajectory
+from megarl.tracking.files import replaced
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("advantage", pa.float64()),
+        ("policy_version_min", pa.int32()),
+        ("policy_version_max", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+    ]
+)
+"""`response` is everything behind the prompt, tool output included. Policy versions are of the sampled tokens (null
+where there is none). The last three columns have one entry a token, prompt first."""
+
+
+def write_rollouts(
+    path: str | Path,
+    trajectories: Sequence[Trajectory],
+    advantages_N: Sequence[float] | NDArray[np.floating],
+    *,
+    step: int,
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Write one row a trajectory to `path`, whole or not at all; its folder is made.
+
+    Args:
+        path: the Parquet file.
+        trajectories: N of them.
+        advantages_N: one advantage a trajectory.
+        step: the step that trained on them.
+        decode: token ids -> text; keep special tokens, so that one sees what the policy saw.
+    """
+    assert len(trajectories) == len(advantages_N), f"{len(trajectories)} trajectories, {len(advantages_N)} advantages"
+    columns = {
+        "step": [step] * len(trajectories),
+        "prompt_id": [t.prompt_id for t in trajectories],
+        "group_id": [t.group_id for t in trajectories],
+        "prompt": [decode(t.token_ids[: t.prompt_length].tolist()) for t in trajectories],
+        "response": [decode(t.token_ids[t.prompt_length :].tolist()) for t in trajectories],
+        "reward": [t.reward for t in trajectories],
+        "rewards": [list(t.rewards.items()) for t in trajectories],
+        "advantage": [float(a) for a in advantages_N],
+        "policy_version_min": [_version(t, np.min) for t in trajectories],
+        "policy_version_max": [_version(t, np.max) for t in trajectories],
+        "num_tokens": [t.num_tokens for t in trajectories],
+        "finish_reason": [t.finish_reason for t in trajectories],
+        "token_ids": [t.token_ids for t in trajectories],
+        "loss_mask": [t.loss_mask for t in trajectories],
+        "logprobs": [t.logprobs for t in trajectories],
+    }
+    table = pa.table(columns, schema=SCHEMA)
+    with replaced(Path(path)) as draft:
+        pq.write_table(table, draft, compression="zstd")
+
+
+def _version(trajectory: Trajectory, pick: Callable[[NDArray[np.int32]], np.int32]) -> int | None:
+    versions = trajectory.policy_versions[trajectory.loss_mask]
+    return int(pick(versions)) if len(versions) else None

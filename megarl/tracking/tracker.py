@@ -1,0 +1,54 @@
+"""Metrics of a run, to every record that the configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megarl.config.tracking import TrackingConfig
+from megarl.tracking.sinks import JsonlSink, Sink, TensorboardSink, WandbSink
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Tracker:
+    """Writes into `run_dir`: `metrics.jsonl`, `tensorboard/` and what W&B keeps.
+
+    Raises:
+        ConfigError: `tracking.wandb` without the package.
+    """
+
+    def __init__(self, config: TrackingConfig, run_dir: str | Path) -> None:
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks: list[Sink] = []
+        # First, because it is the one that can fail.
+        if config.wandb is not None:
+            self._sinks.append(WandbSink(config.wandb, run_dir))
+        if config.jsonl:
+            self._sinks.append(JsonlSink(run_dir / METRICS_FILE))
+        if config.tensorboard:
+            self._sinks.append(TensorboardSink(run_dir / TENSORBOARD_FOLDER))
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Record one step's metrics everywhere, flushed."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for sink in self._sinks:
+            sink.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Close every record; a second time does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.cli.main import main
+from megarl.config import RunConfig, load_config
+from tests.cli.tiny_run import write_config, write_tiny_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("check")
+
+
+@pytest.fixture(scope="module")
+def tree(folder: Path) -> dict[str, Any]:
+    return write_tiny_run(folder)
+
+
+@pytest.fixture
+def recipe(folder: Path, tree: dict[str, Any]) -> str:
+    return str(write_config(folder / "run.yaml", tree))
+
+
+def test_prints_the_resolved_configuration(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe, "--set", "seed=3", "trainer.steps=5", "--set", "seed=4"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[-1] == "# ok: nothing found that would stop megarl train"
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(out)
+    config = load_config(RunConfig, resolved)
+    assert config == load_config(RunConfig, recipe, ["seed=4", "trainer.steps=5"])
+    assert yaml.safe_load(out)["trainer"]["optimizer"]["lr"] == 1e-6
+
+
+def test_names_all_problems(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["check", recipe, "--set", "data.path=none.jsonl", "rollout.max_new_tokens=500"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "rollout.max_new_tokens: " in err
+    assert "data.path: none.jsonl: no such data file" in err
+
+
+def test_fine_tuning(folder: Path, tree: dict[str, Any], recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe, "--stage", "sft"]) == 2
+    assert "rollout: unknown key" in capsys.readouterr().err
+    sft = write_config(folder / "sft.yaml", {key: value for key, value in tree.items() if key != "rollout"})
+    assert main(["check", str(sft), "--stage", "sft"]) == 0
+    assert capsys.readouterr().out.endswith("megarl sft\n")
+
+
+def test_a_wrong_configuration_is_refused_without_torch(tmp_path: Path) -> None:
+    recipe = write_config(tmp_path / "run.yaml", {"run_dir": "x", "model": {"path": "m"}})
+    code = (
+        "import sys; from megarl.cli.main import main; code = main(['check', sys.argv[1]]);"
+        "sys.exit('torch' in sys.modules or code)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, str(recipe)], capture_output=True, text=True, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr == f"error: {recipe}: data: this key is required\n"
+
+
+def test_starts_nothing(recipe: str) -> None:
+    code = (
+        "import sys; from megarl.cli.main import main; code = main(['check', sys.argv[1]]);"
+        "started = [m for m in ('ray', 'sglang', 'megatron.core') if m in sys.modules];"
+        "sys.exit(str(started) if started else code)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code, recipe], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")

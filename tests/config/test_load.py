@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config import RunConfig, SftConfig, dump_config, load_config
+from megarl.config.reward import NumericRewardConfig
+from megarl.errors import ConfigError
+
+MINIMAL = "run_dir: runs/x\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
+
+Write = Callable[[str | bytes], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to(content: str | bytes) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return to
+
+
+def problems(path: Path, *overrides: str, kind: type[RunConfig] | type[SftConfig] = RunConfig) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(kind, path, list(overrides))
+    assert error.value.exit_code == 2
+    return [line.removeprefix(f"{path}: ") for line in str(error.value).splitlines()]
+
+
+def at(config: object, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.optimizer.lr=1e-6", 1e-6),
+        ("trainer.optimizer.lr=3E-4", 3e-4),
+        ("trainer.optimizer.lr= 0.5", 0.5),
+        ("trainer.steps=7", 7),
+        ("trainer.parallel.sequence_parallel=null", None),
+        ("data.shuffle=false", False),
+        ("data.prompt_template='{prompt} = '", "{prompt} = "),
+        ('data.prompt_template="a=b\\n{prompt}"', "a=b\n{prompt}"),
+        ("export_dir=out", "out"),
+        ("rollout.engine.extra_args.chunked_prefill_size=64", 64),
+    ],
+)
+def test_override(write: Write, override: str, value: Any) -> None:
+    config = load_config(RunConfig, write(MINIMAL), [override])
+    key = override.partition("=")[0]
+    if ".extra_args." in key:
+        assert config.rollout.engine.extra_args == {"chunked_prefill_size": value}
+        return
+    got = at(config, key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_overrides_apply_in_order(write: Write) -> None:
+    path = write(MINIMAL + "seed: 1\n")
+    assert load_config(RunConfig, path, ["seed=2", "seed=3"]).seed == 3
+    config = load_config(RunConfig, path, ["rollout={tp: 2, max_new_tokens: 9}", "rollout.tp=1"])
+    assert (config.rollout.tp, config.rollout.max_new_tokens) == (1, 9)
+
+
+def test_override_reaches_into_a_section_that_the_file_leaves_empty(write: Write) -> None:
+    assert load_config(RunConfig, write(MINIMAL + "trainer:\n"), ["trainer.steps=3"]).trainer.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed", "--set seed: needs the form key.path=value"),
+        ("=1", "--set =1: needs the form key.path=value"),
+        ("seed.x=1", "--set seed.x=1: seed is a int, not a section"),
+        ("seed=[1", "--set seed=[1:1: not valid YAML: "),
+        ("sed=1", "sed: unknown key"),
+        ("trainer.optimizer.momentum=1", "trainer.optimizer.momentum: unknown key"),
+        ("trainer.steps=many", "trainer.steps: Input should be a valid integer"),
+        ("trainer=3", "trainer: needs a mapping, got 3"),
+        ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr: Input should be a finite number"),
+        ("algorithm.type=ppo", "algorithm.type: needs one of 'grpo', got 'ppo'"),
+    ],
+)
+def test_override_errors(write: Write, override: str, says: str) -> None:
+    (line,) = problems(write(MINIMAL + "seed: 1\nalgorithm: {type: grpo}\n"), override)
+    assert line.startswith(says)
+
+
+def test_every_problem_is_named_at_once(write: Write) -> None:
+    path = write("run_dir: x\nmodel: {}\ndata: {path: d, fields: {prompts: q}}\ntrainer: {steps: 0}\nseeds: 1\n")
+    assert sorted(problems(path)) == [
+        "data.fields.prompts: unknown key",
+        "model.path: this key is required",
+        "seeds: unknown key",
+        "trainer.steps: Input should be greater than or equal to 1, got 0",
+    ]
+
+
+def test_paths_leave_out_the_types_of_unions(write: Write) -> None:
+    terms = "reward: {terms: {a: {type: numeric, bogus: 1}, b: {type: python}, c: {strict: true}, d: {type: nope}}}\n"
+    assert sorted(problems(write(MINIMAL + terms))) == [
+        "reward.terms.a.bogus: unknown key",
+        "reward.terms.b.path: this key is required",
+        "reward.terms.d.type: needs one of 'numeric', 'format', 'python', got 'nope'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("seed: 1\nrun_dir: a\nseed: 2\n", ":3: not valid YAML: key 'seed' is given twice"),
+        ("trainer:\n  steps: 1\n  steps: 1\n", ":3: not valid YAML: key 'steps' is given twice"),
+        ("run_dir: [a\nseed: 1\n", ":2: not valid YAML: "),
+        ("? [1]\n: 2\n", ":1: not valid YAML: found unhashable key"),
+        ("- a\n", ": needs a mapping at the top, got list"),
+        ("a: \x01\n", ": not valid YAML: unacceptable character"),
+        (b"a: \xff\n", ": not valid UTF-8 at byte 3"),
+    ],
+)
+def test_files_that_are_not_yaml(write: Write, content: str | bytes, says: str) -> None:
+    path = write(content)
+    (line,) = problems(path)
+    assert f"{path}: {line}".startswith(f"{path}{says}") or line.startswith(f"{path}{says}")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    (line,) = problems(tmp_path / "none.yaml")
+    assert line == "cannot read the configuration: No such file or directory"
+
+
+def test_empty_file_lacks_the_required_keys(write: Write) -> None:
+    assert problems(write("")) == [f"{key}: this key is required" for key in ("run_dir", "model", "data")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arithmetic"),
+    [
+        (["placement.slots_per_node=3", "trainer.parallel.tp=2"], "3 % 2 = 1"),
+        (["placement={nodes: 2, slots_per_node: 3}", "trainer.parallel={tp: 2, pp: 2}"], "2 * 2 * 1 = 4, 6 % 4 = 2"),
+        (["placement.slots_per_node=2", "rollout={tp: 2, replicas: 2}"], "2 * 2 = 4 > 2"),
+        (["placement.nodes=2", "rollout.tp=2"], "rollout.tp = 2 > placement.slots_per_node = 1"),
+        (["algorithm={prompts_per_step: 32, mini_batches: 5}"], "algorithm: mini_batches needs to divide"),
+        (["trainer.parallel.cp=2"], "trainer.parallel: cp needs to be 1 in this version, got 2"),
+        (["trainer.parallel.sequence_parallel=true"], "sequence_parallel needs tp > 1, got tp = 1"),
+        (["reward.eval_term=style"], "reward: eval_term needs one of ['accuracy'], got 'style'"),
+    ],
+)
+def test_sizes_that_clash_show_the_arithmetic(write: Write, overrides: list[str], arithmetic: str) -> None:
+    (line,) = problems(write(MINIMAL), *overrides)
+    assert arithmetic in line
+
+
+def test_a_union_without_type_is_the_default(write: Write) -> None:
+    config = load_config(RunConfig, write(MINIMAL), ["algorithm.group_size=4", "reward.terms.a.strict=true"])
+    assert (config.algorithm.type, config.algorithm.group_size) == ("grpo", 4)
+    assert config.reward.terms == {"a": NumericRewardConfig(strict=True)}
+
+
+def test_sft_takes_no_rollout(write: Write) -> None:
+    assert problems(write(MINIMAL + "rollout: {tp: 1}\n"), kind=SftConfig) == ["rollout: unknown key"]
+
+
+@pytest.mark.parametrize("kind", [RunConfig, SftConfig])
+@pytest.mark.parametrize("extra", ["", "placement: {slots_per_node: 4}\ntrainer: {parallel: {tp: 2, pp: 2}}\n"])
+def test_dump_then_load_is_the_same(write: Write, kind: type[RunConfig] | type[SftConfig], extra: str) -> None:
+    config = load_config(kind, write(MINIMAL + extra))
+    assert load_config(kind, write(dump_config(config))) == config
+
+
+def test_dump_keeps_unions(write: Write) -> None:
+    terms = "reward: {terms: {f: {type: format, pattern: '^\\d: #'}, p: {type: python, path: 'a:b', weight: 1e-2}}}\n"
+    config = load_config(RunConfig, write(MINIMAL + terms))
+    assert load_config(RunConfig, write(dump_config(config))) == config
+
+
+@given(lr=st.floats(min_value=1e-300, max_value=1e300), template=st.text(st.characters(codec="utf-8")))
+def test_any_value_survives_the_round_trip(tmp_path_factory: pytest.TempPathFactory, lr: float, template: str) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run_dir": "runs/x",
+            "model": {"path": "m"},
+            "data": {"path": "d", "prompt_template": template},
+            "trainer": {"optimizer": {"lr": lr}},
+        }
+    )
+    path = tmp_path_factory.mktemp("round") / "run.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(RunConfig, path) == config
+
+
+def test_a_configuration_is_frozen(write: Write) -> None:
+    config = load_config(RunConfig, write(MINIMAL))
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1  # type: ignore[misc]

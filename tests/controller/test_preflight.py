@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from megarl.config import RunConfig, SftConfig
+from megarl.controller import preflight
+from megarl.controller.preflight import check_run, prompt_budget, require_ready
+from megarl.errors import ConfigError
+from tests.cli.tiny_run import write_rows, write_tiny_run
+
+PLACEHOLDER = {"type": "python", "path": "tests.controller.test_preflight:reward"}
+
+
+def reward(trajectory: object, text: str, row: dict[str, Any]) -> float:
+    return 0.0
+
+
+@pytest.fixture(scope="session")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preflight")
+    (folder / "run.json").write_text(json.dumps(write_tiny_run(folder)))
+    return folder
+
+
+@pytest.fixture
+def tree(master: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run of its own for each test, to damage."""
+    shutil.copytree(master, tmp_path, dirs_exist_ok=True)
+    text = (master / "run.json").read_text().replace(str(master), str(tmp_path))
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def run_problems(tree: dict[str, Any], **sections: Any) -> list[str]:
+    return check_run(RunConfig.model_validate(tree | sections))
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def hf(tree: dict[str, Any], **values: Any) -> None:
+    edit_json(Path(tree["model"]["path"]) / "config.json", **values)
+
+
+def test_nothing_wrong(tree: dict[str, Any]) -> None:
+    tree["rollout"] |= {"tp": 2, "engine": {"base_port": 20_000}}
+    tree["reward"] = {"terms": {"a": {"type": "numeric"}, "f": {"type": "format"}, "p": PLACEHOLDER}}
+    tree |= {"placement": {"slots_per_node": 4}, "trainer": {"parallel": {"tp": 2, "pp": 2}}}
+    assert run_problems(tree) == []
+    require_ready(RunConfig.model_validate(tree))
+
+
+def test_nothing_wrong_with_fine_tuning(tree: dict[str, Any]) -> None:
+    del tree["rollout"]
+    assert check_run(SftConfig.model_validate(tree)) == []
+
+
+def test_all_problems_in_one_pass(tree: dict[str, Any]) -> None:
+    hf(tree, num_attention_heads=3)
+    tree["data"] = {"path": "none.jsonl", "eval_path": "none.parquet"}
+    tree["rollout"]["max_new_tokens"] = 128
+    config = RunConfig.model_validate(tree | {"placement": {"slots_per_node": 2}, "trainer": {"parallel": {"tp": 2}}})
+    with pytest.raises(ConfigError) as error:
+        require_ready(config)
+    keys = [line.partition(":")[0] for line in str(error.value).splitlines()]
+    assert set(keys) >= {"data.path", "data.eval_path", "trainer.parallel.tp", "rollout.max_new_tokens", "model.path"}
+
+
+def test_model_folder_missing(tree: dict[str, Any]) -> None:
+    (problem,) = run_problems(tree, model={"path": "Qwen/Qwen3-8B"})
+    assert problem == "model.path: needs a folder in Hugging Face format, there is no folder Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "config.json cannot be read: No such file or directory"),
+        ("{", "config.json is not valid JSON"),
+        ("[]", "config.json needs a JSON object, got list"),
+        ("{}", "config.json needs a positive number under hidden_size, "),
+    ],
+)
+def test_model_configuration_unreadable(tree: dict[str, Any], content: str | None, says: str) -> None:
+    file = Path(tree["model"]["path"]) / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    problem = run_problems(tree)[0]
+    assert problem.startswith("model.path: ")
+    assert says in problem
+
+
+def test_architecture_unsupported(tree: dict[str, Any]) -> None:
+    hf(tree, architectures=["GPT2LMHeadModel"])
+    (problem,) = run_problems(tree)
+    assert problem.startswith("model.path: ")
+    assert "architecture GPT2LMHeadModel is not supported; supported are " in problem
+
+
+def test_tokenizer_missing(tree: dict[str, Any]) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (Path(tree["model"]["path"]) / name).unlink()
+    (problem,) = run_problems(tree)
+    assert problem.startswith("model.path: ")
+    assert "holds no tokenizer" in problem
+
+
+def weights(tree: dict[str, Any]) -> Path:
+    return Path(tree["model"]["path"]) / "model.safetensors"
+
+
+def test_weights_missing(tree: dict[str, Any]) -> None:
+    weights(tree).unlink()
+    assert run_problems(tree) == [f"model.path: {tree['model']['path']} holds no safetensors files"]
+
+
+def test_weights_cut_short(tree: dict[str, Any]) -> None:
+    weights(tree).write_bytes(weights(tree).read_bytes()[:-1000])
+    (problem,) = run_problems(tree)
+    assert f"{weights(tree)} is not readable as safetensors: " in problem
+
+
+def test_weights_of_another_model(tree: dict[str, Any]) -> None:
+    tensors = load_file(weights(tree))
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = np.zeros((384, 64), dtype=np.float32)
+    save_file(tensors, weights(tree))
+    missing, shape = run_problems(tree)
+    assert "lacks 1 of the 25 tensors of Qwen3ForCausalLM, first model.norm.weight" in missing
+    assert "first lm_head.weight: needs (384, 128), got (384, 64)" in shape
+
+
+def test_index_names_a_file_that_is_absent(tree: dict[str, Any]) -> None:
+    index = Path(tree["model"]["path"]) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
+    (problem,) = run_problems(tree)
+    assert "model-2.safetensors is not readable as safetensors" in problem
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"trainer": {"parallel": {"tp": 3}}}, "trainer.parallel.tp: # num_attention_heads, got 4 % 3 = 1"),
+        ({"trainer": {"parallel": {"tp": 4}}}, "trainer.parallel.tp: # num_key_value_heads, got 2 % 4 = 2"),
+        ({"trainer": {"parallel": {"tp": 12}}}, "trainer.parallel.tp: # num_attention_heads, got 4 % 12 = 4"),
+        ({"trainer": {"parallel": {"pp": 3}}}, "trainer.parallel.pp: # num_hidden_layers, got 2 % 3 = 2"),
+        ({"rollout": {"tp": 3, "max_new_tokens": 32}}, "rollout.tp: # num_attention_heads, got 4 % 3 = 1"),
+        (
+            {"rollout": {"tp": 3, "max_new_tokens": 32}},
+            "rollout.tp: # num_key_value_heads or be a multiple of it, got num_key_value_heads = 2, rollout.tp = 3",
+        ),
+    ],
+)
+def test_parallel_sizes(tree: dict[str, Any], sections: dict[str, Any], problem: str) -> None:
+    problem = problem.replace("#", "needs to divide the model's")
+    assert problem in run_problems(tree, placement={"slots_per_node": 12}, **sections)
+
+
+def test_engines_may_repeat_key_value_heads(tree: dict[str, Any]) -> None:
+    rollout = {"tp": 4, "max_new_tokens": 32}
+    assert run_problems(tree, placement={"slots_per_node": 4}, rollout=rollout) == []
+
+
+def test_ffn_not_divisible(tree: dict[str, Any]) -> None:
+    hf(tree, intermediate_size=383)
+    got = run_problems(tree, placement={"slots_per_node": 2}, trainer={"parallel": {"tp": 2}})
+    assert "trainer.parallel.tp: needs to divide the model's intermediate_size, got 383 % 2 = 1" in got
+
+
+def test_context_too_short(tree: dict[str, Any]) -> None:
+    (problem,) = run_problems(tree, rollout={"max_new_tokens": 200})
+    assert problem == (
+        "rollout.max_new_tokens: needs to leave room for a prompt in the model's max_position_embeddings = 128, "
+        "got 200, 128 - 200 = -72"
+    )
+    tree["data"]["max_prompt_tokens"] = 100
+    (problem,) = run_problems(tree)
+    assert problem.startswith("data.max_prompt_tokens: ")
+    assert "data.max_prompt_tokens + rollout.max_new_tokens = 100 + 32 = 132" in problem
+
+
+def test_prompt_budget(tree: dict[str, Any]) -> None:
+    config = RunConfig.model_validate(tree)
+    assert prompt_budget(config, {"max_position_embeddings": 128}) == 96
+    tree["data"]["max_prompt_tokens"] = 10
+    assert prompt_budget(RunConfig.model_validate(tree), {"max_position_embeddings": 128}) == 10
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (None, "no such data file"),
+        ("", "holds no rows"),
+        ("{", ":1: not valid JSON"),
+        ({"question": "1"}, ":1: field 'prompt' (data.fields.prompt) is missing; the row has 'question'"),
+        ({"prompt": "1" * 97}, ":1: the prompt has 97 tokens, 1 more than data.max_prompt_tokens = 96"),
+        ({"prompt": "1"}, "needs field 'answer' (data.fields.answer), 1 of 1 rows have none, first rows.jsonl:1"),
+    ],
+)
+def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, says: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    if row is not None:
+        file.write_text(row if isinstance(row, str) else json.dumps(row))
+    tree["data"][key] = str(file)
+    (problem,) = run_problems(tree)
+    assert problem.startswith(f"data.{key}: ")
+    assert says in problem
+
+
+def test_data_is_read_even_where_it_cannot_be_tokenized(tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{\n")
+    tree["data"]["path"] = str(tmp_path / "rows.jsonl")
+    got = run_problems(tree, model={"path": "none"})
+    assert [line.partition(":")[0] for line in got] == ["model.path", "data.path"]
+
+
+def test_a_section_wide_problem_is_named_once(tree: dict[str, Any]) -> None:
+    tree["data"]["prompt_template"] = "no placeholder"
+    (problem,) = run_problems(tree)
+    assert problem.startswith("data.prompt_template needs {prompt}")
+
+
+def test_rewards_without_a_reference_need_no_answers(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree["data"] = {"path": str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}]))}
+    assert run_problems(tree, reward={"terms": {"p": PLACEHOLDER}}) == []
+
+
+def test_demonstrations(tree: dict[str, Any], tmp_path: Path) -> None:
+    del tree["rollout"]
+    tree["data"] = {"path": str(write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}]))}
+    (problem,) = check_run(SftConfig.model_validate(tree))
+    assert problem.startswith("data.path: ")
+    assert "needs field 'response'" in problem
+
+
+@pytest.mark.parametrize(
+    ("term", "says"),
+    [
+        ({"type": "python", "path": "no_such_module:f"}, "reward.terms.x.path: cannot import no_such_module"),
+        ({"type": "python", "path": "json"}, "reward.terms.x.path needs package.module:function, got 'json'"),
+        ({"type": "python", "path": "json:nothing"}, "reward.terms.x.path: module json"),
+        ({"type": "format", "pattern": "("}, "reward.terms.x.pattern: needs a regular expression, got '('"),
+    ],
+)
+def test_rewards(tree: dict[str, Any], term: dict[str, Any], says: str) -> None:
+    (problem,) = run_problems(tree, reward={"terms": {"x": term}})
+    assert problem.startswith(says)
+
+
+def test_port_in_use(tree: dict[str, Any]) -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        tree["rollout"] |= {"engine": {"base_port": port - 100}, "replicas": 2}
+        (problem,) = run_problems(tree, placement={"slots_per_node": 2})
+    assert problem == (
+        f"rollout.engine.base_port: replica 1 needs a free port, {port - 100} + 100 * 1 = {port} is in use"
+    )
+
+
+def test_port_past_the_last(tree: dict[str, Any]) -> None:
+    tree["rollout"] |= {"engine": {"base_port": 65500}, "replicas": 2}
+    got = run_problems(tree, placement={"slots_per_node": 2})
+    assert "rollout.engine.base_port: replica 1 needs a port up to 65535, got 65500 + 100 * 1 = 65600" in got
+
+
+def test_folders_that_cannot_be_made(tree: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    got = run_problems(tree, run_dir=f"{file}/run", export_dir=f"{file}/model")
+    assert got == [
+        f"run_dir: {file}/run cannot be made, {file} is not a folder",
+        f"export_dir: {file}/model cannot be made, {file} is not a folder",
+    ]
+
+
+def test_folder_that_cannot_be_written(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write anywhere, so permissions alone would make this test pass or fail by user.
+    monkeypatch.setattr(preflight.os, "access", lambda *_: False)
+    assert run_problems(tree)[0].startswith(f"run_dir: {tree['run_dir']} needs a folder that can be written, ")
+
+
+def test_fewer_completions_than_ranks(tree: dict[str, Any]) -> None:
+    algorithm = {"prompts_per_step": 4, "group_size": 2, "mini_batches": 4}
+    (problem,) = run_problems(
+        tree, placement={"slots_per_node": 6}, trainer={"parallel": {"pp": 2}}, algorithm=algorithm
+    )
+    assert problem == (
+        "algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank, got "
+        "prompts_per_step * group_size / mini_batches = 4 * 2 / 4 = 2 < dp = slots / (tp * pp * cp) = 6 / 2 = 3"
+    )
+
+
+def test_fewer_demonstrations_than_ranks(tree: dict[str, Any]) -> None:
+    del tree["rollout"]
+    tree |= {"placement": {"slots_per_node": 4}, "trainer": {"batch_size": 2}}
+    (problem,) = check_run(SftConfig.model_validate(tree))
+    assert "got 2 < dp = slots / (tp * pp * cp) = 4 / 1 = 4" in problem
+
+
+def test_cuda_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ["H200"])
+    placement = {"device": "cuda", "slots_per_node": 2}
+    (problem,) = run_problems(tree, placement=placement)
+    assert problem.startswith(
+        "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2 GPUs, this machine has 1"
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run_problems(tree, placement=placement) == []
+
+
+def test_wandb_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    (problem,) = run_problems(tree, tracking={"wandb": {"project": "p"}})
+    assert problem == "tracking.wandb: needs the package wandb, which is not installed"

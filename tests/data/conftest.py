@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megarl.data.arithmetic import write_arithmetic
+from megarl.data.tiny import write_tiny_model
+from megarl.data.tokenizer import load_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sft.jsonl, train.jsonl and heldout.jsonl, as the demo writes them."""
+    directory = tmp_path_factory.mktemp("arithmetic")
+    write_arithmetic(directory, seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, arithmetic: Path) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    rows = [json.loads(line) for line in (arithmetic / "sft.jsonl").read_text().splitlines()]
+    write_tiny_model(directory, [row["prompt"] + row["response"] for row in rows], seed=0)
+    return directory
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(tiny_model)
+
+
+@pytest.fixture
+def chat_tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(tiny_model)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows (objects, or raw text for malformed ones) to a file."""
+
+    def write(*rows: Any, name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.data.progress import track
+
+
+def test_batches_pass_through_and_nothing_is_written_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    batches = [[1, 2], [3]]
+    assert list(track(batches, "counting", quiet_seconds=0.0)) == batches
+    assert capsys.readouterr() == ("", "")
+
+
+def test_long_work_shows_its_count_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(track([[1, 2], [3]], "counting", quiet_seconds=0.0)) == [[1, 2], [3]]
+    assert "3 rows" in capsys.readouterr().err
+
+
+def test_errors_pass_through() -> None:
+    def broken():
+        yield [1]
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        list(track(broken(), "counting"))

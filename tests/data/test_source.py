@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.data import source
+from megarl.data.source import read_rows
+from megarl.errors import DataError
+
+
+def test_jsonl_rows_keep_their_line_numbers(jsonl: Callable[..., Path]) -> None:
+    path = jsonl({"prompt": "a"}, "", {"prompt": "b\u2028c"})
+    rows = list(read_rows(path))
+    assert [(r.line, r.fields) for r in rows] == [(1, {"prompt": "a"}), (3, {"prompt": "b\u2028c"})]
+    assert [r.prompt_id for r in rows] == ["rows.jsonl:1", "rows.jsonl:3"]
+
+
+def test_unescaped_line_separator_does_not_end_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert [r.fields["prompt"] for r in read_rows(path)] == ["a\u2028b"]
+
+
+def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert [r.fields for r in read_rows(path)] == [{"prompt": "a"}]
+
+
+def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "PARQUET_BATCH_ROWS", 7)
+    rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": i} for i in range(20)]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    got = list(read_rows(path))
+    assert [dict(r.fields) for r in got] == rows
+    assert [r.line for r in got] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"prompt": ', "rows.jsonl:2: not valid JSON"),
+        ('["a"]', "rows.jsonl:2: needs a JSON object, got list"),
+        ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
+    ],
+)
+def test_bad_line_is_named(jsonl: Callable[..., Path], bad: str, message: str) -> None:
+    path = jsonl({"prompt": "a"}, bad, {"prompt": "b"})
+    with pytest.raises(DataError, match=message):
+        list(read_rows(path))
+
+
+def test_bad_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: not valid JSON"):
+        list(read_rows(path))
+
+
+def test_missing_field_is_named_with_what_the_row_has(jsonl: Callable[..., Path]) -> None:
+    row = next(read_rows(jsonl({"question": "a", "answer": "b"})))
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing; .* 'question'"
+    ):
+        row.text("prompt", "data.fields.prompt")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'n' \(data.fields.prompt\) needs a string, got int"):
+        next(read_rows(jsonl({"n": 3}))).text("n", "data.fields.prompt")
+
+
+def test_unusable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none.jsonl: no such data file"):
+        read_rows(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"rows.csv: .* \.jsonl or \.parquet, got \.csv"):
+        read_rows(tmp_path / "rows.csv")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"folder.jsonl: needs a file, got a folder"):
+        read_rows(tmp_path / "folder.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match=r"empty.jsonl: the data file holds no rows"):
+        list(read_rows(tmp_path / "empty.jsonl"))
+    (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match=r"bad.parquet:1: not readable as Parquet"):
+        list(read_rows(tmp_path / "bad.parquet"))
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]).slice(0, 0), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match=r"empty.parquet: the data file holds no rows"):
+        list(read_rows(tmp_path / "empty.parquet"))

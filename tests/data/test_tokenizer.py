@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.errors import DataError
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def edit(file: Path, **fields: Any) -> None:
+    tree = json.loads(file.read_text())
+    tree.update(fields)
+    file.write_text(json.dumps(tree))
+
+
+def test_stop_tokens_are_the_union_of_all_three_files(model: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    assert stop_token_ids(model, tokenizer) == (1,)
+    edit(model / "config.json", eos_token_id=7)
+    edit(model / "generation_config.json", eos_token_id=[9, 7, 1])
+    assert stop_token_ids(model, tokenizer) == (1, 7, 9)
+    edit(model / "config.json", eos_token_id=None)
+    (model / "generation_config.json").unlink()
+    assert stop_token_ids(model, tokenizer) == (1,)
+
+
+@pytest.mark.parametrize("bad", ["<eos>", [1, "x"], True, -1])
+def test_strange_stop_tokens_are_refused(model: Path, bad: Any) -> None:
+    edit(model / "generation_config.json", eos_token_id=bad)
+    with pytest.raises(DataError, match=r"generation_config.json: eos_token_id needs"):
+        stop_token_ids(model, load_tokenizer(model))
+
+
+def test_missing_folder_and_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: needs a model folder .* no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"holds no tokenizer \(none of tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_tokenizer_without_eos(model: Path) -> None:
+    edit(model / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(DataError, match=r"needs an end-of-sequence token, got none; set eos_token in .*tokenizer_conf"):
+        load_tokenizer(model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_spoiled_files(model: Path, name: str) -> None:
+    (model / name).write_text('{"a": ')
+    with pytest.raises(DataError, match=f"{name}: not valid JSON"):
+        load_tokenizer(model)
+    (model / name).write_text("[]")
+    with pytest.raises(DataError, match=f"{name}: needs a JSON object, got list"):
+        load_tokenizer(model)
+
+
+def test_tokenizer_that_contradicts_itself(model: Path) -> None:
+    file = model / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    tree["model"]["merges"].append(["zzzz", "qqqq"])
+    file.write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=r"model: the tokenizer cannot be loaded: .*`zzzz` out of vocabulary"):
+        load_tokenizer(model)
+
+
+def test_rows_of_the_vocabulary_that_no_token_has_decode_to_nothing(model: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    assert len(tokenizer) < 383
+    assert tokenizer.decode([383, *tokenizer("9")["input_ids"], 383]) == "9"

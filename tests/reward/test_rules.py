@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.reward import rules
+from megarl.reward.rules import format_reward, numeric_reward
+
+GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/test.jsonl"
+needs_gsm8k = pytest.mark.skipif(not GSM8K.is_file(), reason="no GSM8K at ../shared/data/gsm8k beside the repository")
+
+
+def score(text: str, answer: str, *, strict: bool = False, finished: bool = True) -> float:
+    return numeric_reward(text, answer, strict=strict, finished=finished)
+
+
+@pytest.fixture
+def no_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(prediction: str, reference: str) -> bool:
+        raise AssertionError(f"asked math-verify about {prediction!r} and {reference!r}")
+
+    monkeypatch.setattr(rules, "equivalent", fail)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[str]:
+    return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+
+
+@needs_gsm8k
+@pytest.mark.usefixtures("no_math_verify")
+def test_every_published_answer_equals_itself(answers: list[str]) -> None:
+    assert len(answers) == 1319
+    begun = time.process_time()
+    assert all(score(a, a) == 1.0 for a in answers)
+    assert (time.process_time() - begun) / 1319 < 1e-3
+    assert all(score(a, a, strict=True) == 1.0 for a in answers)
+
+
+@needs_gsm8k
+@pytest.mark.usefixtures("no_math_verify")
+def test_published_answers_written_otherwise(answers: list[str]) -> None:
+    for answer in answers:
+        value = int(answer.split("#### ")[1].replace(",", ""))
+        for same in (f"{value:,}", f"${value}.00", f"{value}.", f"{2 * value}/2", f"{value} %"):
+            assert score(f"hence #### {same}", answer) == 1.0, (same, answer)
+            assert score(f"hence \\boxed{{{same}}}", answer) == 1.0, (same, answer)
+        for other in (value + 1, value - 1, -value or 1, value * 10, f"{value}.5"):
+            assert score(f"hence #### {other}", answer) == 0.0, (other, answer)
+        assert score(f"hence {value}", answer) == 0.0
+        assert score(f"#### {value}\n#### {value + 1}", answer) == 0.0
+
+
+@pytest.mark.usefixtures("no_math_verify")
+@pytest.mark.parametrize(
+    "prediction", ["8+3", "22-11", "11*1", "8+3=11", r"11 \times 1", r"\sqrt{121}", "eleven", "", "x"]
+)
+def test_arithmetic_must_be_worked_out(prediction: str) -> None:
+    assert score(f"#### {prediction}", "11") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "reward"),
+    [
+        ("1/2", "0.5", 1.0),
+        (r"\frac{2}{4}", "0.5", 1.0),
+        (r"\frac{\pi}{2}", r"\pi/2", 1.0),
+        ("1+x", "x+1", 1.0),
+        ("(1, 2)", "(1,2)", 1.0),
+        (r"2\sqrt{3}", r"\sqrt{12}", 1.0),
+        (r"\sqrt{13}", r"\sqrt{12}", 0.0),
+        ("x+2", "x+1", 0.0),
+    ],
+)
+def test_equivalent_expressions(prediction: str, reference: str, reward: float) -> None:
+    assert score(rf"so \boxed{{{prediction}}}", reference) == reward
+
+
+@pytest.mark.usefixtures("no_math_verify")
+def test_long_garbage_is_not_asked_about() -> None:
+    assert score("#### " + "x+" * 500, "y") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "finished", "reward"),
+    [
+        ("8+3=11;11-2=9 #### 9", True, 1.0),
+        ("8+3=11;11-2=9 #### 9", False, 0.0),
+        ("#### 9\n", True, 0.0),
+        ("#### 9.", True, 0.0),
+        ("#### 9.0", True, 0.0),
+        ("#### 19", True, 0.0),
+        ("####9", True, 0.0),
+        ("9", True, 0.0),
+        ("#### 9 #### 8", True, 0.0),
+        ("", True, 0.0),
+    ],
+)
+def test_strict(text: str, finished: bool, reward: float) -> None:
+    assert score(text, "9", strict=True, finished=finished) == reward
+
+
+def test_only_strict_asks_whether_it_finished() -> None:
+    assert score("#### 9", "9", finished=False) == 1.0
+
+
+def test_format() -> None:
+    assert format_reward("x #### 9", r"####\s*\S+\s*$") == 1.0
+    assert format_reward("#### 9 and more", re.compile(r"####\s*\S+\s*$")) == 0.0

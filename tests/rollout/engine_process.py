@@ -1,0 +1,40 @@
+"""Hosts one SglangEngine for the tests, and calls its methods as they are asked for over a socket.
+
+Run as `python engine_process.py <socket>`; the first message is the EngineSpec, None is the last.
+"""
+
+import asyncio
+import os
+import sys
+from multiprocessing.connection import Client
+
+from megarl.rollout.sglang import SglangEngine
+
+
+async def answer(engine, connection, number, method, args):
+    try:
+        reply = (number, True, await getattr(engine, method)(*args))
+    except Exception as e:  # noqa: BLE001 -- raised again in the test
+        reply = (number, False, e)
+    connection.send(reply)
+
+
+async def main(address):
+    connection = Client(address, authkey=b"tests")
+    engine = SglangEngine(connection.recv())
+    calls = set()
+    while (message := await asyncio.to_thread(receive, connection)) is not None:
+        calls.add(asyncio.create_task(answer(engine, connection, *message)))
+    await engine.shutdown()
+    os._exit(0)
+
+
+def receive(connection):
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

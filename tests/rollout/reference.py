@@ -1,0 +1,48 @@
+"""What transformers says."""
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def load(model_dir, weights=None):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    if weights is not None:
+        missing = model.load_state_dict(weights, strict=True)
+        assert not missing.missing_keys
+    return model
+
+
+def changed(model_dir, seed):
+    """Every tensor of the model with other values: Hugging Face name -> tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: t * (1 + 0.3 * torch.randn(t.shape, generator=generator))
+        for name, t in load(model_dir).state_dict().items()
+    }
+
+
+@torch.no_grad()
+def logprobs(model, prompt, generation, temperature=1.0):
+    """[K], of the sampled tokens."""
+    ids = list(prompt) + generation.token_ids.tolist()
+    logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
+    every = torch.log_softmax(logits / temperature, -1)
+    return every.gather(1, torch.tensor(generation.token_ids.tolist())[:, None])[:, 0].numpy()
+
+
+def worst_difference(model, prompts, generations, temperature=1.0):
+    differences = [
+        np.abs(logprobs(model, p, g, temperature) - g.logprobs).max() for p, g in zip(prompts, generations, strict=True)
+    ]
+    return max(differences)
+
+
+@torch.no_grad()
+def greedy(model, prompt, max_new_tokens, eos):
+    ids = list(prompt)
+    for _ in range(max_new_tokens):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == eos:
+            break
+    return ids[len(prompt) :]

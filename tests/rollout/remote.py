@@ -1,0 +1,106 @@
+"""An engine in a process of its own, as the tests see it: SGLang may end the process that hosts it."""
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import psutil
+
+from megarl.reshard.bucket import SharedBuffer, lay_out
+from megarl.rollout.engine import GenerationRequest, Sampling
+from megarl.rollout.environment import engine_environment
+from megarl.rollout.spec import EngineSpec
+
+CALL_SECONDS = 120
+
+
+class RemoteEngine:
+    def __init__(self, spec: EngineSpec):
+        self.folder = tempfile.TemporaryDirectory(prefix="megarl-test-")
+        address = f"{self.folder.name}/socket"
+        listener = Listener(address, authkey=b"tests")
+        environment = os.environ | engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
+        script = Path(__file__).with_name("engine_process.py")
+        self.process = subprocess.Popen([sys.executable, str(script), address], env=environment)
+        self.connection = listener.accept()
+        self.connection.send(spec)
+        self.futures: dict[int, Future] = {}
+        self.numbers = itertools.count()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def submit(self, method, *args) -> Future:
+        number, future = next(self.numbers), Future()
+        self.futures[number] = future
+        self.connection.send((number, method, args))
+        return future
+
+    def call(self, method, *args):
+        return self.submit(method, *args).result(CALL_SECONDS)
+
+    def generate(self, prompts, **sampling):
+        return self.call("generate_many", requests(prompts, **sampling))
+
+    def scheduler_processes(self):
+        return [psutil.Process(pid) for pid in self.call("health").scheduler_pids]
+
+    def close(self):
+        if self.process.poll() is None:
+            self.connection.send(None)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self.folder.cleanup()
+
+    def _read(self):
+        while True:
+            try:
+                number, ok, value = self.connection.recv()
+            except (EOFError, OSError):
+                break
+            future = self.futures.pop(number)
+            if ok:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+        for future in self.futures.values():
+            future.set_exception(EOFError("the engine's host process has ended"))
+
+
+_ids = itertools.count()
+
+
+def requests(prompts, temperature=1.0, max_new_tokens=20, top_p=1.0, top_k=-1):
+    sampling = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, top_p=top_p, top_k=top_k)
+    return [
+        GenerationRequest(request_id=f"request-{next(_ids)}", token_ids=tuple(p), sampling=sampling) for p in prompts
+    ]
+
+
+def send_bucket(engine, tensors):
+    """Hand `tensors` over as one bucket, and take the memory back."""
+    slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+    buffer = SharedBuffer(num_bytes)
+    try:
+        for slot in slots:
+            buffer.view(slot).copy_(tensors[slot.name])
+        engine.call("load_weights", buffer.describe(slots))
+        buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
+    finally:
+        buffer.close()
+
+
+def sync(engine, weights, policy_version, num_buckets=3):
+    """A whole update."""
+    engine.call("begin_weights")
+    names = list(weights)
+    for i in range(num_buckets):
+        send_bucket(engine, {name: weights[name] for name in names[i::num_buckets]})
+    engine.call("end_weights", policy_version)

@@ -1,0 +1,108 @@
+import asyncio
+import dataclasses
+import shutil
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+
+from megarl.errors import ConfigError, WorkerError
+from megarl.rollout.sglang import SglangEngine
+from tests.rollout.remote import RemoteEngine, requests
+
+PROMPT = [1, 2, 3]
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+def ended(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_killed_scheduler_is_an_error_of_the_running_and_of_every_later_call(spec):
+    engine = RemoteEngine(spec)
+    try:
+        engine.call("start")
+        (scheduler,) = engine.scheduler_processes()
+        pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
+        scheduler.kill()
+        with pytest.raises(WorkerError, match=r"scheduler process of TP rank 0 was ended by SIGKILL"):
+            pending.result(10)
+        for method in ("health", "begin_weights", "abort_all"):
+            with pytest.raises(WorkerError, match="SIGKILL"):
+                engine.call(method)
+    finally:
+        engine.close()
+    assert engine.process.returncode == 0
+
+
+def test_a_scheduler_that_fails_at_start_leaves_its_last_words(spec, model_dir, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    logs = tmp_path / "logs"
+    engine = RemoteEngine(dataclasses.replace(spec, model_path=str(broken), log_dir=str(logs)))
+    try:
+        with pytest.raises(WorkerError, match=r"(?s)did not start: .*scheduler-\d+\.log:\n.*Error"):
+            engine.call("start")
+        assert len(list(logs.glob("scheduler-*.log"))) == 1
+        with pytest.raises(WorkerError, match="not running"):
+            engine.call("generate_many", requests([PROMPT]))
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_is_late_is_given_up(spec):
+    engine = RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.5))
+    try:
+        with pytest.raises(WorkerError, match=r"was not up after 0\.5 s"):
+            engine.call("start")
+        assert not [p for p in psutil.Process(engine.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("moment", ["while it generates", "while it starts"])
+def test_no_process_outlives_a_killed_host(spec, moment):
+    engine = RemoteEngine(spec)
+    host = psutil.Process(engine.process.pid)
+    start = engine.submit("start")
+    if moment == "while it starts":
+        assert wait_until(lambda: len(host.children()) > 1, 30)
+    else:
+        start.result(60)
+        pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
+        time.sleep(0.2)
+        assert not pending.done()
+    children = host.children(recursive=True)
+    assert children
+    engine.process.send_signal(signal.SIGKILL)
+    engine.process.wait()
+    assert wait_until(lambda: all(ended(c) for c in children), 5), [c for c in children if not ended(c)]
+    engine.close()
+
+
+def test_a_port_in_use_is_a_configuration_error_before_anything_starts(spec):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        engine = SglangEngine(dataclasses.replace(spec, port=port))
+        with pytest.raises(ConfigError, match=rf"^rollout\.engine\.base_port: port {port} is in use$"):
+            asyncio.run(engine.start())
+
+
+def test_an_engine_that_is_not_started_says_so(spec):
+    with pytest.raises(WorkerError, match="not running"):
+        asyncio.run(SglangEngine(spec).begin_weights())

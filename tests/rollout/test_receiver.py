@@ -1,0 +1,108 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from megarl.reshard.bucket import SharedBuffer, lay_out
+from megarl.rollout import receiver
+
+
+class Engine(nn.Module):
+    """Loads as SGLang's models do: by name, and silently past an unknown one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4))
+        self.b = nn.Parameter(torch.zeros(4))
+        self.fails = False
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+            if self.fails:
+                raise RuntimeError("out of memory")
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(receiver, "_tp_rank", lambda: 1)
+    return Engine()
+
+
+@pytest.fixture
+def order(tmp_path):
+    """Writes `a` and `b` from a bucket, and makes the order for it."""
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    buffers = []
+
+    def make(**tensors):
+        slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
+        buffers.append(SharedBuffer(num_bytes))
+        for slot in slots:
+            buffers[-1].view(slot).copy_(tensors[slot.name])
+        bucket = buffers[-1].describe(slots)
+        return receiver.write_order(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
+
+    yield make
+    for buffer in buffers:
+        buffer.close()
+
+
+def execute(model, order):
+    placeholder = torch.empty(0)
+    receiver.load(model, [(json.loads(json.dumps(order)), placeholder)])
+    return receiver.read_reply(receiver.reply_path(order["reply"], 1))
+
+
+def test_a_good_bucket_is_written(model, order):
+    reply = execute(model, order(a=torch.ones(4), b=torch.full((4,), 2.0)))
+    assert (reply.rank, reply.error, reply.wrote) == (1, None, True)
+    assert model.a.tolist() == [1.0] * 4
+    assert model.b.tolist() == [2.0] * 4
+
+
+def test_a_bad_bucket_is_refused_whole(model, order):
+    reply = execute(model, order(a=torch.ones(4), c=torch.ones(4), b=torch.ones(5)))
+    assert not reply.wrote
+    assert reply.error == "c is no tensor of the model; b needs shape [4], got [5]"
+    assert model.a.tolist() == [0.0] * 4
+
+
+def test_a_bucket_that_is_gone_is_refused(model, order):
+    gone = order(a=torch.ones(4))
+    gone["bucket"]["path"] += "-gone"
+    reply = execute(model, gone)
+    assert not reply.wrote
+    assert reply.error.startswith("FileNotFoundError")
+
+
+def test_a_bucket_shorter_than_it_says_is_refused(model, order):
+    short = order(a=torch.ones(4))
+    short["bucket"]["num_bytes"] *= 10_000
+    reply = execute(model, short)
+    assert not reply.wrote
+    assert "needs 40960000 bytes, got 4096" in reply.error
+
+
+def test_a_failure_within_the_write_is_told_as_such(model, order):
+    model.fails = True
+    reply = execute(model, order(a=torch.ones(4)))
+    assert (reply.wrote, reply.error) == (True, "RuntimeError: out of memory")
+
+
+def test_an_unknown_operation_is_an_error_and_no_more(model, order):
+    reply = execute(model, order(a=torch.ones(4)) | {"op": "nonsense"})
+    assert reply.error == "KeyError: 'nonsense'"
+
+
+def test_a_reply_that_cannot_be_written_is_left_out(model, order, tmp_path):
+    assert execute(model, order(a=torch.ones(4)) | {"reply": str(tmp_path / "missing" / "reply")}) is None
+
+
+def test_parameters_are_dumped_by_name(model, tmp_path):
+    execute(model, receiver.dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
+    assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}

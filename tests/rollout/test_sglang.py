@@ -1,0 +1,88 @@
+import time
+
+import numpy as np
+import pytest
+
+from megarl.errors import WorkerError
+from tests.rollout import reference
+from tests.rollout.conftest import EOS
+from tests.rollout.remote import requests
+
+PROMPTS = [[(7 * i + 3 * j) % 240 for j in range(5 + 4 * i)] for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return reference.load(model_dir)
+
+
+@pytest.fixture(autouse=True)
+def original_weights(engine, model_dir):
+    """Other modules change them."""
+    health = engine.call("health")
+    if health.policy_version != 0:
+        from tests.rollout.remote import sync
+
+        sync(engine, reference.load(model_dir).state_dict(), 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_the_temperature_scaled_distribution(engine, model, temperature):
+    generations = engine.generate(PROMPTS, temperature=temperature, max_new_tokens=24)
+    assert reference.worst_difference(model, PROMPTS, generations, temperature) <= 1e-4
+
+
+def test_log_probabilities_are_not_renormalized_for_top_p_and_top_k(engine, model):
+    generations = engine.generate(PROMPTS, temperature=1.0, top_p=0.5, top_k=8)
+    assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
+
+
+def test_greedy_is_transformers_greedy(engine, model):
+    generations = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=24)
+    assert [g.token_ids.tolist() for g in generations] == [reference.greedy(model, p, 24, EOS) for p in PROMPTS]
+    assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
+
+
+def test_a_completion_ends_with_the_end_of_sequence_or_at_its_limit(engine):
+    generations = engine.generate(PROMPTS * 8, max_new_tokens=200)
+    reasons = {g.finish_reason for g in generations}
+    assert reasons == {"stop", "length"}
+    for g in generations:
+        ended = g.token_ids[-1] == EOS
+        assert ended == (g.finish_reason == "stop")
+        assert EOS not in g.token_ids[:-1]
+        assert ended or len(g.token_ids) == 200
+
+
+def test_samples_of_one_prompt_differ_and_carry_the_version(engine):
+    generations = engine.generate([PROMPTS[3]] * 8)
+    assert len({tuple(g.token_ids) for g in generations}) > 1
+    for g in generations:
+        assert g.token_ids.dtype == g.policy_versions.dtype == np.int32
+        assert g.logprobs.dtype == np.float32
+        assert g.policy_versions.tolist() == [0] * len(g.token_ids)
+
+
+def test_an_aborted_request_returns_what_it_has(engine):
+    (request,) = requests([PROMPTS[1]], temperature=1.0, max_new_tokens=480)
+    pending = engine.submit("generate", request)
+    time.sleep(0.2)
+    engine.call("abort", request.request_id)
+    generation = pending.result(30)
+    assert generation.finish_reason in ("abort", "stop")
+    assert len(generation.token_ids) == len(generation.logprobs) == len(generation.policy_versions) < 480
+
+
+def test_abort_all_ends_every_request(engine):
+    pending = [engine.submit("generate", r) for r in requests(PROMPTS, max_new_tokens=480)]
+    time.sleep(0.2)
+    engine.call("abort_all")
+    assert all(len(p.result(30).token_ids) < 480 for p in pending)
+    assert engine.call("health").num_requests == 0
+
+
+def test_a_request_that_exceeds_the_context_names_itself(engine):
+    (request,) = requests([PROMPTS[0]], max_new_tokens=600)
+    with pytest.raises(WorkerError, match=rf"{request.request_id}: .*context length"):
+        engine.call("generate", request)
+    assert len(engine.generate([PROMPTS[0]])) == 1

@@ -1,0 +1,182 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from tests.rollout import reference
+from tests.rollout.remote import requests, send_bucket, sync
+
+PROMPTS = [[(11 * i + 5 * j) % 240 for j in range(6 + 3 * i)] for i in range(5)]
+
+
+def engine_parameters(weights, tp, rank):
+    """The engine's parameters as they must be: stacked projections, split over the ranks."""
+
+    def rows(t):
+        return t.chunk(tp, 0)[rank]
+
+    def columns(t):
+        return t.chunk(tp, 1)[rank]
+
+    expected = {}
+    for name, t in weights.items():
+        if name.endswith("q_proj.weight"):
+            parts = [weights[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
+            expected[name.replace("q_proj", "qkv_proj")] = torch.cat([rows(p) for p in parts])
+        elif name.endswith("gate_proj.weight"):
+            parts = [t, weights[name.replace("gate_proj", "up_proj")]]
+            expected[name.replace("gate_proj", "gate_up_proj")] = torch.cat([rows(p) for p in parts])
+        elif name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
+            continue
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            expected[name] = columns(t)
+        elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            expected[name] = rows(t)
+        else:
+            expected[name] = t
+    return expected
+
+
+def assert_engine_holds(engine, weights, folder, tp=1):
+    engine.call("read_weights", str(folder))
+    for rank in range(tp):
+        held = torch.load(folder / f"rank{rank}.pt")
+        expected = engine_parameters(weights, tp, rank)
+        assert held.keys() == expected.keys()
+        for name, t in expected.items():
+            assert torch.equal(held[name], t), f"{name} of rank {rank}"
+
+
+def test_successive_syncs_arrive_bit_by_bit(engine, model_dir, tmp_path):
+    for version in (1, 2, 3):
+        weights = reference.changed(model_dir, seed=version)
+        engine.call("randomize_weights")
+        sync(engine, weights, version, num_buckets=version)
+        assert_engine_holds(engine, weights, tmp_path)
+        generations = engine.generate(PROMPTS)
+        assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+        assert {v for g in generations for v in g.policy_versions} == {version}
+
+
+def test_an_update_drops_the_prefix_cache(engine, model_dir):
+    """The same prompt again, after its keys and values were cached under other weights."""
+    sync(engine, reference.changed(model_dir, seed=1), 1)
+    engine.generate(PROMPTS)
+    weights = reference.changed(model_dir, seed=2)
+    sync(engine, weights, 2)
+    generations = engine.generate(PROMPTS)
+    assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+
+
+@pytest.fixture
+def served(engine, model_dir):
+    """Weights that the engine serves as version 5."""
+    weights = reference.changed(model_dir, seed=5)
+    sync(engine, weights, 5)
+    return weights
+
+
+def assert_serves(engine, model_dir, weights, version, folder):
+    assert_engine_holds(engine, weights, folder)
+    generations = engine.generate(PROMPTS)
+    assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+    assert {v for g in generations for v in g.policy_versions} == {version}
+    assert engine.call("health").policy_version == version
+
+
+BAD_TENSORS = {
+    "unknown name": ("model.layers.7.mlp.up_proj.weight", torch.zeros(128, 64), "is no tensor of the model"),
+    "engine's own name": ("model.layers.0.mlp.gate_up_proj.weight", torch.zeros(256, 64), "is no tensor of the model"),
+    "wrong shape": ("model.norm.weight", torch.zeros(63), r"model.norm.weight needs shape \[64\], got \[63\]"),
+    "wrong dtype": ("model.norm.weight", torch.zeros(64).half(), "needs dtype float32, got float16"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_a_bad_bucket_changes_nothing(engine, model_dir, served, tmp_path, case):
+    name, tensor, message = BAD_TENSORS[case]
+    engine.call("begin_weights")
+    with pytest.raises(WeightSyncError, match=message):
+        send_bucket(engine, {"lm_head.weight": torch.zeros(256, 64), name: tensor})
+    assert_serves(engine, model_dir, served, 5, tmp_path)
+
+
+def test_a_missing_tensor_is_named_and_nothing_is_served_until_a_whole_update(engine, model_dir, served, tmp_path):
+    weights = reference.changed(model_dir, seed=6)
+    partial = {name: t for name, t in weights.items() if name != "model.layers.1.self_attn.k_norm.weight"}
+    with pytest.raises(WeightSyncError, match=r"1 of 25 tensors did not arrive for version 6: .*1\.self_attn\.k_norm"):
+        sync(engine, partial, 6)
+    assert engine.call("health").policy_version == 5
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync(engine, weights, 6)
+    assert_serves(engine, model_dir, weights, 6, tmp_path)
+
+
+def test_an_empty_update_is_refused_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
+    engine.call("begin_weights")
+    with pytest.raises(WeightSyncError, match="25 of 25 tensors did not arrive"):
+        engine.call("end_weights", 6)
+    assert_serves(engine, model_dir, served, 5, tmp_path)
+
+
+def test_an_update_needs_to_be_begun(engine, served):
+    with pytest.raises(WeightSyncError, match="needs begin_weights first"):
+        send_bucket(engine, {"model.norm.weight": torch.zeros(64)})
+    with pytest.raises(WeightSyncError, match="needs begin_weights first"):
+        engine.call("end_weights", 6)
+
+
+def test_an_abandoned_update_can_be_begun_anew(engine, model_dir, served, tmp_path):
+    engine.call("begin_weights")
+    send_bucket(engine, {"model.norm.weight": torch.zeros(64)})
+    weights = reference.changed(model_dir, seed=7)
+    sync(engine, weights, 7)
+    assert_serves(engine, model_dir, weights, 7, tmp_path)
+
+
+def test_an_aborted_update_that_wrote_nothing_resumes(engine, model_dir, served, tmp_path):
+    engine.call("begin_weights")
+    pending = engine.submit("generate_many", requests(PROMPTS))
+    time.sleep(0.1)
+    assert not pending.done()
+    engine.call("abort_weights")
+    assert len(pending.result(30)) == len(PROMPTS)
+    assert_serves(engine, model_dir, served, 5, tmp_path)
+
+
+def test_requests_that_arrive_during_an_update_wait_for_it(engine, model_dir, served):
+    weights = reference.changed(model_dir, seed=9)
+    engine.call("begin_weights")
+    early = engine.submit("generate_many", requests(PROMPTS))
+    send_bucket(engine, weights)
+    end = engine.submit("end_weights", 6)
+    late = engine.submit("generate_many", requests(PROMPTS))
+    end.result(30)
+    for pending in (early, late):
+        generations = pending.result(30)
+        assert {v for g in generations for v in g.policy_versions} == {6}
+        assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+
+
+def test_an_update_in_flight_splits_sequences_between_versions(engine, model_dir, served):
+    new = reference.changed(model_dir, seed=8)
+    old_model, new_model = reference.load(model_dir, served), reference.load(model_dir, new)
+    prompts = PROMPTS * 4
+    pending = engine.submit("generate_many", requests(prompts, max_new_tokens=400))
+    time.sleep(0.5)
+    sync(engine, new, 6)
+    split = 0
+    for prompt, g in zip(prompts, pending.result(60), strict=True):
+        assert set(g.policy_versions) <= {5, 6}
+        assert np.all(np.diff(g.policy_versions) >= 0)
+        split += len(set(g.policy_versions)) == 2
+        expected = np.where(
+            g.policy_versions == 5,
+            reference.logprobs(old_model, prompt, g),
+            reference.logprobs(new_model, prompt, g),
+        )
+        assert np.abs(expected - g.logprobs).max() <= 1e-4
+    assert split > 0

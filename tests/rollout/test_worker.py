@@ -1,0 +1,172 @@
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megarl.batch.trajectory import Prompt
+from megarl.errors import RewardError, WorkerError
+from megarl.rollout.coalesce import CoalescingEngine
+from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.worker import GroupJob, RolloutWorker, RolloutWorkerSpec
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+
+
+@dataclass
+class FakeEngine:
+    """Answers the prompt's last token, as often as the sample's number says, after `seconds`."""
+
+    seconds: float = 0.0
+    calls: list[list[str]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    error: Exception | None = None
+
+    async def generate(self, request):
+        (generation,) = await self.generate_many([request])
+        return generation
+
+    async def generate_many(self, requests):
+        self.calls.append([r.request_id for r in requests])
+        await asyncio.sleep(self.seconds)
+        if self.gate:
+            await self.gate.wait()
+        if self.error:
+            raise self.error
+        return [self._generation(r) for r in requests]
+
+    async def abort(self, request_id):
+        self.aborted.append(request_id)
+
+    def _generation(self, request):
+        k = int(request.request_id.rpartition("-")[2]) + 1
+        return Generation(
+            token_ids=np.full(k, request.token_ids[-1], np.int32),
+            logprobs=np.full(k, -0.5, np.float32),
+            policy_versions=np.arange(k, dtype=np.int32),
+            finish_reason="stop",
+        )
+
+
+class LengthScorer:
+    async def score(self, trajectory, prompt):
+        assert prompt.prompt_id == trajectory.prompt_id
+        length = float(trajectory.loss_mask.sum())
+        return {"length": length, "one": 1.0}, length + 0.5
+
+
+def prompt(number=1):
+    return Prompt(prompt_id=f"train.jsonl:{number}", text="", token_ids=(5, 6, 7), row={})
+
+
+def job(group_id=3, num_samples=2):
+    return GroupJob(
+        prompt=prompt(group_id),
+        group_id=group_id,
+        num_samples=num_samples,
+        sampling=SAMPLING,
+        request_id=f"1-{group_id}",
+    )
+
+
+def worker(*engines, seconds=5.0, scorer=None):
+    return RolloutWorker(RolloutWorkerSpec(request_timeout_seconds=seconds), engines, scorer or LengthScorer())
+
+
+def test_a_group_is_sampled_scored_and_summed_up():
+    summary, trajectories = asyncio.run(worker(FakeEngine()).rollout_group(job()))
+    assert [t.token_ids.tolist() for t in trajectories] == [[5, 6, 7, 7], [5, 6, 7, 7, 7]]
+    assert trajectories[1].loss_mask.tolist() == [False] * 3 + [True] * 2
+    assert trajectories[1].logprobs.tolist() == [0.0] * 3 + [-0.5] * 2
+    assert trajectories[1].policy_versions.tolist() == [-1] * 3 + [0, 1]
+    assert trajectories[1].rewards == {"length": 2.0, "one": 1.0}
+    assert trajectories[1].reward == 2.5
+    assert {t.group_id for t in trajectories} == {3}
+    assert (summary.group_id, summary.prompt_id) == (3, "train.jsonl:3")
+    last = summary.trajectories[1]
+    assert (last.num_tokens, last.prompt_length, last.response_length) == (5, 3, 2)
+    assert (last.reward, last.rewards, last.finish_reason) == (2.5, {"length": 2.0, "one": 1.0}, "stop")
+    assert (last.min_policy_version, last.max_policy_version) == (0, 1)
+    assert summary.generation_seconds >= 0
+    assert summary.scoring_seconds >= 0
+
+
+def test_a_group_is_one_call_to_its_engine():
+    engine = FakeEngine()
+    asyncio.run(worker(engine).rollout_group(job(num_samples=4)))
+    assert engine.calls == [["1-3-0", "1-3-1", "1-3-2", "1-3-3"]]
+
+
+def test_groups_go_to_the_engine_with_the_fewest_outstanding_samples():
+    async def main():
+        gates = [asyncio.Event(), asyncio.Event()]
+        engines = [FakeEngine(gate=gate) for gate in gates]
+        w = worker(*engines)
+        large = asyncio.create_task(w.rollout_group(job(group_id=1, num_samples=5)))
+        await asyncio.sleep(0)
+        small = [asyncio.create_task(w.rollout_group(job(group_id=i, num_samples=2))) for i in (2, 3, 4)]
+        await asyncio.sleep(0.01)
+        groups = [{r.split("-")[1] for call in e.calls for r in call} for e in engines]
+        assert groups == [{"1"}, {"2", "3", "4"}]
+        gates[1].set()
+        await asyncio.gather(*small)
+        later = asyncio.create_task(w.rollout_group(job(group_id=5)))
+        await asyncio.sleep(0.01)
+        assert engines[1].calls[-1] == ["1-5-0", "1-5-1"]
+        gates[0].set()
+        await asyncio.gather(large, later)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_takes_too_long_is_named_and_aborted():
+    async def main():
+        engine = FakeEngine(seconds=10)
+        w = worker(engine, seconds=0.05)
+        with pytest.raises(WorkerError, match=r"request 1-3-\d .*train.jsonl:3.* was not done after 0.05 s"):
+            await w.rollout_group(job())
+        assert set(engine.aborted) & {"1-3-0", "1-3-1"}
+        assert w._outstanding == [0]
+
+    asyncio.run(main())
+
+
+def test_an_engine_s_failure_is_the_group_s():
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        asyncio.run(worker(FakeEngine(error=WorkerError("SIGKILL"))).rollout_group(job()))
+
+
+def test_a_reward_s_failure_is_the_group_s():
+    class Broken:
+        async def score(self, trajectory, prompt):
+            raise RewardError("accuracy raised")
+
+    with pytest.raises(RewardError, match="accuracy raised"):
+        asyncio.run(worker(FakeEngine(), scorer=Broken()).rollout_group(job()))
+
+
+def test_only_requests_of_the_same_turn_travel_together():
+    async def main():
+        behind = FakeEngine()
+        engine = CoalescingEngine(behind)
+        ask = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(3)]
+        first = await asyncio.gather(engine.generate(ask[0]), engine.generate(ask[1]))
+        second = await engine.generate(ask[2])
+        assert behind.calls == [["r-0", "r-1"], ["r-2"]]
+        assert [g.token_ids[0] for g in (*first, second)] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_caller_leaves_the_others_their_answers():
+    async def main():
+        behind = FakeEngine(seconds=0.05)
+        engine = CoalescingEngine(behind)
+        ask = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(2)]
+        gone, stays = [asyncio.create_task(engine.generate(a)) for a in ask]
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        assert (await stays).token_ids[0] == 1
+
+    asyncio.run(main())

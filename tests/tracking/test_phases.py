@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.tracking.phases import PhaseTimer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_seconds_accumulate_and_own_is_what_is_not_waited_for(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    timer.start_step()
+    for _ in range(2):
+        with timer.phase("rollout", waiting=True):
+            clock.now += 3.0
+        with timer.phase("advantages"):
+            clock.now += 0.5
+    clock.now += 1.0
+    assert timer.take() == pytest.approx(
+        {
+            "time/rollout_seconds": 6.0,
+            "time/advantages_seconds": 1.0,
+            "time/step_seconds": 8.0,
+            "controller/own_fraction": 2.0 / 8.0,
+        }
+    )
+    timer.start_step()
+    clock.now += 1.0
+    assert timer.take() == {"time/step_seconds": 1.0, "controller/own_fraction": 1.0}
+    assert timer.totals == pytest.approx({"rollout": 6.0, "advantages": 1.0})
+
+
+def test_nested_and_overlapping_waiting_counts_once(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    timer.start_step()
+    one, two = timer.phase("train", waiting=True), timer.phase("rollout", waiting=True)
+    one.__enter__()
+    clock.now += 1.0
+    two.__enter__()
+    clock.now += 2.0
+    one.__exit__(None, None, None)  # ends first, though it began first
+    clock.now += 3.0
+    two.__exit__(None, None, None)
+    clock.now += 4.0
+    assert timer.take() == pytest.approx(
+        {
+            "time/train_seconds": 3.0,
+            "time/rollout_seconds": 5.0,
+            "time/step_seconds": 10.0,
+            "controller/own_fraction": 0.4,
+        }
+    )
+
+
+def test_phase_over_several_steps_is_split(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    timer.start_step()
+    with timer.phase("rollout", waiting=True):
+        clock.now += 2.0
+        assert timer.take()["time/rollout_seconds"] == 2.0
+        clock.now += 5.0
+        timer.start_step()
+        clock.now += 1.0
+    clock.now += 1.0
+    got = timer.take()
+    assert (got["time/rollout_seconds"], got["controller/own_fraction"]) == (1.0, 0.5)
+    assert timer.totals == {"rollout": 8.0}
+
+
+def test_phases_outside_steps_count_only_in_the_totals(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    with timer.phase("evaluation", waiting=True):
+        clock.now += 7.0
+    timer.start_step()
+    clock.now += 1.0
+    assert timer.take() == {"time/step_seconds": 1.0, "controller/own_fraction": 1.0}
+    assert timer.totals == {"evaluation": 7.0}
+    with pytest.raises(AssertionError, match=r"without start_step"):
+        timer.take()
+
+
+def test_a_phase_that_raises_is_measured(clock: Clock) -> None:
+    timer = PhaseTimer(clock)
+    timer.start_step()
+
+    def fail() -> None:
+        clock.now += 1.0
+        raise KeyError
+
+    with pytest.raises(KeyError), timer.phase("rollout", waiting=True):
+        fail()
+    clock.now += 1.0
+    assert timer.take()["controller/own_fraction"] == 0.5
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()), max_size=6),
+    st.lists(st.integers(1, 40), max_size=4),
+)
+def test_own_time_is_the_step_less_the_union_of_waiting(spans: list[tuple[int, int, bool]], cuts: list[int]) -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock)
+    clock.now = 0.0
+    timer.start_step()
+    ends = sorted({*cuts, 41})
+    open_phases, waited, own = {}, [], 0.0
+    seconds = []
+    for tick in range(41):
+        clock.now = float(tick)
+        if tick in ends:
+            got = timer.take()
+            own += got["controller/own_fraction"] * got["time/step_seconds"]
+            seconds.append(got.get("time/x_seconds", 0.0))
+            timer.start_step()
+        for i, (begin, length, waiting) in enumerate(spans):
+            if tick == begin:
+                open_phases[i] = timer.phase("x", waiting=waiting)
+                open_phases[i].__enter__()
+            if tick == begin + length:
+                open_phases[i].__exit__(None, None, None)
+        waited.append(any(b <= tick < b + n and w for b, n, w in spans))
+    clock.now = 41.0
+    got = timer.take()
+    own += got["controller/own_fraction"] * got["time/step_seconds"]
+    seconds.append(got.get("time/x_seconds", 0.0))
+    bounds = [0, *ends]
+    assert seconds == [
+        sum(max(0, min(b + n, stop) - max(b, start)) for b, n, _ in spans)
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
+    assert own == pytest.approx(41 - sum(waited))
+    assert timer.totals.get("x", 0.0) == pytest.approx(sum(n for _, n, _ in spans))
+
+
+def test_phases_of_concurrent_tasks() -> None:
+    timer = PhaseTimer()
+    timer.start_step()
+
+    async def wait(name: str) -> None:
+        with timer.phase(name, waiting=True):
+            await asyncio.sleep(0.05)
+
+    async def both() -> None:
+        await asyncio.gather(wait("a"), wait("b"))
+
+    asyncio.run(both())
+    time.sleep(0.05)
+    got = timer.take()
+    waited = got["time/step_seconds"] * (1 - got["controller/own_fraction"])
+    assert got["time/a_seconds"] > 0.045
+    assert got["time/a_seconds"] + got["time/b_seconds"] > 1.5 * waited, "they overlapped"
+    assert got["time/step_seconds"] - waited > 0.045

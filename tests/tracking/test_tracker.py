@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.tracking import TrackingConfig
+from megarl.errors import ConfigError
+from megarl.tracking.tracker import Tracker
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_jsonl_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
+    with Tracker(TrackingConfig(), tmp_path / "new" / "run") as tracker:
+        tracker.log({"reward/mean": 0.25, "loss": np.float32(2.0)}, step=1)
+        tracker.log({"reward/mean": 0.5}, step=2)
+    lines = [json.loads(line) for line in (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "reward/mean": 0.25, "loss": 2.0}, {"step": 2, "reward/mean": 0.5}]
+    assert scalars(tmp_path / "new" / "run") == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
+
+
+def test_every_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    tracker = Tracker(TrackingConfig(), tmp_path)
+    tracker.log({"a": 1.0}, step=1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
+    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+    tracker.close()
+    tracker.close()
+
+
+def test_numbers_that_are_not_finite_leave_the_json_valid(tmp_path: Path) -> None:
+    with Tracker(TrackingConfig(), tmp_path) as tracker:
+        tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(name: str) -> Any:
+        raise AssertionError(f"{name} is not JSON")
+
+    assert json.loads(text, parse_constant=refuse) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
+    assert math.isnan(scalars(tmp_path)["a"][0][1])
+
+
+def test_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with Tracker(TrackingConfig(tensorboard=False), tmp_path) as tracker:
+            tracker.log({"a": 1.0}, step=step)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    with Tracker(TrackingConfig(tensorboard=False, jsonl=False), tmp_path) as tracker:
+        tracker.log({"a": 1.0}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Run:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            calls.append((metrics, step))
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    def init(**kwargs: Any) -> Run:
+        calls.append(kwargs)
+        return Run()
+
+    fake = types.ModuleType("wandb")
+    fake.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = TrackingConfig.model_validate({"wandb": {"project": "p", "name": "n"}, "tensorboard": False})
+    with Tracker(config, tmp_path) as tracker:
+        tracker.log({"a": 1.0}, step=3)
+    assert calls == [{"project": "p", "name": "n", "dir": str(tmp_path)}, ({"a": 1.0}, 3), "finish"]
+
+
+def test_wandb_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = TrackingConfig.model_validate({"wandb": {"project": "p"}})
+    with pytest.raises(ConfigError, match=r"tracking\.wandb needs the wandb package"):
+        Tracker(config, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tracking_loads_neither_torch_nor_tensorflow() -> None:
+    code = (
+        "import sys, megarl.tracking.tracker, megarl.tracking.rollout_log, megarl.tracking.progress\n"
+        "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
