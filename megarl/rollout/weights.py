@@ -89,10 +89,12 @@ class WeightSession:
                 f"{len(missing)} of {len(manifest)} tensors did not arrive for version {policy_version}: "
                 f"{_listing(missing)}"
             )
-        self._open = False
-        await self._host.call(self._finish(policy_version))
-        self.policy_version = policy_version
-        self._mixed = False
+        try:
+            await self._host.call(self._finish(policy_version))
+            self.policy_version = policy_version
+            self._mixed = False
+        finally:
+            self._open = False
         await self._host.call(self._resume())
 
     async def abort(self) -> None:

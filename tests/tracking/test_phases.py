@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -141,8 +142,7 @@ def test_own_time_is_the_step_less_the_union_of_waiting(spans: list[tuple[int, i
     seconds.append(got.get("time/x_seconds", 0.0))
     bounds = [0, *ends]
     assert seconds == [
-        sum(max(0, min(b + n, stop) - max(b, start)) for b, n, _ in spans)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        sum(max(0, min(b + n, stop) - max(b, start)) for b, n, _ in spans) for start, stop in itertools.pairwise(bounds)
     ]
     assert own == pytest.approx(41 - sum(waited))
     assert timer.totals.get("x", 0.0) == pytest.approx(sum(n for _, n, _ in spans))
