@@ -27,15 +27,16 @@ def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
     from megarl.controller.controller import Controller
     from megarl.controller.launch import run_stage
+    from megarl.data.arithmetic import write_arithmetic
 
     out, show = args.out, console()
-    show.print(f"1/3  writing arithmetic problems and a random Qwen3 model to {out}", highlight=False)
+    show.print(f"1/3  writing arithmetic problems to {out}/data", highlight=False)
     started = time.perf_counter()
-    write_demo(out, args.seed)
+    write_arithmetic(out / "data", seed=args.seed, num_train=NUM_TRAIN, num_heldout=NUM_HELD_OUT)
     made = time.perf_counter()
     data = [f"data.path={out}/data/sft.jsonl", f"model.path={out}/base", f"run_dir={out}/sft", f"seed={args.seed}"]
     sft = load_config(SftConfig, args.sft, [*data, f"export_dir={out}/sft/model"])
-    show.print(f"2/3  supervised fine-tuning ({args.sft})", highlight=False)
+    show.print(f"2/3  a random Qwen3 model, supervised fine-tuning ({args.sft})", highlight=False)
     run_stage(sft, Controller.sft)
     tuned = time.perf_counter()
     overrides = [f"data.path={out}/data/train.jsonl", f"data.eval_path={out}/data/heldout.jsonl"]
@@ -49,20 +50,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write_demo(folder: Path, seed: int) -> None:
-    """Problems in `folder`/data, a random model with its tokenizer in `folder`/base."""
-    from megarl.data.arithmetic import write_arithmetic
-    from megarl.data.tiny import write_tiny_model
-
-    files = write_arithmetic(folder / "data", seed=seed, num_train=NUM_TRAIN, num_heldout=NUM_HELD_OUT)
-    rows = [json.loads(line) for line in Path(files.sft).read_text().splitlines()]
-    write_tiny_model(folder / "base", [row["prompt"] + row["response"] for row in rows], seed=seed)
-
-
-def _add_stages(path: Path, make_seconds: float, sft_seconds: float, total: float) -> dict[str, Any]:
+def _add_stages(path: Path, data_seconds: float, sft_seconds: float, total: float) -> dict[str, Any]:
     """Count the stages before GRPO into its summary."""
     summary: dict[str, Any] = json.loads(path.read_text())
-    phases = {"make_model": make_seconds, "sft": sft_seconds, **summary["seconds_by_phase"]}
+    phases = {"make_data": data_seconds, "sft": sft_seconds, **summary["seconds_by_phase"]}
     summary |= {"seconds_total": total, "seconds_by_phase": phases}
     path.write_text(json.dumps(summary, indent=2) + "\n")
     return summary

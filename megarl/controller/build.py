@@ -19,6 +19,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron.work import TrainerSpec
 from megarl.placement.pool import SlotPool, reserve
+from megarl.tracking.phases import PhaseTimer
 
 
 def trainer_spec(config: StageConfig) -> TrainerSpec:
@@ -47,19 +48,22 @@ def build_trainer(config: StageConfig) -> TrainerGroup:
 
 def build_policy_run(config: RunConfig, events: EventLog) -> PolicyRun:
     """Trainer, engines and rollout workers, up and idle; the data read."""
-    pool = reserve(config.placement)
-    _require_one_node(config, pool)
-    trainer = TrainerGroup(config, pool)
-    engines = EngineGroup(config, pool)
-    starting = trainer.start_workers(trainer_spec(config))
-    rollout = RolloutGroup(config, engines)
-    prompts, held_out = _read_prompts(config)
-    starting.result(config.placement.start_timeout_seconds)
-    engines.wait_started()
-    rollout.start()
+    timer = PhaseTimer()
+    with timer.phase("start", waiting=True):
+        pool = reserve(config.placement)
+        _require_one_node(config, pool)
+        trainer = TrainerGroup(config, pool)
+        engines = EngineGroup(config, pool)
+        starting = trainer.start_workers(trainer_spec(config))
+        rollout = RolloutGroup(config, engines)
+        prompts, held_out = _read_prompts(config)
+        starting.result(config.placement.start_timeout_seconds)
+        engines.wait_started()
+        rollout.start()
     return PolicyRun(
         config,
         events,
+        timer,
         trainer=trainer,
         rollout=rollout,
         weights=WeightSync(trainer, engines),

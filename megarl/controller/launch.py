@@ -16,6 +16,7 @@ from megarl.config import StageConfig, dump_config
 from megarl.controller.controller import Controller
 from megarl.controller.events import Note, Phase
 from megarl.controller.preflight import require_ready
+from megarl.controller.tiny_model import write_missing_model
 from megarl.placement.pool import start_cluster
 from megarl.tracking.progress import RunProgress, StepLine
 from megarl.workers.failure import translate
@@ -31,6 +32,7 @@ def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
     Raises:
         MegarlError: what ended the run.
     """
+    write_missing_model(config)
     require_ready(config)
     config = with_absolute_paths(config)
     folder = Path(config.run_dir)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.controller.evaluation import greedy_score
@@ -17,6 +19,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.errors import LimitError
 from megarl.megatron.work import TrainStats
 from megarl.rollout.engine import Sampling
+from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.tracking.summary import RunSummary
 
@@ -30,6 +33,7 @@ class PolicyRun(StageRun):
         self,
         config: RunConfig,
         events: EventLog,
+        timer: PhaseTimer,
         *,
         trainer: TrainerGroup,
         rollout: RolloutGroup,
@@ -37,7 +41,7 @@ class PolicyRun(StageRun):
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
     ) -> None:
-        super().__init__(config, events)
+        super().__init__(config, events, timer)
         self.config, self.trainer, self.rollout, self._weights = config, trainer, rollout, weights
         self._prompts, self._held_out = prompts, held_out
         self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
@@ -101,7 +105,7 @@ class PolicyRun(StageRun):
         self._mismatch = max(self._mismatch, mismatch)
         rate = stats.num_tokens / seconds
         self.log(
-            {**metrics, **stats.metrics, **self._sync_metrics, **times, "tokens_per_second": rate},
+            {**metrics, **stats.metrics, **self._sync_metrics, **times, **self._own_metrics(rate)},
             StepLine(
                 step=self.step,
                 seconds=seconds,
@@ -122,6 +126,10 @@ class PolicyRun(StageRun):
         if due:
             self.evaluate()
 
+    def _own_metrics(self, tokens_per_second: float) -> dict[str, float]:
+        # The controller passes references on and must not grow with what they point to.
+        return {"tokens_per_second": tokens_per_second, "controller/rss_bytes": psutil.Process().memory_info().rss}
+
     def finish(self) -> RunSummary:
         """Write `summary.json` and close the books."""
         self.rollout.finish_records()
@@ -129,7 +137,7 @@ class PolicyRun(StageRun):
             eval_before=self._evaluations.get(0),
             eval_after=self._evaluations.get(self.step),
             steps=self.step,
-            seconds_total=self.seconds(),
+            seconds_total=self.timer.seconds(),
             seconds_by_phase=self.timer.totals,
             tokens_per_second=self._tokens / self._step_seconds if self._step_seconds else 0.0,
             weight_sync_bytes=self._bytes,

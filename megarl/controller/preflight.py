@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, Python
 from megarl.config.run import RunConfig, StageConfig
 from megarl.controller.machine import visible_gpus
 from megarl.controller.model_folder import read_hf_config, weight_problems
+from megarl.controller.tiny_model import will_write_model, write_missing_model
 from megarl.data.source import read_rows
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.dense import DenseModel
@@ -43,6 +45,8 @@ def require_ready(config: StageConfig) -> None:
 
 def check_run(config: StageConfig) -> list[str]:
     """Every problem that can be found without starting a worker; empty where there is none."""
+    if will_write_model(config):
+        return _check_with_tiny_model(config)
     problems = [*_machine(config), *_batches(config), *_folders(config)]
     if isinstance(config, RunConfig):
         problems += [*_ports(config), *_rewards(config)]
@@ -59,6 +63,18 @@ def check_run(config: StageConfig) -> list[str]:
             problems.append(str(e))
     problems += _data(config, limit)
     return list(dict.fromkeys(problems))
+
+
+def _check_with_tiny_model(config: StageConfig) -> list[str]:
+    """The problems with the model that a run would write first; it is written to a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = config.model.model_copy(update={"path": f"{folder}/model"})
+        written = config.model_copy(update={"model": model})
+        try:
+            write_missing_model(written)
+        except DataError as e:
+            return [f"data.path: {e}"]
+        return [problem.replace(model.path, config.model.path) for problem in check_run(written)]
 
 
 def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,9 @@ from megarl.tracking.tracker import Tracker
 class StageRun:
     """Times phases, tells the driver about them, and writes metrics."""
 
-    def __init__(self, config: StageConfig, events: EventLog) -> None:
-        self.started = time.perf_counter()
-        self.timer = PhaseTimer()
+    def __init__(self, config: StageConfig, events: EventLog, timer: PhaseTimer) -> None:
+        """`timer`: the stage's own, which has measured its start."""
+        self.timer = timer
         self.step = 0
         self._events = events
         self._tracker = Tracker(config.tracking, Path(config.run_dir))
@@ -40,10 +39,6 @@ class StageRun:
         self._tracker.log(metrics, step=self.step)
         if line is not None:
             self._events.add(line)
-
-    def seconds(self) -> float:
-        """Since the run began."""
-        return time.perf_counter() - self.started
 
     def close(self) -> None:
         """Flush and close what metrics are written to."""

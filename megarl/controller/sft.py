@@ -20,6 +20,7 @@ from megarl.data.demonstrations import load_demonstrations
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.work import MiniBatch, SampleRef, TrainStats, TrainWork
+from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.workers.group import Pending
 from megarl.workers.payload import StoredPayload
@@ -32,7 +33,7 @@ class SftRun(StageRun):
     """Demonstrations in, one optimizer step a batch."""
 
     def __init__(self, config: SftConfig, events: EventLog, trainer: TrainerGroup) -> None:
-        super().__init__(config, events)
+        super().__init__(config, events, PhaseTimer())
         self._config, self._trainer = config, trainer
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
         tokenizer = load_tokenizer(config.model.path)

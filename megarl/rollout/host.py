@@ -201,10 +201,18 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
-            for name, address in vars(self._engine.port_args).items():
-                if name.endswith("_ipc_name") and str(address).startswith("ipc://"):
-                    Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+            _remove_files(self._engine.port_args)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _remove_files(port_args: Any) -> None:
+    """Unlink what SGLang makes for an engine and leaves: its sockets, and its load figures in shared memory."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    sockets = [str(value) for name, value in vars(port_args).items() if name.endswith("_ipc_name")]
+    files = [address.removeprefix("ipc://") for address in sockets if address.startswith("ipc://")]
+    for file in [*files, shm_path_for(port_args.instance_id)]:
+        Path(file).unlink(missing_ok=True)
 
 
 def check_port(port: int) -> None:

@@ -82,11 +82,12 @@ class WeightSession:
         if not self._open:
             raise WeightSyncError("end_weights needs begin_weights first")
         manifest = read_manifest(self._host.spec.model_path)
-        missing = [name for name, entry in manifest.items() if entry.required and name not in self._arrived]
+        required = [name for name, entry in manifest.items() if entry.required]
+        missing = [name for name in required if name not in self._arrived]
         if missing:
             await self._close()
             raise WeightSyncError(
-                f"{len(missing)} of {len(manifest)} tensors did not arrive for version {policy_version}: "
+                f"{len(missing)} of {len(required)} tensors did not arrive for version {policy_version}: "
                 f"{_listing(missing)}"
             )
         try:
@@ -124,8 +125,11 @@ class WeightSession:
         """Have every TP rank execute the order, and read what each says."""
         self._num_orders += 1
         prefix = str(Path(self._host.directory) / f"reply-{self._num_orders}")
+        writes, was_mixed = order["op"] == "write", self._mixed
+        self._mixed |= writes  # until every rank has said that it wrote nothing; a cancelled call never learns
         ok, message = await self._host.call(self._send({**order, "reply": prefix}))
         errors = [] if ok else [message]
+        wrote = False
         for rank in range(self._host.spec.tp):
             path = reply_path(prefix, rank)
             reply = read_reply(path)
@@ -134,8 +138,8 @@ class WeightSession:
                 errors.append(f"TP rank {rank} did not reply")
             elif reply.error is not None:
                 errors.append(f"TP rank {rank}: {reply.error}")
-            # a rank that says nothing may have written
-            self._mixed |= order["op"] == "write" and (reply is None or reply.wrote)
+            wrote |= reply is None or reply.wrote
+        self._mixed = was_mixed or (writes and wrote)
         if errors:
             raise WeightSyncError("; ".join(errors))
 

@@ -30,6 +30,7 @@ class PhaseTimer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._made = clock()
         self._step_since: float | None = None
         self._open: list[_Open] = []
         self._seconds: dict[str, float] = {}
@@ -37,6 +38,10 @@ class PhaseTimer:
         self._num_waiting = 0
         self._waiting_since = 0.0
         self._waiting_seconds = 0.0
+
+    def seconds(self) -> float:
+        """Since the timer was made."""
+        return self._clock() - self._made
 
     @property
     def totals(self) -> Mapping[str, float]:

@@ -1,0 +1,30 @@
+"""A random model to rehearse with, where the configuration asks for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import StageConfig
+
+
+def will_write_model(config: StageConfig) -> bool:
+    """True where `model.tiny` is set and `model.path` does not exist yet."""
+    return config.model.tiny is not None and not Path(config.model.path).exists()
+
+
+def write_missing_model(config: StageConfig) -> None:
+    """Write the model that `model.tiny` describes, unless the folder exists.
+
+    Raises:
+        DataError: `data.path` cannot be read.
+    """
+    if not will_write_model(config):
+        return
+    from megarl.data.source import read_rows
+    from megarl.data.tiny import write_tiny_model
+
+    assert config.model.tiny is not None
+    fields = config.data.fields
+    wanted = (fields.prompt, fields.response, fields.answer)
+    texts = (str(row.fields[name]) for row in read_rows(config.data.path) for name in wanted if name in row.fields)
+    write_tiny_model(config.model.path, texts, seed=config.seed, **config.model.tiny.model_dump())
