@@ -62,15 +62,14 @@ class PolicyRun(StageRun):
 
     def push_weights(self, policy_version: int) -> None:
         """Give the engines the trainer's weights."""
-        before = self.timer.totals.get("weight_sync", 0.0)
         with self.phase("weight_sync"):
-            stats = self._weights.push(policy_version)
-        moved = stats.bytes_received + stats.bytes_delivered
-        self._bytes += moved
+            report = self._weights.push(policy_version)
+        self._bytes += report.bytes_moved
         self._sync_metrics = {
-            "weight_sync/seconds": self.timer.totals["weight_sync"] - before,
-            "weight_sync/bytes": moved,
-            "weight_sync/buckets": stats.buckets,
+            "weight_sync/seconds": sum(report.seconds.values()),
+            "weight_sync/bytes": report.bytes_moved,
+            "weight_sync/buckets": report.stats.buckets,
+            **{f"weight_sync/{name}_seconds": seconds for name, seconds in report.seconds.items()},
         }
 
     def evaluate(self) -> None:

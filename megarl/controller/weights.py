@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from megarl.controller.engines import EngineGroup
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.megatron.work import PushOrder
 from megarl.reshard.strategy import SyncStats
+from megarl.tracking.phases import PhaseTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """One push."""
+
+    stats: SyncStats
+    seconds: Mapping[str, float]
+    """`open`: until the engines have stopped decoding; `transfer`; `commit`: until they decode again."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """Between trainer ranks and to engines."""
+        return self.stats.bytes_received + self.stats.bytes_delivered
 
 
 class WeightSync:
@@ -16,14 +34,18 @@ class WeightSync:
         self.policy_version = -1
         """What the engines hold; -1 before the first push."""
 
-    def push(self, policy_version: int) -> SyncStats:
+    def push(self, policy_version: int) -> PushReport:
         """Give the engines the trainer's current weights, as `policy_version`.
 
         Raises:
             WeightSyncError: they did not arrive whole; the engines refuse to serve until a push succeeds.
         """
-        self._engines.call("begin_weights")
-        stats = self._trainer.push_weights(PushOrder(sinks={0: self._engines.sinks()}))
-        self._engines.call("end_weights", policy_version)
+        timer = PhaseTimer()
+        with timer.phase("open"):
+            self._engines.call("begin_weights")
+        with timer.phase("transfer"):
+            stats = self._trainer.push_weights(PushOrder(sinks={0: self._engines.sinks()}))
+        with timer.phase("commit"):
+            self._engines.call("end_weights", policy_version)
         self.policy_version = policy_version
-        return stats
+        return PushReport(stats=stats, seconds=timer.totals)

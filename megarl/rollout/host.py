@@ -140,6 +140,8 @@ class EngineHost:
         asyncio.set_event_loop(loop)
         self._engine = HostedEngine(**engine_arguments(self.spec))
         self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
+        # a full collection over all that SGLang imports takes 0.4 s, and flushing the cache asks for one
+        loop.run_until_complete(self.tokenizer_manager.freeze_gc())
         for rank, process in enumerate(self.processes):
             loop.add_reader(process.sentinel, self._on_exit, rank, process)
         if not self._stopping:
