@@ -32,6 +32,10 @@ class SglangConfig(Section):
     max_running_requests: int | None = Field(default=None, ge=1)
     """Sequences decoded together. Default: 128 on CPU, SGLang's on GPU."""
 
+    deterministic: bool | None = None
+    """Completions depend on prompt, seed and weights alone, so that a run can be repeated exactly. Costs throughput on
+    CUDA. Default: on CPU true, on CUDA false."""
+
     base_port: int | None = Field(default=None, ge=1024, le=65535)
     """Replica i uses base_port + 100 * i for its process group. Default: free ports."""
 

@@ -16,7 +16,11 @@ def train_grpo(run: PolicyRun) -> None:
     for prompts in run.steps():
         with run.phase("rollout"):
             groups = run.rollout.collect(
-                prompts, num_samples=run.config.algorithm.group_size, sampling=run.sampling, label=f"step-{run.step}"
+                prompts,
+                num_samples=run.config.algorithm.group_size,
+                sampling=run.sampling,
+                label=f"step-{run.step}",
+                seed=(run.config.seed, run.step),
             )
         advantages = grpo_advantages(groups, normalize_by_std=run.config.algorithm.normalize_by_std)
         with run.phase("train"):

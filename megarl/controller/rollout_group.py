@@ -50,12 +50,13 @@ class RolloutGroup:
         wait_all(refs, what="rollout worker start", names=self._names(refs))
 
     def stream(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
     ) -> Iterator[FinishedGroup]:
         """Groups as they finish; `group_id` is the prompt's place in `prompts`.
 
         Args:
             label: names the requests: `<label>-<group>-<sample>`.
+            seed: what the samples' randomness follows from.
 
         Raises:
             RewardError, WorkerError: as the worker raised it; the first ends the stream.
@@ -68,6 +69,7 @@ class RolloutGroup:
                 num_samples=num_samples,
                 sampling=sampling,
                 request_id=f"{label}-{group_id}",
+                seed=seed,
             )
             index = group_id % len(self._workers)
             summary, payload = self._workers[index].invoke.options(num_returns=2).remote("rollout_group", job)
@@ -81,10 +83,10 @@ class RolloutGroup:
             yield FinishedGroup(ray.get(done[0]), StoredPayload(payloads.pop(done[0])))
 
     def collect(
-        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str
+        self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
     ) -> list[FinishedGroup]:
         """All groups, in the order of the prompts."""
-        groups = self.stream(prompts, num_samples=num_samples, sampling=sampling, label=label)
+        groups = self.stream(prompts, num_samples=num_samples, sampling=sampling, label=label, seed=seed)
         return sorted(groups, key=lambda group: group.summary.group_id)
 
     def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float]) -> None:

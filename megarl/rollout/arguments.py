@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.rollout.determinism import allow_on_cpu
 from megarl.rollout.receiver import IMPORT_PATH
 from megarl.rollout.spec import EngineSpec
 
@@ -17,6 +18,9 @@ CPU_ARGUMENTS = {
     "sleep_on_idle": True,
 }
 """SGLang's defaults need CUDA, and an idle scheduler otherwise keeps a core busy."""
+
+CPU_MEM_FRACTION = 0.5
+"""Upper limit of weights and KV cache; `max_total_tokens` sets the KV cache's size below it."""
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -47,6 +51,13 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     defaults: dict[str, Any] = {"log_level": "error"}
     if spec.device == "cpu":
         defaults |= CPU_ARGUMENTS
+    if spec.deterministic:
+        defaults |= {"enable_deterministic_inference": True}
+        if spec.device == "cpu":
+            allow_on_cpu()
+            # Where a long prompt is cut would depend on what else is being read. SGLang then reserves memory for the
+            # longest prompt it could meet, more than the machine has, unless it is told a fraction.
+            defaults |= {"chunked_prefill_size": -1, "mem_fraction_static": CPU_MEM_FRACTION}
     _check_names(spec, fixed)
     return {**defaults, **spec.extra_args, **fixed}
 

@@ -30,6 +30,9 @@ class SchedulerProcess:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
+        from megarl.rollout.determinism import install_cpu_twins
+
+        install_cpu_twins()
         run_scheduler_process(*args, **kwargs)
         # SGLang swallows what ended the loop, and its open sockets may keep the process from exiting
         sys.stdout.flush()

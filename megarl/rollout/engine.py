@@ -21,6 +21,8 @@ class Sampling:
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
+    seed: int | None = None
+    """Of this completion's randomness, where the engine is deterministic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,7 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = request.sampling
+        seed = {} if sampling.seed is None else {"sampling_seed": sampling.seed}
         work = GenerateReqInput(
             rid=request.request_id,
             input_ids=list(request.token_ids),
@@ -146,6 +147,7 @@ class SglangEngine:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "max_new_tokens": sampling.max_new_tokens,
+                **seed,
                 "stop_token_ids": list(self._spec.stop_token_ids),
             },
             return_logprob=True,

@@ -33,6 +33,8 @@ class EngineSpec:
     port: int | None = None
     """Of the engine's process group. None: any free one."""
     seed: int = 0
+    deterministic: bool = False
+    """A completion depends on its prompt, its seed and the weights, not on what else the engine is doing."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of them ends a completion; see `stop_token_ids`."""
     policy_version: int = 0
@@ -65,6 +67,7 @@ def engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
         mem_fraction=engine.mem_fraction,
         port=None if engine.base_port is None else engine.base_port + PORTS_PER_REPLICA * replica,
         seed=config.seed + replica,
+        deterministic=cpu if engine.deterministic is None else engine.deterministic,
         stop_token_ids=stop_token_ids(config.model.path),
         log_dir=f"{config.run_dir}/logs/engine-{replica}",
         start_timeout_seconds=engine.start_timeout_seconds,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +47,8 @@ class GroupJob:
     group_id: int
     num_samples: int
     sampling: Sampling
+    seed: tuple[int, ...] = ()
+    """Where not empty, every sample's randomness follows from it, the group and the sample."""
     request_id: str
     """Prefix of the samples' ids: `<request_id>-<sample>`; unique among the jobs in flight."""
 
@@ -121,11 +122,12 @@ class RolloutWorker:
 
     async def _episode(self, job: GroupJob, sample: int, index: int) -> Trajectory:
         request_id, engine = f"{job.request_id}-{sample}", self._engines[index]
+        sampling = replace(job.sampling, seed=_sample_seed(job, sample)) if job.seed else job.sampling
         seconds = self._spec.request_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 return await self._spec.agent(
-                    job.prompt, engine, job.sampling, request_id=request_id, group_id=job.group_id
+                    job.prompt, engine, sampling, request_id=request_id, group_id=job.group_id
                 )
         except TimeoutError as e:
             await _abort(engine, request_id)
@@ -136,7 +138,7 @@ class RolloutWorker:
 
     async def _scored(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
         rewards, reward = await self._scorer.score(trajectory, prompt)
-        return dataclasses.replace(trajectory, rewards=rewards, reward=reward)
+        return replace(trajectory, rewards=rewards, reward=reward)
 
 
 def summarize(trajectory: Trajectory) -> TrajectorySummary:
@@ -152,6 +154,10 @@ def summarize(trajectory: Trajectory) -> TrajectorySummary:
         min_policy_version=int(versions.min()) if len(versions) else -1,
         max_policy_version=int(versions.max()) if len(versions) else -1,
     )
+
+
+def _sample_seed(job: GroupJob, sample: int) -> int:
+    return int(np.random.SeedSequence((*job.seed, job.group_id, sample)).generate_state(1)[0]) & 0x7FFFFFFF
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

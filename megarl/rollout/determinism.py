@@ -1,0 +1,81 @@
+"""Lets SGLang's deterministic inference run on CPU: a completion depends on its prompt and seed, not on its neighbours.
+
+On CUDA this is SGLang's own: batch-invariant kernels, and sampling noise hashed from (seed, position, token). Both are
+Triton kernels. Their CPU twins are here, and are installed in scheduler processes only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_MULTIPLE = 16
+"""BLAS picks its kernel by the number of rows, and kernels add up in different orders: a row's result must not depend
+on how many rows happen to be in the batch."""
+
+_library: torch.library.Library | None = None
+
+
+def allow_on_cpu() -> None:
+    """Have SGLang accept deterministic inference with CPU attention; call before `sglang.Engine` is made."""
+    from sglang.srt.server_args import (
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        add_deterministic_attention_backend_choices,
+    )
+
+    if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
+        add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def install_cpu_twins() -> None:
+    """Replace SGLang's Triton kernels of deterministic inference in this process; nothing where CUDA is available."""
+    if torch.cuda.is_available():
+        return
+    import sglang.srt.batch_invariant_ops as batch_invariant
+    from sglang.srt.layers import sampler
+
+    batch_invariant.enable_batch_invariant_mode = _pad_matrix_products
+    sampler.murmur_hash32 = seeded_hash
+
+
+def seeded_hash(seeds_N: Tensor, positions_N: Tensor, columns_M: Tensor) -> Tensor:
+    """int64 [N, M], uniform over [0, 2^32): MurmurHash3's finaliser over seed, position and column in turn."""
+    state_N = _finalise(_low_bits(seeds_N) ^ 0x9E3779B9)
+    state_N = _finalise(state_N ^ _low_bits(positions_N))
+    return _finalise(state_N[:, None] ^ _finalise(_low_bits(columns_M) + 1)[None])
+
+
+def _low_bits(values: Tensor) -> Tensor:
+    return values.to(torch.int64) & 0xFFFFFFFF
+
+
+def _finalise(h: Tensor) -> Tensor:
+    # products of two 32-bit numbers wrap around 64 bits, which leaves their low 32 bits right
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+def _pad_matrix_products() -> None:
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        _library.impl("mm", _padded_mm, "CPU")  # type: ignore[no-untyped-call]
+        _library.impl("addmm", _padded_addmm, "CPU")  # type: ignore[no-untyped-call]
+
+
+def _padded_mm(a_NK: Tensor, b_KM: Tensor) -> Tensor:
+    rows, padded = a_NK.shape[0], _pad_rows(a_NK)
+    out = torch.empty(padded.shape[0], b_KM.shape[1], dtype=a_NK.dtype)
+    torch.mm(padded, b_KM, out=out)  # the variant with `out` is another kernel, and not replaced
+    return out[:rows]
+
+
+def _padded_addmm(bias: Tensor, a_NK: Tensor, b_KM: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * bias + alpha * _padded_mm(a_NK, b_KM)
+
+
+def _pad_rows(a_NK: Tensor) -> Tensor:
+    missing = -a_NK.shape[0] % ROW_MULTIPLE
+    return F.pad(a_NK, (0, 0, 0, missing)) if missing else a_NK
