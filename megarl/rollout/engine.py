@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     seed: int | None = None
-    """Of this completion's randomness, where the engine is deterministic."""
+    """Of this completion's randomness, where the engine is deterministic. None: another one each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

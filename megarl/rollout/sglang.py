@@ -12,6 +12,7 @@ An instance belongs in a process of its own (a Ray actor, or a plain script), st
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,8 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         sampling = request.sampling
-        seed = {} if sampling.seed is None else {"sampling_seed": sampling.seed}
+        # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
+        seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
         work = GenerateReqInput(
             rid=request.request_id,
             input_ids=list(request.token_ids),
@@ -147,7 +149,7 @@ class SglangEngine:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "max_new_tokens": sampling.max_new_tokens,
-                **seed,
+                "sampling_seed": seed,
                 "stop_token_ids": list(self._spec.stop_token_ids),
             },
             return_logprob=True,

@@ -47,7 +47,11 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def spec(model_dir):
     return EngineSpec(
-        model_path=model_dir, max_total_tokens=16_384, max_running_requests=64, stop_token_ids=stop_token_ids(model_dir)
+        model_path=model_dir,
+        max_total_tokens=16_384,
+        max_running_requests=64,
+        deterministic=True,
+        stop_token_ids=stop_token_ids(model_dir),
     )
 
 
