@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megarl.cli.options import add_overrides
 from megarl.cli.output import console
 from megarl.cli.train import print_where
 from megarl.config import RunConfig, SftConfig, load_config
@@ -21,15 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
     parser.add_argument("--seed", type=int, default=0)
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
     from megarl.controller.controller import Controller
-    from megarl.controller.launch import run_stage
+    from megarl.controller.launch import run_stage, set_aside
     from megarl.data.arithmetic import write_arithmetic
 
     out, show = args.out, console()
+    if out.exists():
+        show.print(f"{out} exists; moved to {set_aside(out)}", highlight=False)
     show.print(f"1/3  writing arithmetic problems to {out}/data", highlight=False)
     started = time.perf_counter()
     write_arithmetic(out / "data", seed=args.seed, num_train=NUM_TRAIN, num_heldout=NUM_HELD_OUT)
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     tuned = time.perf_counter()
     overrides = [f"data.path={out}/data/train.jsonl", f"data.eval_path={out}/data/heldout.jsonl"]
     overrides += [f"model.path={sft.export_path}", f"run_dir={out}", f"seed={args.seed}"]
-    config = load_config(RunConfig, args.train, overrides)
+    config = load_config(RunConfig, args.train, [*overrides, *args.overrides])
     show.print(f"3/3  GRPO ({args.train})", highlight=False)
     run_stage(config, Controller.train)
     summary = _add_stages(out / "summary.json", made - started, tuned - made, time.perf_counter() - started)

@@ -9,6 +9,11 @@ from pathlib import Path
 def add_config_options(parser: argparse.ArgumentParser) -> None:
     """`CONFIG [--set KEY=VALUE ...]`, as `args.config` and `args.overrides`."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """`[--set KEY=VALUE ...]`, as `args.overrides`."""
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
@@ -46,14 +47,15 @@ def build_trainer(config: StageConfig) -> TrainerGroup:
     return group
 
 
-def build_policy_run(config: RunConfig, events: EventLog) -> PolicyRun:
-    """Trainer, engines and rollout workers, up and idle; the data read."""
+def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) -> PolicyRun:
+    """Trainer, engines and rollout workers, up and idle; the data read. `closing` ends what must end in order."""
     timer = PhaseTimer()
     with timer.phase("start", waiting=True):
         pool = reserve(config.placement)
         _require_one_node(config, pool)
         trainer = TrainerGroup(config, pool)
         engines = EngineGroup(config, pool)
+        closing.callback(engines.shutdown)
         starting = trainer.start_workers(trainer_spec(config))
         rollout = RolloutGroup(config, engines)
         prompts, held_out = _read_prompts(config)
@@ -72,9 +74,10 @@ def build_policy_run(config: RunConfig, events: EventLog) -> PolicyRun:
     )
 
 
-def build_evaluation(config: RunConfig) -> tuple[RolloutGroup, list[Prompt]]:
-    """Engines that serve the model folder as it is, and the held-out prompts."""
+def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
+    """Engines that serve the model folder as it is, and the held-out prompts; `closing` as in `build_policy_run`."""
     engines = EngineGroup(config, reserve(config.placement))
+    closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     _, held_out = _read_prompts(config)
     engines.wait_started()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from megarl.config import RunConfig, SftConfig
 from megarl.controller.build import build_evaluation, build_policy_run, build_trainer
 from megarl.controller.evaluation import greedy_score
@@ -11,25 +13,31 @@ from megarl.controller.sft import SftRun
 
 
 class Controller:
-    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events`."""
+    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events` and `stop`."""
 
     def __init__(self) -> None:
         self._events = EventLog()
+        self._closing = ExitStack()
 
     def events(self, cursor: int) -> tuple[list[Event], int]:
         """What happened since `cursor`, and the next cursor."""
         return self._events.since(cursor)
 
+    def stop(self) -> None:
+        """End the processes that leave files behind where they are killed; a stage under way fails."""
+        self._closing.close()
+
     def train(self, config: RunConfig) -> None:
         """Reinforcement learning from start to export."""
         self._events.add(Note("starting trainer ranks and rollout engines"))
-        run = build_policy_run(config, self._events)
-        match config.algorithm.type:
-            case "grpo":
-                train_grpo(run)
-        with run.phase("export"):
-            run.trainer.save_hf(config.export_path)
-        run.finish()
+        with self._closing:
+            run = build_policy_run(config, self._events, self._closing)
+            match config.algorithm.type:
+                case "grpo":
+                    train_grpo(run)
+            with run.phase("export"):
+                run.trainer.save_hf(config.export_path)
+            run.finish()
 
     def sft(self, config: SftConfig) -> None:
         """Supervised fine-tuning from start to export."""
@@ -39,5 +47,6 @@ class Controller:
     def evaluate(self, config: RunConfig) -> float:
         """The held-out score of the model as it is."""
         self._events.add(Note("starting rollout engines"))
-        rollout, held_out = build_evaluation(config)
-        return greedy_score(config, rollout, held_out, label="evaluate")
+        with self._closing:
+            rollout, held_out = build_evaluation(config, self._closing)
+            return greedy_score(config, rollout, held_out, label="evaluate")

@@ -17,6 +17,9 @@ from megarl.rollout.spec import EngineSpec, engine_spec
 from megarl.workers.failure import wait_all
 from megarl.workers.shell import AsyncShell
 
+SHUTDOWN_SECONDS = 5.0
+"""How long engines may take to end in order, before Ray ends their processes."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
@@ -76,11 +79,16 @@ class EngineGroup:
         return wait_all(refs, what=method, names=names, timeout=self._timeout)
 
     def shutdown(self) -> None:
-        """End the engines' processes in order."""
-        self.call("shutdown")
+        """End the engines' processes in order, also while they start; one that is gone already is no error."""
+        refs = [engine.handle.stop.remote() for engine in self.engines]
+        ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
 
 
 async def _start_engine(spec: EngineSpec) -> SglangEngine:
     engine = SglangEngine(spec)
-    await engine.start()
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.shutdown()
+        raise
     return engine

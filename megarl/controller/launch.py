@@ -25,6 +25,11 @@ C = TypeVar("C", bound=StageConfig)
 
 POLL_SECONDS = 0.2
 
+RESULTS = ("metrics.jsonl", "tensorboard", "rollouts", "summary.json")
+"""What a run writes into its folder step by step; an earlier run's is kept under another name."""
+STOP_SECONDS = 6.0
+"""How long an interrupted run may take to end in order, before Ray ends its processes."""
+
 
 def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
     """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
@@ -37,16 +42,32 @@ def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
     config = with_absolute_paths(config)
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in RESULTS:
+        if (folder / name).exists():
+            set_aside(folder / name)
     (folder / f"{method.__name__}.yaml").write_text(dump_config(config))
-    with _terminated_is_interrupted(), _cluster(config):
+    # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
+    with _terminated_is_interrupted(), _cluster(config), _terminated_is_interrupted():
         actor = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0).remote()
         result = getattr(actor, method.__name__).remote(config)
-        with RunProgress(config.trainer.steps) as progress:
-            _follow(actor, result, progress)
         try:
+            with RunProgress(config.trainer.steps) as progress:
+                _follow(actor, result, progress)
             return ray.get(result)
         except RayError as error:
             raise translate(error, what=method.__name__, name="the controller") from error
+        except KeyboardInterrupt:
+            ray.wait([actor.stop.remote()], timeout=STOP_SECONDS)
+            raise
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file or folder to the first free `<name>.<n>`, and return that."""
+    n = 1
+    while (aside := path.with_name(f"{path.name}.{n}")).exists():
+        n += 1
+    path.rename(aside)
+    return aside
 
 
 def with_absolute_paths(config: C) -> C:

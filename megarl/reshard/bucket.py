@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 -- files there are private to the user, named by mkstemp
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
@@ -47,7 +43,7 @@ class WeightBucket:
     """What the receiver needs to find the tensors; crosses processes as plain data."""
 
     path: str
-    """The buffer's file in shared memory."""
+    """Opens the buffer, on the owner's machine and as long as the owner has not closed it."""
     num_bytes: int
     """The buffer's size."""
     slots: tuple[TensorSlot, ...]
@@ -76,14 +72,13 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tupl
 
 
 class SharedBuffer:
-    """Host memory backed by a file in /dev/shm; its owner closes it, which removes the file."""
+    """Host memory behind a nameless file: however its owner ends, nothing of it is left."""
 
     def __init__(self, num_bytes: int) -> None:
-        directory = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None
-        handle, self.path = tempfile.mkstemp(prefix=f"megarl-{os.getpid()}-", dir=directory)
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        os.posix_fallocate(handle, 0, self.num_bytes)  # a full /dev/shm is an error here, not a SIGBUS later
-        os.close(handle)
+        self._handle: int | None = os.memfd_create("megarl-weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
+        os.posix_fallocate(self._handle, 0, self.num_bytes)  # full memory is an error here, not a SIGBUS later
         self.bytes = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot) -> Tensor:
@@ -95,8 +90,10 @@ class SharedBuffer:
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:
-        """Remove the file; processes that mapped it keep their view until they drop it."""
-        Path(self.path).unlink(missing_ok=True)
+        """Nobody can open it from now on; processes that mapped it keep their view until they drop it."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:

@@ -10,9 +10,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 PR_SET_PDEATHSIG = 1
 
@@ -65,4 +68,6 @@ def _enter(parent: int, log_dir: str) -> SchedulerProcess:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    # a progress bar otherwise makes a lock for many processes, which stays in shared memory when this one is killed
+    tqdm.set_lock(threading.RLock())
     return SchedulerProcess(log_dir)

@@ -19,7 +19,8 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,11 +41,12 @@ class EngineHost:
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.directory = tempfile.mkdtemp(prefix="megarl-engine-")
-        """Private to this engine; removed by `stop`."""
+        """Private to this engine, its sockets among others; removed by `stop`."""
         self.failure: WorkerError | None = None
         self.processes: list[BaseProcess] = []
         self._log_dir = spec.log_dir or self.directory
         self._engine: Any = None
+        self._load_figures: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: set[asyncio.Task[Any]] = set()
@@ -97,6 +99,7 @@ class EngineHost:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             else:
                 self._kill()  # the launch then fails
+                shutil.rmtree(self.directory, ignore_errors=True)  # importing SGLang may outlast the caller's patience
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -128,6 +131,7 @@ class EngineHost:
             def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
                 if host._stopping:
                     raise WorkerError("stopped while it started")
+                host._load_figures = _load_figures(*args, **kwargs)
                 result, processes = super()._launch_scheduler_processes(*args, **kwargs)
                 host.processes.extend(processes)
                 return result, processes
@@ -138,7 +142,9 @@ class EngineHost:
 
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        self._engine = HostedEngine(**engine_arguments(self.spec))
+        with _temporary_files_in(self.directory):
+            self._engine = HostedEngine(**engine_arguments(self.spec))
+        self._remove_load_figures()  # every process has mapped them, and no killed one can leave them behind
         self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
         # a full collection over all that SGLang imports takes 0.4 s, and flushing the cache asks for one
         loop.run_until_complete(self.tokenizer_manager.freeze_gc())
@@ -203,18 +209,28 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
-            _remove_files(self._engine.port_args)
+        self._remove_load_figures()
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def _remove_load_figures(self) -> None:
+        if self._load_figures is not None:
+            self._load_figures.unlink(missing_ok=True)
 
-def _remove_files(port_args: Any) -> None:
-    """Unlink what SGLang makes for an engine and leaves: its sockets, and its load figures in shared memory."""
+
+def _load_figures(server_args: Any, port_args: Any, *_: Any, **__: Any) -> Path:
+    """The file in shared memory in which SGLang's processes tell each other how busy they are, and which they leave."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
-    sockets = [str(value) for name, value in vars(port_args).items() if name.endswith("_ipc_name")]
-    files = [address.removeprefix("ipc://") for address in sockets if address.startswith("ipc://")]
-    for file in [*files, shm_path_for(port_args.instance_id)]:
-        Path(file).unlink(missing_ok=True)
+    return Path(shm_path_for(port_args.instance_id))
+
+
+@contextmanager
+def _temporary_files_in(directory: str) -> Iterator[None]:
+    before, tempfile.tempdir = tempfile.tempdir, directory
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def check_port(port: int) -> None:

@@ -26,7 +26,7 @@ class RunSummary:
     seconds_total: float
     seconds_by_phase: Mapping[str, float]
     tokens_per_second: float
-    """Sampled tokens over the time of all steps."""
+    """Tokens of the trained trajectories, prompts included, over the time of all steps."""
     weight_sync_bytes: int
     """Bytes of weights sent to the engines, all steps together."""
     logprob_abs_max: float | None

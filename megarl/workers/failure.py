@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.errors import MegarlError, WorkerError
+
+LOG_TAIL_LINES = 15
+
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""How lines begin that Ray itself writes between a worker's."""
 
 
 def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
@@ -46,9 +53,29 @@ def translate(error: RayError, *, what: str, name: str) -> MegarlError:
             return translate(cause, what=what, name=name)
         return WorkerError(f"{what} failed on {name}:\n{error}")
     if isinstance(error, RayActorError):
-        return WorkerError(f"{what}: {name} died. {_first_lines(str(error))}")
+        return WorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_last_words(str(error))}")
     return WorkerError(f"{what} failed on {name}: {type(error).__name__}: {error}")
 
 
 def _first_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[:count])
+
+
+def _last_words(report: str) -> str:
+    """The end of the dead process's stderr, where this machine has it; `report`: Ray's, which names pid and address."""
+    facts = dict(re.findall(r"^\s*(pid|ip): (\S+)$", report, re.MULTILINE))
+    folder = _log_folder()
+    if "pid" not in facts or folder is None or facts.get("ip") != ray.util.get_node_ip_address():
+        return ""
+    for log in folder.glob(f"worker-*-{facts['pid']}.err"):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(RAY_MARKS)]
+        if any(lines):
+            return f"\nthe end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+    return ""
+
+
+def _log_folder() -> Path | None:
+    """Where Ray puts this machine's logs; asked of its internals, so a version that moved them costs the last words."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    find = getattr(node, "get_logs_dir_path", None)
+    return Path(find()) if find else None

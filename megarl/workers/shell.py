@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import socket
@@ -37,14 +38,29 @@ class Shell:
 class AsyncShell(Shell):
     """Hosts a worker whose methods are coroutines, run concurrently on one event loop."""
 
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__(environment)
+        self._building: asyncio.Future[Any] | None = None
+
     async def build(  # type: ignore[override]
         self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
     ) -> None:
         """As the base; `factory` may be a coroutine function."""
-        super().build(factory, arguments, environment)
-        if inspect.isawaitable(self._worker):
-            self._worker = await self._worker
+        os.environ.update(environment)
+        worker = factory(*arguments)
+        if inspect.isawaitable(worker):
+            self._building = asyncio.ensure_future(worker)
+            worker = await self._building
+        self._worker = worker
 
     async def invoke(self, method: str, *arguments: Any) -> Any:
         """`await method(*arguments)` of the worker; Ray has put values in the place of references."""
         return await getattr(self._worker, method)(*arguments)
+
+    async def stop(self) -> None:
+        """Cancel the building of the worker, or await the `shutdown` of a built one."""
+        if self._worker is not None:
+            await self._worker.shutdown()
+        elif self._building is not None:
+            self._building.cancel()
+            await asyncio.wait([self._building])

@@ -1,0 +1,33 @@
+"""The demo learns, on a seed that its settings were not chosen on; with a reward that says nothing, it does not."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RANDOM_REWARD = (
+    "reward.terms={random: {type: python, path: 'tests.end_to_end.random_reward:score'}, "
+    "accuracy: {type: numeric, strict: true, weight: 0.0}}"
+)
+
+
+def demo(out, *arguments):
+    command = [str(Path(sys.executable).with_name("megarl")), "demo", "--out", str(out), *arguments]
+    subprocess.run(command, check=True, timeout=600)
+    return json.loads((out / "summary.json").read_text())
+
+
+def test_accuracy_rises_by_a_quarter(tmp_path):
+    summary = demo(tmp_path / "demo", "--seed", "11")
+    assert summary["eval_after"] - summary["eval_before"] >= 0.25
+    assert summary["logprob_abs_max"] <= 1e-4
+    assert summary["seconds_total"] <= 600
+
+
+def test_accuracy_does_not_rise_with_random_rewards(tmp_path):
+    summary = demo(tmp_path / "demo", "--set", RANDOM_REWARD, "reward.eval_term=accuracy")
+    assert summary["eval_after"] - summary["eval_before"] <= 0.1
