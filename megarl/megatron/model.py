@@ -17,10 +17,8 @@ from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
 from megarl.megatron import platform
 from megarl.megatron.families.dense import DenseModel
+from megarl.megatron.families.layouts import padded_vocab
 from megarl.megatron.layers import torch_block
-
-VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this times tp, as Megatron-LM does."""
 
 PADDED_LOGIT = -1e9
 """Logit of vocabulary padding: must not enter the softmax (three unmasked columns cost 5e-3 in log-probability)."""
@@ -39,12 +37,6 @@ def read_model(path: str) -> DenseModel:
     except (OSError, json.JSONDecodeError) as e:
         raise DataError(f"{file}: cannot read the model's configuration: {e}") from e
     return DenseModel.from_hf(config, origin=str(file))
-
-
-def padded_vocab(model: DenseModel, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
-    multiple = VOCAB_MULTIPLE * tp
-    return -(-model.vocab_size // multiple) * multiple
 
 
 def transformer_config(model: DenseModel, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:

@@ -1,0 +1,66 @@
+"""HybridFlow's grouping of trainer ranks into generation shards and micro-DP groups (arXiv 2409.19256, section 5).
+
+Training p-t-d, generation p_g-t_g; each generation shard is the union of T*P training shards, T = t/t_g, P = p/p_g.
+The generation ranks are *strided*, so that every rank's training shard lies inside its own generation shard:
+
+    t = 4, t_g = 2       training tensor rank   0 1 2 3
+                         generation shard       0 0 1 1     i // T
+                         replica served         0 1 0 1     i % T
+    micro-DP groups      [0 1] [2 3]            gather here; nothing is kept twice
+    generation TP        [0 2] [1 3]            stride T
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.errors import ConfigError
+from megarl.workers.grid import RankGrid
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlace:
+    """What one trainer rank serves."""
+
+    replica: int
+    """Generation replica, counted over all data-parallel replicas."""
+    pp: int
+    """Pipeline stage in the replica."""
+    tp: int
+    """Tensor rank in the replica."""
+
+
+def strided_places(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
+    """By trainer rank, the place that makes every training shard part of its own generation shard.
+
+    Raises:
+        ConfigError: sizes do not divide, where no such grouping exists.
+    """
+    if grid.tp % gen_tp or grid.pp % gen_pp:
+        raise ConfigError(
+            f"micro_dp needs the training sizes to be multiples of the generation sizes, got tp {grid.tp} % {gen_tp} = "
+            f"{grid.tp % gen_tp}, pp {grid.pp} % {gen_pp} = {grid.pp % gen_pp}; strategy exact serves any sizes"
+        )
+    tp_per, pp_per = grid.tp // gen_tp, grid.pp // gen_pp
+    places = []
+    for rank in range(grid.size):
+        at = grid.coordinates(rank)
+        micro = (at.pp % pp_per) * tp_per + at.tp % tp_per
+        data_replica = at.dp * grid.cp + at.cp
+        places.append(GenerationPlace(data_replica * tp_per * pp_per + micro, at.pp // pp_per, at.tp // tp_per))
+    return places
+
+
+def consecutive_places(world: int, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
+    """By trainer rank, as engines are usually placed: replica after replica, tensor ranks next to each other."""
+    size = gen_tp * gen_pp
+    return [GenerationPlace(rank // size, rank % size // gen_tp, rank % gen_tp) for rank in range(world // size * size)]
+
+
+def micro_dp_groups(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[tuple[int, ...]]:
+    """Ranks that share a generation shard within one training replica: each gathers from the others."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp)):
+        at = grid.coordinates(rank)
+        groups.setdefault((at.dp * grid.cp + at.cp, place.pp, place.tp), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
