@@ -28,5 +28,7 @@ setup(
         "psutil",
         "tensorboard",
         "math-verify",
+        "scipy",
+        "matplotlib",
     ],
 )

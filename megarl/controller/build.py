@@ -25,17 +25,16 @@ from megarl.tracking.phases import PhaseTimer
 
 def trainer_spec(config: StageConfig) -> TrainerSpec:
     """What trainer ranks of this stage are built from."""
-    steps, temperature, weight_sync = config.trainer.steps, 1.0, None
+    steps, temperature = config.trainer.steps, 1.0
     if isinstance(config, RunConfig):
         steps *= config.algorithm.mini_batches
-        temperature, weight_sync = config.rollout.sampling.temperature, config.weight_sync
+        temperature = config.rollout.sampling.temperature
     return TrainerSpec(
         model_path=config.model.path,
         dtype=config.model.dtype,
         trainer=config.trainer,
         optimizer_steps=steps,
         temperature=temperature,
-        weight_sync=weight_sync,
         seed=config.seed,
     )
 
@@ -68,7 +67,7 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
         timer,
         trainer=trainer,
         rollout=rollout,
-        weights=WeightSync(trainer, engines),
+        weights=WeightSync(config.weight_sync, trainer, engines),
         prompts=prompts,
         held_out=held_out,
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.config import StageConfig
-from megarl.megatron.work import SPLIT_BY_DP, PushOrder, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.work import SPLIT_BY_DP, SyncSetup, TrainerSpec, TrainStats, TrainWork
 from megarl.megatron.worker import TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.workers.grid import RankGrid
 from megarl.workers.group import Pending, WorkerGroup
-from megarl.workers.transfers import BROADCAST
+from megarl.workers.transfers import BROADCAST, GATHER
 
 if TYPE_CHECKING:
+    from megarl.reshard.layout import WeightLayout
     from megarl.reshard.strategy import SyncStats
 
 
@@ -36,9 +37,18 @@ class TrainerGroup(WorkerGroup[TrainerWorker]):
         """As `train_step`, returning at once; steps run in the order they were begun."""
         return self.begin(TrainerWorker.train_step, work, via=SPLIT_BY_DP)
 
-    def push_weights(self, order: PushOrder) -> SyncStats:
+    def layouts(self) -> list[WeightLayout]:
+        """By rank, what it holds."""
+        held: list[WeightLayout] = self.call(TrainerWorker.layouts, None, via=GATHER)
+        return held
+
+    def prepare_sync(self, setup: SyncSetup) -> None:
+        """Plan how weights travel from now on."""
+        self.call(TrainerWorker.prepare_sync, setup, via=BROADCAST)
+
+    def push_weights(self) -> SyncStats:
         """Deliver the current weights."""
-        stats: SyncStats = self.call(TrainerWorker.push_weights, order, via=BROADCAST)
+        stats: SyncStats = self.call(TrainerWorker.push_weights, None, via=BROADCAST)
         return stats
 
     def save_hf(self, folder: str) -> None:

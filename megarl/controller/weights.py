@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megarl.config.weight_sync import WeightSyncConfig
 from megarl.controller.engines import EngineGroup
 from megarl.controller.trainer_group import TrainerGroup
-from megarl.megatron.work import PushOrder
-from megarl.reshard.strategy import SyncStats
+from megarl.megatron.work import SyncSetup
+from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.tracking.phases import PhaseTimer
 
 
@@ -29,8 +30,9 @@ class PushReport:
 class WeightSync:
     """Engines take a new version only once all of it has arrived at all of them."""
 
-    def __init__(self, trainer: TrainerGroup, engines: EngineGroup) -> None:
+    def __init__(self, config: WeightSyncConfig, trainer: TrainerGroup, engines: EngineGroup) -> None:
         self._trainer, self._engines = trainer, engines
+        trainer.prepare_sync(SyncSetup(config=config, outlets={0: Outlets(whole=engines.sinks())}))
         self.policy_version = -1
         """What the engines hold; -1 before the first push."""
 
@@ -44,7 +46,7 @@ class WeightSync:
         with timer.phase("open"):
             self._engines.call("begin_weights")
         with timer.phase("transfer"):
-            stats = self._trainer.push_weights(PushOrder(sinks={0: self._engines.sinks()}))
+            stats = self._trainer.push_weights()
         with timer.phase("commit"):
             self._engines.call("end_weights", policy_version)
         self.policy_version = policy_version

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron import push
+from megarl.megatron.push import WeightPusher
 from megarl.megatron.trainer import MegatronTrainer
-from megarl.megatron.work import PushOrder
+from megarl.megatron.work import SyncSetup
 from megarl.reshard.bucket import WeightBucket, open_bucket
+from megarl.reshard.strategy import Outlets
 
 SHARD_BYTES = 2**30
 """Tensors are written in files of at most this size."""
@@ -55,9 +56,10 @@ def save(trainer: MegatronTrainer, source: str, folder: str) -> None:
     if is_writer:
         target.mkdir(parents=True, exist_ok=True)
         _copy_companions(Path(source), target)
-    strategy = push.make(WeightSyncConfig(strategy="gather_hf", bucket_bytes=SHARD_BYTES), trainer, senders=[0])
-    push.run(strategy, trainer, PushOrder(sinks={0: (sink,)}))
-    strategy.close()
+    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=SHARD_BYTES)
+    pusher = WeightPusher(trainer, SyncSetup(config=config, outlets={0: Outlets(whole=(sink,))}))
+    pusher.push()
+    pusher.close()
     if is_writer:
         sink.finish()
     dist.barrier()

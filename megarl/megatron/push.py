@@ -1,31 +1,60 @@
-"""Handing this trainer's weights to sinks through a strategy."""
+"""Handing this trainer's weights to engines through a strategy."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron import platform
 from megarl.megatron.trainer import MegatronTrainer
-from megarl.megatron.work import PushOrder
+from megarl.megatron.work import SyncSetup
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.strategy import Strategy, SyncStats, make_strategy
+from megarl.reshard.plan import Topology
+from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats, make_strategy
 
 
-def make(config: WeightSyncConfig, trainer: MegatronTrainer, *, senders: list[int]) -> Strategy:
-    """The configured strategy, every rank knowing every rank's layout."""
-    layouts: list[WeightLayout] = [trainer.layout] * dist.get_world_size()
-    dist.all_gather_object(layouts, trainer.layout)
-    return make_strategy(config, rank=dist.get_rank(), layouts=layouts, senders=senders)
+class WeightPusher:
+    """One rank's part of every push; made on all ranks together."""
 
+    def __init__(self, trainer: MegatronTrainer, setup: SyncSetup) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        layouts: list[WeightLayout] = [trainer.layout] * world
+        dist.all_gather_object(layouts, trainer.layout)
+        context = SyncContext(
+            rank=rank,
+            sources=layouts,
+            topology=Topology(setup.nodes or (0,) * world),
+            senders=sorted(rank for rank, outlets in setup.outlets.items() if outlets.whole),
+            needs=setup.needs,
+            groups=setup.groups,
+        )
+        self._trainer = trainer
+        self._outlets = setup.outlets.get(rank, Outlets())
+        self.strategy: Strategy = make_strategy(setup.config, context)
 
-def run(strategy: Strategy, trainer: MegatronTrainer, order: PushOrder) -> SyncStats:
-    """Push, and add up what the ranks counted."""
-    with torch.no_grad():
-        mine = strategy.push(trainer.tensors(), order.sinks.get(dist.get_rank(), ()))
-    counts = torch.tensor([mine.bytes_sent, mine.bytes_received, mine.bytes_delivered], device=platform.device())
-    dist.all_reduce(counts)
-    sent, received, delivered = (int(n) for n in counts.tolist())
-    assert sent == received, f"ranks sent {sent} bytes and received {received}"
-    return SyncStats(bytes_sent=sent, bytes_received=received, bytes_delivered=delivered, buckets=mine.buckets)
+    def push(self) -> SyncStats:
+        """Deliver the current weights.
+
+        Returns:
+            What all ranks together moved; the most buckets and extra memory of any.
+        """
+        with torch.no_grad():
+            mine = self.strategy.push(self._trainer.tensors(), self._outlets)
+        counts = torch.tensor([mine.bytes_sent, mine.bytes_received, mine.bytes_delivered], device=platform.device())
+        most = torch.tensor([mine.buckets, mine.peak_extra_bytes], device=platform.device())
+        dist.all_reduce(counts)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        sent, received, delivered = (int(n) for n in counts.tolist())
+        buckets, peak = (int(n) for n in most.tolist())
+        assert sent == received, f"ranks sent {sent} bytes and received {received}"
+        return SyncStats(
+            bytes_sent=sent,
+            bytes_received=received,
+            bytes_delivered=delivered,
+            buckets=buckets,
+            peak_extra_bytes=peak,
+        )
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.strategy.close()

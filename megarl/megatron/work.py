@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megarl.algorithms.losses import Denominators
 from megarl.batch.balance import plan_micro_batches
@@ -11,7 +11,8 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.reshard.sink import WeightSink
+from megarl.reshard.layout import WeightLayout
+from megarl.reshard.strategy import Outlets
 from megarl.workers.grid import RankGrid
 from megarl.workers.payload import Payload
 from megarl.workers.transfers import Transfer, from_output
@@ -29,7 +30,6 @@ class TrainerSpec:
     """Over the whole run: the learning-rate schedule's length."""
     temperature: float = 1.0
     """Log-probabilities are of the distribution at this sampling temperature."""
-    weight_sync: WeightSyncConfig | None = None
     seed: int = 0
     timeout_seconds: float = 600.0
     """Longest wait in a collective."""
@@ -80,11 +80,18 @@ class TrainStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushOrder:
-    """Deliver the current weights."""
+class SyncSetup:
+    """How the weights travel from now on; everything but the trainer's own layouts, which its ranks exchange."""
 
-    sinks: dict[int, tuple[WeightSink, ...]]
-    """By sending rank."""
+    config: WeightSyncConfig
+    outlets: Mapping[int, Outlets]
+    """By trainer rank that delivers."""
+    nodes: tuple[int, ...] = ()
+    """By trainer rank, which machine it is on; empty: all on one."""
+    needs: Mapping[int, WeightLayout] = field(default_factory=dict)
+    """By trainer rank, the layout of the engine rank that it serves."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Micro-DP groups."""
 
 
 def split_by_dp(work: TrainWork, grid: RankGrid) -> list[TrainWork]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.megatron.work import PushOrder, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.work import SyncSetup, TrainerSpec, TrainStats, TrainWork
 
 if TYPE_CHECKING:
+    from megarl.megatron.push import WeightPusher
     from megarl.megatron.trainer import MegatronTrainer
-    from megarl.reshard.strategy import Strategy, SyncStats
+    from megarl.reshard.layout import WeightLayout
+    from megarl.reshard.strategy import SyncStats
 
 
 class TrainerWorker:
@@ -22,24 +24,28 @@ class TrainerWorker:
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)
-        self._strategy: Strategy | None = None
+        self._pusher: WeightPusher | None = None
 
     def train_step(self, work: TrainWork) -> TrainStats:
         """Train on the work; metrics are complete on each replica's answering rank (`RankGrid.output_rank`)."""
         return self._trainer.train_step(work)
 
-    def push_weights(self, order: PushOrder) -> SyncStats:
-        """Deliver the current weights to the order's sinks.
+    def layouts(self, _: None) -> list[WeightLayout]:
+        """What this rank holds."""
+        return [self._trainer.layout]
 
-        Returns:
-            What all ranks together moved.
-        """
-        from megarl.megatron import push
+    def prepare_sync(self, setup: SyncSetup) -> None:
+        """Plan how weights travel from now on."""
+        from megarl.megatron.push import WeightPusher
 
-        if self._strategy is None:
-            assert self._spec.weight_sync is not None
-            self._strategy = push.make(self._spec.weight_sync, self._trainer, senders=sorted(order.sinks))
-        return push.run(self._strategy, self._trainer, order)
+        if self._pusher is not None:
+            self._pusher.close()
+        self._pusher = WeightPusher(self._trainer, setup)
+
+    def push_weights(self, _: None) -> SyncStats:
+        """Deliver the current weights as `prepare_sync` has planned; what all ranks together moved."""
+        assert self._pusher is not None, "push_weights needs prepare_sync first"
+        return self._pusher.push()
 
     def save_hf(self, folder: str) -> None:
         """Write the model in Hugging Face format into `folder`, with the tokenizer of the model it started from."""

@@ -2,10 +2,12 @@
 
 trainer rank                          SGLang TP rank
 SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, nothing copied
+SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes, of which boxes are cut
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 from collections.abc import Iterable
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megarl.reshard.layout import Box, volume
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
@@ -47,6 +51,36 @@ class WeightBucket:
     num_bytes: int
     """The buffer's size."""
     slots: tuple[TensorSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSlot:
+    """Where the elements of one box lie in a bucket, one after another."""
+
+    local: str
+    """The receiver's own tensor that the box belongs to."""
+    local_box: Box
+    """In that tensor; see `Piece`."""
+    dtype: str
+    """As torch names it."""
+    offset: int
+    """Bytes from the start of the buffer; a multiple of the element's size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the box."""
+        return volume(self.local_box) * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BoxBucket:
+    """What one TP rank of an engine needs to find its boxes; crosses processes as plain data."""
+
+    path: str
+    """Opens the buffer, on the owner's machine and as long as the owner has not closed it."""
+    num_bytes: int
+    """The buffer's size."""
+    slots: tuple[BoxSlot, ...]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -98,8 +132,19 @@ class SharedBuffer:
 
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
     """Name -> tensor, views of the shared memory."""
-    data = torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
+    data = map_bucket(bucket)
     return {slot.name: _view(data, slot) for slot in bucket.slots}
+
+
+def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
+    """uint8 [num_bytes], the shared memory itself."""
+    return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
+
+
+def digest(tensor: Tensor) -> bytes:
+    """16 bytes that two tensors share if they are the same bit by bit, element after element."""
+    flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
+    return hashlib.blake2b(flat.numpy(), digest_size=16).digest()
 
 
 def _view(data: Tensor, slot: TensorSlot) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from megarl.reshard.bucket import WeightBucket
+from megarl.reshard.bucket import BoxBucket, WeightBucket
 
 
 class WeightSink(Protocol):
@@ -16,5 +16,17 @@ class WeightSink(Protocol):
 
         Returns:
             A function that blocks until the engine no longer reads the bucket.
+        """
+        ...
+
+
+class BoxSink(Protocol):
+    """One tensor-parallel rank of an engine, as the trainer rank that serves it sees it."""
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Start writing round `index`'s boxes (None: there are none) into the engine's parameters.
+
+        Returns:
+            A function that blocks until the bucket may be overwritten; raises WeightSyncError on failure.
         """
         ...

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.sink import WeightSink
+from megarl.reshard.plan import Topology
+from megarl.reshard.sink import BoxSink, WeightSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +25,47 @@ class SyncStats:
     bytes_delivered: int
     """To rollout engines."""
     buckets: int
+    peak_extra_bytes: int
+    """The most that was allocated beyond parameters at one time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncContext:
+    """What a strategy plans from; the same on every rank, but for `rank`."""
+
+    rank: int
+    sources: Sequence[WeightLayout]
+    """By trainer rank."""
+    topology: Topology
+    senders: Sequence[int] = ()
+    """Ranks that deliver whole tensors."""
+    needs: Mapping[int, WeightLayout] = field(default_factory=dict)
+    """By trainer rank that serves one, the layout of an engine's rank."""
+    groups: Sequence[Sequence[int]] = ()
+    """Micro-DP groups, where the layouts have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where one trainer rank delivers; empty on ranks that do not."""
+
+    whole: tuple[WeightSink, ...] = ()
+    """Engines that take whole tensors by name."""
+    boxes: BoxSink | None = None
+    """The engine rank that this trainer rank serves."""
 
 
 class Strategy(Protocol):
     """Called on every trainer rank at the same time."""
 
-    def push(self, tensors: Mapping[str, Tensor], sinks: Sequence[WeightSink]) -> SyncStats:
-        """Deliver the model to `sinks` (empty on ranks that do not deliver).
+    def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
+        """Deliver the model.
 
         Args:
             tensors: this rank's parameters under the names that its layout uses.
 
         Raises:
-            WeightSyncError: a sink did not take a bucket.
+            WeightSyncError: an engine did not take a bucket.
         """
         ...
 
@@ -45,17 +74,15 @@ class Strategy(Protocol):
         ...
 
 
-def make_strategy(
-    config: WeightSyncConfig, *, rank: int, layouts: Sequence[WeightLayout], senders: Sequence[int]
-) -> Strategy:
-    """The strategy that `weight_sync.strategy` names.
-
-    Args:
-        layouts: of every trainer rank, by rank.
-        senders: ranks that deliver to engines.
-    """
+def make_strategy(config: WeightSyncConfig, context: SyncContext) -> Strategy:
+    """The strategy that `weight_sync.strategy` names."""
+    from megarl.reshard.strategies.boxes import BoxStrategy
     from megarl.reshard.strategies.gather_hf import GatherHf
 
     match config.strategy:
         case "gather_hf":
-            return GatherHf(rank=rank, layouts=layouts, senders=senders, bucket_bytes=config.bucket_bytes)
+            return GatherHf(context, config.bucket_bytes)
+        case "micro_dp" | "exact":
+            return BoxStrategy(context, config.bucket_bytes)
+        case "auto":
+            raise AssertionError("auto is resolved where the sizes of both sides are known")

@@ -70,9 +70,10 @@ def train_on_rank(path, parallel, distributed, dp, work, steps):
     from megarl.megatron import platform
 
     platform.prepare()
-    from megarl.megatron import push
+    from megarl.megatron.push import WeightPusher
     from megarl.megatron.trainer import MegatronTrainer
-    from megarl.megatron.work import PushOrder
+    from megarl.megatron.work import SyncSetup
+    from megarl.reshard.strategy import Outlets
 
     spec = TrainerSpec(
         model_path=path,
@@ -96,11 +97,12 @@ def train_on_rank(path, parallel, distributed, dp, work, steps):
     trainer._optimizer.step = capture_then_step
     stats = [trainer.train_step(mine) for _ in range(steps)]
     sink, grads = CollectingSink(), CollectingSink()
-    strategy = push.make(WeightSyncConfig(bucket_bytes=20_000), trainer, senders=[0])
-    push.run(strategy, trainer, PushOrder(sinks={0: (sink,)}))
+    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
+    pusher = WeightPusher(trainer, SyncSetup(config=config, outlets={0: Outlets(whole=(sink,))}))
+    pusher.push()
     if not distributed or dp == 1:
-        strategy.push(captured, (grads,) if dist.get_rank() == 0 else ())
-    strategy.close()
+        pusher.strategy.push(captured, Outlets(whole=(grads,)) if dist.get_rank() == 0 else Outlets())
+    pusher.close()
     metrics = [None] * dist.get_world_size()
     dist.all_gather_object(metrics, [s.metrics for s in stats])
     return metrics[grid.output_rank(0)], sink.tensors, grads.tensors

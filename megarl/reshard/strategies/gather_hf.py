@@ -19,8 +19,7 @@ from torch import Tensor
 from megarl.errors import WeightSyncError
 from megarl.reshard.bucket import SharedBuffer, TensorSlot, lay_out, torch_dtype
 from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
-from megarl.reshard.sink import WeightSink
-from megarl.reshard.strategy import SyncStats
+from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +86,15 @@ def _split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) ->
 class GatherHf:
     """The strategy `gather_hf`."""
 
-    def __init__(
-        self, *, rank: int, layouts: Sequence[WeightLayout], senders: Sequence[int], bucket_bytes: int
-    ) -> None:
-        self._rank, self._senders = rank, tuple(senders)
-        self._plans = plan_buckets(layouts, bucket_bytes)
+    def __init__(self, context: SyncContext, bucket_bytes: int) -> None:
+        self._rank, self._senders = context.rank, tuple(context.senders)
+        self._plans = plan_buckets(context.sources, bucket_bytes)
         largest = max(plan.num_bytes for plan in self._plans)
-        self._buffers = [SharedBuffer(largest) for _ in range(2)] if rank in self._senders else []
+        self._buffers = [SharedBuffer(largest) for _ in range(2)] if self._rank in self._senders else []
 
-    def push(self, tensors: Mapping[str, Tensor], sinks: Sequence[WeightSink]) -> SyncStats:
+    def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
-        sent = received = delivered = 0
+        sent = received = delivered = largest_packed = 0
         pending: list[list[Callable[[], None]]] = [[], []]
         for index, plan in enumerate(self._plans):
             which = index % 2
@@ -110,14 +107,21 @@ class GatherHf:
                 elif mine:
                     packed = torch.cat([m.reshape(-1) for m in mine])
                     dist.send(packed, sender)
+                    largest_packed = max(largest_packed, packed.nbytes)
                     sent += packed.nbytes
             if self._rank in self._senders:
                 bucket = self._buffers[which].describe(plan.slots)
-                pending[which] = [sink.load(bucket) for sink in sinks]
-                delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks)
+                pending[which] = [sink.load(bucket) for sink in outlets.whole]
+                delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
         for wait in [*pending[0], *pending[1]]:
             wait()
-        return SyncStats(bytes_sent=sent, bytes_received=received, bytes_delivered=delivered, buckets=len(self._plans))
+        return SyncStats(
+            bytes_sent=sent,
+            bytes_received=received,
+            bytes_delivered=delivered,
+            buckets=len(self._plans),
+            peak_extra_bytes=sum(buffer.num_bytes for buffer in self._buffers) + largest_packed,
+        )
 
     def _fill(self, plan: BucketPlan, mine: Sequence[Tensor], buffer: SharedBuffer) -> int:
         views = {slot.name: buffer.view(slot) for slot in plan.slots}
