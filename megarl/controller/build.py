@@ -20,7 +20,9 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron.work import TrainerSpec
 from megarl.placement.pool import SlotPool, reserve
+from megarl.reshard.placement import engine_servers, resolve_strategy
 from megarl.tracking.phases import PhaseTimer
+from megarl.workers.grid import RankGrid
 
 
 def trainer_spec(config: StageConfig) -> TrainerSpec:
@@ -51,9 +53,8 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
     timer = PhaseTimer()
     with timer.phase("start", waiting=True):
         pool = reserve(config.placement)
-        _require_one_node(config, pool)
         trainer = TrainerGroup(config, pool)
-        engines = EngineGroup(config, pool)
+        engines = EngineGroup(config, pool, choose_servers(config, pool, trainer.grid))
         closing.callback(engines.shutdown)
         starting = trainer.start_workers(trainer_spec(config))
         rollout = RolloutGroup(config, engines)
@@ -67,7 +68,7 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
         timer,
         trainer=trainer,
         rollout=rollout,
-        weights=WeightSync(config.weight_sync, trainer, engines),
+        weights=WeightSync(config, trainer, engines, pool),
         prompts=prompts,
         held_out=held_out,
     )
@@ -75,7 +76,10 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
 
 def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
     """Engines that serve the model folder as it is, and the held-out prompts; `closing` as in `build_policy_run`."""
-    engines = EngineGroup(config, reserve(config.placement))
+    pool, grid = reserve(config.placement), RankGrid(dp=config.placement.slots)
+    engines = EngineGroup(
+        config, pool, engine_servers("exact", grid, gen_tp=config.rollout.tp, replicas=config.rollout.replicas)
+    )
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     _, held_out = _read_prompts(config)
@@ -84,16 +88,21 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     return rollout, held_out
 
 
-def _require_one_node(config: RunConfig, pool: SlotPool) -> None:
-    """Buckets of weights cross in shared memory, from trainer rank 0 to every engine."""
-    tp = config.rollout.tp
-    for replica in range(config.rollout.replicas):
-        if pool.slots[replica * tp].node != pool.slots[0].node:
+def choose_servers(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[tuple[int, ...]]:
+    """[engine][tensor rank] -> trainer rank that serves it, on the same machine: buckets cross in shared memory."""
+    tp, replicas = config.rollout.tp, config.rollout.replicas
+    strategy = resolve_strategy(config.weight_sync.strategy, grid, gen_tp=tp)
+    servers = engine_servers(strategy, grid, gen_tp=tp, replicas=replicas)
+    for replica, ranks in enumerate(servers):
+        nodes = {pool.slots[rank].node for rank in ranks}
+        if strategy == "gather_hf":
+            nodes.add(pool.slots[0].node)
+        if len(nodes) > 1:
             raise ConfigError(
-                f"weight_sync.strategy: {config.weight_sync.strategy} needs every engine on the machine of trainer "
-                f"rank 0, got engine {replica} on another one; set rollout.replicas = "
-                f"{config.placement.slots_per_node // tp} or fewer"
+                f"weight_sync.strategy: {strategy} puts engine {replica} on the slots of trainer ranks {list(ranks)}, "
+                f"which are on {len(nodes)} machines; an engine and the ranks that serve it share one"
             )
+    return servers
 
 
 def _read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +10,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
-from megarl.controller.remote import EngineSink, RemoteEngine
+from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
+from megarl.errors import ConfigError
 from megarl.placement.pool import SlotPool
+from megarl.reshard.layout import WeightLayout
 from megarl.rollout.environment import engine_environment
 from megarl.rollout.sglang import SglangEngine
 from megarl.rollout.spec import EngineSpec, engine_spec
@@ -30,9 +33,10 @@ class StartedEngine:
 
 
 class EngineGroup:
-    """Engine i runs on slots `i * tp` up to `(i + 1) * tp` of the pool."""
+    """Rank r of engine i runs on slot `servers[i][r]` of the pool, beside the trainer rank that serves it."""
 
-    def __init__(self, config: RunConfig, pool: SlotPool) -> None:
+    def __init__(self, config: RunConfig, pool: SlotPool, servers: Sequence[Sequence[int]]) -> None:
+        self.servers = servers
         self._timeout = config.weight_sync.timeout_seconds
         tp, device = config.rollout.tp, pool.device
         environment = engine_environment(device, tp)
@@ -42,16 +46,16 @@ class EngineGroup:
         actor = ray.remote(AsyncShell)
         self.engines: list[StartedEngine] = []
         self._starting: dict[Any, str] = {}
-        for replica in range(config.rollout.replicas):
-            slot, name = pool.slots[replica * tp], f"engine {replica}"
+        for replica, ranks in enumerate(servers):
+            slots, name = [pool.slots[rank] for rank in ranks], f"engine {replica}"
             handle = actor.options(
                 num_cpus=0,
                 max_restarts=0,
                 max_concurrency=10_000,  # every request in flight is a call
-                scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slot.bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slots[0].bundle),
                 runtime_env={"env_vars": environment},
             ).remote(environment)
-            spec = replace(engine_spec(config, replica, device), base_gpu_id=slot.gpu_id or 0)
+            spec = _on_gpus(engine_spec(config, replica, device), [slot.gpu_id for slot in slots], name)
             self._starting[handle.build.remote(_start_engine, (spec,), environment)] = name
             self.engines.append(StartedEngine(handle, name))
         self._start_timeout = config.rollout.engine.start_timeout_seconds
@@ -68,6 +72,16 @@ class EngineGroup:
         """For rollout workers."""
         return [RemoteEngine(engine.handle, engine.name) for engine in self.engines]
 
+    def layouts(self) -> list[WeightLayout]:
+        """By tensor rank, what an engine needs; replicas are alike."""
+        first: list[WeightLayout] = self.call("layouts")[0]
+        return first
+
+    def rank_sink(self, replica: int, tp_rank: int) -> EngineRankSink:
+        """For the trainer rank that serves this rank."""
+        engine = self.engines[replica]
+        return EngineRankSink(engine.handle, engine.name, tp_rank, self._timeout)
+
     def sinks(self) -> tuple[EngineSink, ...]:
         """For the trainer rank that sends."""
         return tuple(EngineSink(engine.handle, engine.name, self._timeout) for engine in self.engines)
@@ -82,6 +96,17 @@ class EngineGroup:
         """End the engines' processes in order, also while they start; one that is gone already is no error."""
         refs = [engine.handle.stop.remote() for engine in self.engines]
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
+
+
+def _on_gpus(spec: EngineSpec, gpu_ids: Sequence[int | None], name: str) -> EngineSpec:
+    """The spec for an engine whose ranks run on these GPUs, which SGLang numbers with a constant step."""
+    ids = [gpu_id for gpu_id in gpu_ids if gpu_id is not None]
+    if not ids:
+        return spec
+    step = ids[1] - ids[0] if len(ids) > 1 else 1
+    if ids != [ids[0] + i * step for i in range(spec.tp)]:
+        raise ConfigError(f"{name}: SGLang needs its GPUs in equal steps, got {ids}")
+    return replace(spec, base_gpu_id=ids[0], extra_args={**spec.extra_args, "gpu_id_step": step})
 
 
 async def _start_engine(spec: EngineSpec) -> SglangEngine:

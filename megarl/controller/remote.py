@@ -10,7 +10,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.reshard.bucket import WeightBucket
+from megarl.reshard.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.workers.failure import translate, wait_all
 
@@ -44,6 +44,22 @@ class RemoteEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineRankSink:
+    """A `BoxSink`: one tensor rank of an engine on the same machine."""
+
+    handle: Any
+    name: str
+    tp_rank: int
+    timeout_seconds: float
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """See `BoxSink`."""
+        ref = self.handle.invoke.remote("load_boxes", self.tp_rank, index, bucket)
+        name = f"{self.name} rank {self.tp_rank}"
+        return lambda: _taken(ref, "load_boxes", name, self.timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSink:
     """A `WeightSink` that hands buckets to an engine on the same machine."""
 
@@ -54,13 +70,13 @@ class EngineSink:
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
         """See `WeightSink`."""
         ref = self.handle.invoke.remote("load_weights", bucket)
+        return lambda: _taken(ref, "load_weights", self.name, self.timeout_seconds)
 
-        def wait() -> None:
-            try:
-                wait_all([ref], what="load_weights", names={ref: self.name}, timeout=self.timeout_seconds)
-            except WeightSyncError:
-                raise
-            except MegarlError as error:
-                raise WeightSyncError(f"{self.name} did not take a bucket of weights: {error}") from error
 
-        return wait
+def _taken(ref: Any, what: str, name: str, timeout_seconds: float) -> None:
+    try:
+        wait_all([ref], what=what, names={ref: name}, timeout=timeout_seconds)
+    except WeightSyncError:
+        raise
+    except MegarlError as error:
+        raise WeightSyncError(f"{name} did not take a bucket of weights: {error}") from error

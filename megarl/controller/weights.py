@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.config.weight_sync import WeightSyncConfig
+from megarl.config import RunConfig
 from megarl.controller.engines import EngineGroup
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.megatron.work import SyncSetup
+from megarl.placement.pool import SlotPool
+from megarl.reshard.groups import micro_dp_groups
+from megarl.reshard.placement import resolve_strategy
 from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.tracking.phases import PhaseTimer
+from megarl.workers.grid import RankGrid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +34,9 @@ class PushReport:
 class WeightSync:
     """Engines take a new version only once all of it has arrived at all of them."""
 
-    def __init__(self, config: WeightSyncConfig, trainer: TrainerGroup, engines: EngineGroup) -> None:
+    def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._trainer, self._engines = trainer, engines
-        trainer.prepare_sync(SyncSetup(config=config, outlets={0: Outlets(whole=engines.sinks())}))
+        trainer.prepare_sync(sync_setup(config, trainer.grid, engines, pool))
         self.policy_version = -1
         """What the engines hold; -1 before the first push."""
 
@@ -51,3 +55,23 @@ class WeightSync:
             self._engines.call("end_weights", policy_version)
         self.policy_version = policy_version
         return PushReport(stats=stats, seconds=timer.totals)
+
+
+def sync_setup(config: RunConfig, grid: RankGrid, engines: EngineGroup, pool: SlotPool) -> SyncSetup:
+    """How weights travel in this run: whole tensors from rank 0, or to each engine rank from the rank beside it."""
+    tp = config.rollout.tp
+    strategy = resolve_strategy(config.weight_sync.strategy, grid, gen_tp=tp)
+    resolved = config.weight_sync.model_copy(update={"strategy": strategy})
+    if strategy == "gather_hf":
+        return SyncSetup(config=resolved, outlets={0: Outlets(whole=engines.sinks())})
+    layouts, machines = engines.layouts(), {slot.node: i for i, slot in enumerate(pool.slots)}
+    served = {
+        rank: (replica, tp_rank) for replica, ranks in enumerate(engines.servers) for tp_rank, rank in enumerate(ranks)
+    }
+    return SyncSetup(
+        config=resolved,
+        outlets={rank: Outlets(boxes=engines.rank_sink(*place)) for rank, place in served.items()},
+        nodes=tuple(machines[slot.node] for slot in pool.slots),
+        needs={rank: layouts[tp_rank] for rank, (_, tp_rank) in served.items()},
+        groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
+    )

@@ -15,6 +15,24 @@ from megarl.reshard.plan import Topology
 from megarl.workers.grid import RankGrid
 
 
+def resolve_strategy(name: str, grid: RankGrid, *, gen_tp: int) -> str:
+    """What `auto` stands for: `micro_dp` where the training size is a multiple of the generation size, else `exact`."""
+    if name != "auto":
+        return name
+    return "micro_dp" if grid.tp % gen_tp == 0 else "exact"
+
+
+def engine_servers(strategy: str, grid: RankGrid, *, gen_tp: int, replicas: int) -> list[tuple[int, ...]]:
+    """[replica][tensor rank] -> trainer rank beside which it runs and which serves it, before an engine exists.
+
+    Raises:
+        ConfigError: `micro_dp` was asked for sizes that do not divide.
+    """
+    if strategy == "micro_dp" or (strategy == "exact" and grid.tp % gen_tp == 0):
+        return strided_servers(grid, gen_tp=gen_tp, replicas=replicas)
+    return [tuple(range(i * gen_tp, (i + 1) * gen_tp)) for i in range(replicas)]
+
+
 def strided_servers(grid: RankGrid, *, gen_tp: int, replicas: int) -> list[tuple[int, ...]]:
     """[replica][tensor rank] -> trainer rank, HybridFlow's grouping; raises as `strided_places` does."""
     servers: dict[tuple[int, int], int] = {}
