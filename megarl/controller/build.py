@@ -19,10 +19,10 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError
 from megarl.megatron.work import TrainerSpec
+from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool, reserve
 from megarl.reshard.placement import engine_servers, resolve_strategy
 from megarl.tracking.phases import PhaseTimer
-from megarl.workers.grid import RankGrid
 
 
 def trainer_spec(config: StageConfig) -> TrainerSpec:

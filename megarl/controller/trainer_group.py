@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from megarl.config import StageConfig
 from megarl.megatron.work import SPLIT_BY_DP, SyncSetup, TrainerSpec, TrainStats, TrainWork
 from megarl.megatron.worker import TrainerWorker
+from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
-from megarl.workers.grid import RankGrid
 from megarl.workers.group import Pending, WorkerGroup
 from megarl.workers.transfers import BROADCAST, GATHER
 

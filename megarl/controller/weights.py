@@ -9,12 +9,12 @@ from megarl.config import RunConfig
 from megarl.controller.engines import EngineGroup
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.megatron.work import SyncSetup
+from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
 from megarl.reshard.groups import micro_dp_groups
 from megarl.reshard.placement import resolve_strategy
 from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.tracking.phases import PhaseTimer
-from megarl.workers.grid import RankGrid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

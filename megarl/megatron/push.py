@@ -10,7 +10,8 @@ from megarl.megatron.trainer import MegatronTrainer
 from megarl.megatron.work import SyncSetup
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.plan import Topology
-from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats, make_strategy
+from megarl.reshard.strategies.make import make_strategy
+from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats
 
 
 class WeightPusher:

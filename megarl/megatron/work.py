@@ -11,9 +11,9 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.config.weight_sync import WeightSyncConfig
+from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.strategy import Outlets
-from megarl.workers.grid import RankGrid
 from megarl.workers.payload import Payload
 from megarl.workers.transfers import Transfer, from_output
 

@@ -53,8 +53,6 @@ def start_cluster(config: PlacementConfig) -> bool:
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {e}") from e
         return False
     cpus = max(os.cpu_count() or 1, config.slots + SPARE_CPUS)
-    # Ray's agents outlive a killed driver for as long as they look for the cluster's control service.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
     return True
 

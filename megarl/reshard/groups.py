@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.errors import ConfigError
-from megarl.workers.grid import RankGrid
+from megarl.placement.grid import RankGrid
 
 
 @dataclass(frozen=True, slots=True)

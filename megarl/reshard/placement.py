@@ -8,11 +8,11 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from megarl.errors import ConfigError
+from megarl.placement.grid import RankGrid
 from megarl.reshard.bucket import torch_dtype
 from megarl.reshard.groups import strided_places
 from megarl.reshard.layout import WeightLayout, intersect, volume
 from megarl.reshard.plan import Topology
-from megarl.workers.grid import RankGrid
 
 
 def resolve_strategy(name: str, grid: RankGrid, *, gen_tp: int) -> str:

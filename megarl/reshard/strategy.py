@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megarl.config.weight_sync import WeightSyncConfig
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.plan import Topology
 from megarl.reshard.sink import BoxSink, WeightSink
@@ -72,17 +71,3 @@ class Strategy(Protocol):
     def close(self) -> None:
         """Free the buffers."""
         ...
-
-
-def make_strategy(config: WeightSyncConfig, context: SyncContext) -> Strategy:
-    """The strategy that `weight_sync.strategy` names."""
-    from megarl.reshard.strategies.boxes import BoxStrategy
-    from megarl.reshard.strategies.gather_hf import GatherHf
-
-    match config.strategy:
-        case "gather_hf":
-            return GatherHf(context, config.bucket_bytes)
-        case "micro_dp" | "exact":
-            return BoxStrategy(context, config.bucket_bytes)
-        case "auto":
-            raise AssertionError("auto is resolved where the sizes of both sides are known")

@@ -12,6 +12,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.errors import MegarlError, WorkerError
 
+GRACE_SECONDS = 2.0
+"""How long the death of a rank is looked for after another one's failure: it fails everybody's collectives."""
+
 LOG_TAIL_LINES = 15
 
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -19,7 +22,7 @@ RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
-    """Results in order; the first failure is raised at once, since the other ranks may wait for the failed one.
+    """Results in order; a failure does not wait for the other ranks, since they may wait for the failed one.
 
     Raises:
         MegarlError: as a worker raised it; WorkerError for a death, another exception or a timeout.
@@ -31,8 +34,28 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeou
             late = ", ".join(names.get(ref, "?") for ref in waiting)
             raise WorkerError(f"{what}: no answer within {timeout:g} s from {late}")
         for ref in done:
-            raise_failure(ref, what=what, name=names.get(ref, "?"))
+            try:
+                ray.get(ref)
+            except RayError as error:
+                raise _root_cause(error, ref, waiting, what=what, names=names) from error
     return list(ray.get(list(refs)))
+
+
+def _root_cause(
+    error: RayError, failed: Any, waiting: Sequence[Any], *, what: str, names: Mapping[Any, str]
+) -> MegarlError:
+    """What to raise for `error`, or for the death of another rank behind it."""
+    ours = isinstance(error, RayTaskError) and isinstance(error.cause, MegarlError)
+    if waiting and not ours and not isinstance(error, RayActorError):
+        done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayActorError as death:
+                return translate(death, what=what, name=names.get(ref, "?"))
+            except RayError:
+                continue
+    return translate(error, what=what, name=names.get(failed, "?"))
 
 
 def raise_failure(ref: Any, *, what: str, name: str) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
 from megarl.workers.failure import wait_all
-from megarl.workers.grid import RankGrid
 from megarl.workers.shell import Shell
 from megarl.workers.transfers import Transfer
 

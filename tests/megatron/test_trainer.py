@@ -11,7 +11,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.megatron.work import MiniBatch, SampleRef, TrainerSpec, TrainWork, split_by_dp
-from megarl.workers.grid import RankGrid
+from megarl.placement.grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.ranks import CollectingSink, run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.algorithms.losses import Denominators
 from megarl.megatron.work import SPLIT_BY_DP, MiniBatch, SampleRef, TrainStats, TrainWork, split_by_dp
-from megarl.workers.grid import RankGrid
+from megarl.placement.grid import RankGrid
 
 GRIDS = [
     RankGrid(),

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.placement.grid import RankGrid
 from megarl.reshard.bucket import map_bucket, torch_dtype
 from megarl.reshard.groups import micro_dp_groups, strided_places
 from megarl.reshard.layout import extent, slices
 from megarl.reshard.plan import Topology, plan_moves
-from megarl.workers.grid import RankGrid
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 

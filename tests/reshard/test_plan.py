@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, WeightSyncError
+from megarl.placement.grid import RankGrid
 from megarl.reshard.bounds import node_bounds, rank_bounds, subtract
 from megarl.reshard.groups import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices, volume
 from megarl.reshard.plan import Topology, plan_moves
 from megarl.reshard.rounds import cut_rounds
-from megarl.workers.grid import RankGrid
 from tests.reshard import synthetic
 
 DTYPES = ["float32", "bfloat16"]

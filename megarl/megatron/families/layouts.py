@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megarl.errors import ConfigError
 from megarl.megatron.families.dense import DenseModel
 from megarl.megatron.families.mapping import ParameterMap, pieces
+from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import Piece, WeightLayout
-from megarl.workers.grid import RankGrid
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this times tp, as Megatron-LM does."""
