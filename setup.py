@@ -1,4 +1,4 @@
-"""Packages are listed by hand: kernels/ is a folder, not a package, so that it cannot shadow Hugging Face's `kernels`."""
+"""Packages are listed by hand: kernels/ is a folder, not a package; as one it would shadow Hugging Face's `kernels`."""
 
 from setuptools import find_packages, setup
 

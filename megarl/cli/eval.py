@@ -19,12 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
-    from megarl.controller.controller import Controller
-    from megarl.controller.launch import run_stage
-
     config = load_config(RunConfig, args.config, args.overrides)
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: evaluation needs held-out rows, got none")
+    from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
+    from megarl.controller.launch import run_stage
+
     value = run_stage(config, Controller.evaluate)
     name = f"eval/{config.reward.eval_name}"
     if args.json:

@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
-    from megarl.controller.controller import Controller
+    config = load_config(SftConfig, args.config, args.overrides)
+    from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
     from megarl.controller.launch import run_stage
 
-    config = load_config(SftConfig, args.config, args.overrides)
     run_stage(config, Controller.sft)
     console().print(f"model        {config.export_path}", highlight=False)
     return 0

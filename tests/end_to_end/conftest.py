@@ -1,0 +1,42 @@
+"""One tiny world for the session, and commands that are ended with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launched import Launched
+from tests.end_to_end.pieces import Pieces, build, make_config
+from tests.end_to_end.tiny_world import write_world
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/` and `data/`."""
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts a `megarl` command; its run's folder is `tmp_path`/run."""
+    started: list[Launched] = []
+
+    def start(*arguments: str | Path) -> Launched:
+        started.append(Launched(tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.end()
+
+
+@pytest.fixture(scope="session")
+def pieces(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pieces]:
+    """Two data-parallel trainer ranks, one engine, one rollout worker."""
+    pieces = build(make_config(world, tmp_path_factory.mktemp("pieces")))
+    yield pieces
+    pieces.engines.shutdown()

@@ -1,0 +1,80 @@
+"""A run's trainer, engine and rollout worker, driven by the test in the controller's place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.batch.trajectory import Prompt
+from megarl.config import RunConfig
+from megarl.controller.batches import grpo_advantages, policy_work
+from megarl.controller.build import choose_servers, trainer_spec
+from megarl.controller.engines import EngineGroup
+from megarl.controller.rollout_group import FinishedGroup, RolloutGroup
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.weights import WeightSync
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import load_tokenizer
+from megarl.megatron.work import TrainStats
+from megarl.placement.pool import SlotPool, reserve
+from megarl.rollout.engine import Sampling
+from tests.end_to_end.tiny_world import run_tree
+
+SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
+
+
+@dataclass(frozen=True)
+class Pieces:
+    config: RunConfig
+    trainer: TrainerGroup
+    engines: EngineGroup
+    rollout: RolloutGroup
+    weights: WeightSync
+    prompts: Sequence[Prompt]
+    pool: SlotPool
+
+    def sample(self, label: str, *, temperature: float = 1.0) -> list[FinishedGroup]:
+        """Two completions of each of four prompts."""
+        sampling = Sampling(temperature=temperature, max_new_tokens=self.config.rollout.max_new_tokens)
+        return self.rollout.collect(self.prompts[:4], num_samples=2, sampling=sampling, label=label)
+
+    def train(self, groups: Sequence[FinishedGroup], trainer: TrainerGroup | None = None) -> TrainStats:
+        """One step on them; rewards being what they are, every second completion is made out to be better."""
+        assert len(grpo_advantages(groups, normalize_by_std=True)) == 8
+        return (trainer or self.trainer).train_step(policy_work(self.config, groups, [1.0, -1.0] * 4))
+
+    def exported(self, folder: Path) -> dict[str, Tensor]:
+        """The trainer's weights, as it writes them."""
+        self.trainer.save_hf(str(folder))
+        return load_file(folder / "model.safetensors")
+
+    def served(self, folder: Path) -> dict[str, Tensor]:
+        """The engine's parameters."""
+        folder.mkdir()
+        self.engines.call("read_weights", str(folder))
+        parameters: dict[str, Tensor] = torch.load(folder / "rank0.pt")
+        return parameters
+
+
+def make_config(world: Path, run_dir: Path, **sections: Any) -> RunConfig:
+    return RunConfig.model_validate(run_tree(world, run_dir, **SMALL_BUCKETS, **sections))
+
+
+def build(config: RunConfig) -> Pieces:
+    """All of it, up and idle."""
+    pool = reserve(config.placement)
+    trainer = TrainerGroup(config, pool)
+    engines = EngineGroup(config, pool, choose_servers(config, pool, trainer.grid))
+    starting = trainer.start_workers(trainer_spec(config))
+    rollout = RolloutGroup(config, engines)
+    starting.result(120)
+    engines.wait_started()
+    rollout.start()
+    prompts = load_prompts(config.data, load_tokenizer(config.model.path), path=config.data.path, max_prompt_tokens=100)
+    return Pieces(config, trainer, engines, rollout, WeightSync(config, trainer, engines, pool), prompts, pool)

@@ -1,0 +1,87 @@
+"""However a run ends, it says why, and none of its processes lives on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
+from tests.end_to_end.tiny_world import write_run
+
+LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}}
+"""On one slot: a trainer rank less to start."""
+
+
+def start_long_run(launch: Launch, world: Path, folder: Path) -> Launched:
+    run = launch("train", write_run(world, folder, **LONG))
+    run.wait_for_step(3)
+    assert {"ray::Controller", "sglang::scheduler"} <= {name_of(p) for p in run.living()}
+    return run
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_an_interrupted_run_leaves_nothing(how: str, world: Path, tmp_path: Path, launch: Launch) -> None:
+    run = start_long_run(launch, world, tmp_path)
+    if how == "Ctrl-C":
+        run.send(signal.SIGINT, group=True)
+    else:
+        run.send(signal.SIGTERM)
+    assert run.wait(10) == 130
+    run.assert_nothing_lives(5)
+    assert run.stderr == "error: interrupted\n"
+    assert run.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["ray::AsyncShell.build", "sglang::scheduler"])
+def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(
+    process: str, world: Path, tmp_path: Path, launch: Launch
+) -> None:
+    run = launch("train", write_run(world, tmp_path, **LONG))
+    run.wait_until(lambda: process in {name_of(p) for p in run.living()}, 60)
+    run.send(signal.SIGINT, group=True)
+    assert run.wait(15) == 130
+    run.assert_nothing_lives(5)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert run.leftovers() == []
+
+
+def test_nothing_outlives_a_killed_driver(world: Path, tmp_path: Path, launch: Launch) -> None:
+    run = start_long_run(launch, world, tmp_path)
+    run.send(signal.SIGKILL)
+    assert run.wait(10) == -signal.SIGKILL
+    run.assert_nothing_lives(30, but=RAY_AGENTS)
+
+
+@pytest.mark.slow
+def test_nothing_at_all_outlives_a_killed_driver_for_long(world: Path, tmp_path: Path, launch: Launch) -> None:
+    run = start_long_run(launch, world, tmp_path)
+    run.send(signal.SIGKILL)
+    run.wait(10)
+    run.assert_nothing_lives(90)
+    assert not [path for path in run.leftovers() if path.startswith("/dev/shm")]
+
+
+def test_a_killed_engine_ends_the_run_with_its_last_words(world: Path, tmp_path: Path, launch: Launch) -> None:
+    run = start_long_run(launch, world, tmp_path)
+    scheduler = next(p for p in run.living() if name_of(p) == "sglang::scheduler")
+    scheduler.kill()
+    assert run.wait(30) == 1
+    log = tmp_path / "run" / "logs" / "engine-0" / f"scheduler-{scheduler.pid}.log"
+    says = f"error: the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of {log}:\n"
+    assert run.stderr.startswith(says)
+    assert log.read_text().splitlines()[-1] in run.stderr
+    run.assert_nothing_lives(5)
+    assert run.leftovers() == []
+
+
+def test_a_passed_limit_is_exit_code_3(world: Path, tmp_path: Path, launch: Launch) -> None:
+    run = launch("train", write_run(world, tmp_path, **LONG, limits={"logprob_abs_max": 1e-12}))
+    assert run.wait(120) == 3
+    assert run.stderr.startswith("error: step 1: mismatch/logprob_abs_max = ")
+    assert "passed limits.logprob_abs_max = 1e-12: trainer and engine disagree" in run.stderr
+    run.assert_nothing_lives(5)
+    assert run.leftovers() == []

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.tiny_world import NUM_HELD_OUT, write_run
+
+SCORES = [i / NUM_HELD_OUT for i in range(NUM_HELD_OUT + 1)]
+
+
+def test_eval_prints_one_json_object(world: Path, tmp_path: Path, launch: Launch) -> None:
+    command = launch("eval", write_run(world, tmp_path), "--json")
+    assert command.wait(120) == 0, command.stderr
+    result = json.loads(command.stdout.splitlines()[-1])
+    assert result["eval/one"] in SCORES
+    assert result["model"] == str(world / "model")
+    command.assert_nothing_lives(5)
+    assert command.leftovers() == []

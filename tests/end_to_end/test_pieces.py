@@ -1,0 +1,192 @@
+"""Trainer, engine and rollout worker together: weights, log-probabilities, rewards, deaths."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.algorithms.losses import Denominators
+from megarl.batch.trajectory import Trajectory
+from megarl.controller.build import trainer_spec
+from megarl.controller.rollout_group import RolloutGroup
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.weights import WeightSync
+from megarl.errors import RewardError, WorkerError
+from megarl.megatron.work import MiniBatch, SampleRef, TrainWork
+from megarl.placement.pool import reserve
+from megarl.rollout.engine import Sampling
+from tests.end_to_end.pieces import Pieces, build, make_config
+
+MISMATCH = "mismatch/logprob_abs_max"
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def fused(exported: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's tensors as SGLang holds them: query, key and value in one, and gate and up in one."""
+    out = dict(exported)
+    for whole, parts in FUSED.items():
+        for first in [name for name in exported if f".{parts[0]}." in name]:
+            out[first.replace(parts[0], whole)] = torch.cat([out.pop(first.replace(parts[0], p)) for p in parts])
+    return out
+
+
+def differing(served: dict[str, Tensor], exported: dict[str, Tensor]) -> list[str]:
+    """Names of parameters that are not the same, bit by bit; rows that the engine pads a vocabulary with are 0."""
+    want = fused(exported)
+    assert served.keys() == want.keys()
+    return [name for name in want if not same_bits(served[name], want[name])]
+
+
+def same_bits(served: Tensor, exported: Tensor) -> bool:
+    rows = len(exported)
+    return torch.equal(served[:rows].view(torch.int32), exported.view(torch.int32)) and not served[rows:].any()
+
+
+def test_the_engine_serves_what_the_trainer_exports_bit_by_bit(pieces: Pieces, tmp_path: Path) -> None:
+    for version in (0, 1):
+        exported = pieces.exported(tmp_path / f"exported-{version}")
+        pieces.engines.call("randomize_weights")
+        assert len(differing(pieces.served(tmp_path / f"noise-{version}"), exported)) > len(fused(exported)) / 2
+        report = pieces.weights.push(version)
+        assert pieces.weights.policy_version == version
+        assert differing(pieces.served(tmp_path / f"served-{version}"), exported) == []
+        # both ranks hold everything, so nothing passes between them, and each tensor is delivered once
+        stats = report.stats
+        assert (stats.bytes_sent, stats.bytes_received) == (0, 0)
+        assert stats.bytes_delivered == report.bytes_moved == sum(t.nbytes for t in exported.values())
+        assert stats.buckets > 2
+        groups = pieces.sample(f"weights-{version}")
+        versions = {(t.min_policy_version, t.max_policy_version) for g in groups for t in g.summary.trajectories}
+        assert versions == {(version, version)}
+        pieces.train(groups)
+    first, second = (load_file(tmp_path / f"exported-{version}" / "model.safetensors") for version in (0, 1))
+    assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sampled_and_recomputed_log_probabilities_agree(pieces: Pieces) -> None:
+    pieces.weights.push(2)
+    groups = pieces.sample("agree")
+    stats = pieces.train(groups)
+    assert 0 < stats.metrics[MISMATCH] <= 1e-4
+    assert stats.num_tokens == sum(t.num_tokens for g in groups for t in g.summary.trajectories)
+    # the weights have moved on, and what was sampled with the old ones shows it
+    assert pieces.train(groups).metrics[MISMATCH] > 1e-3
+
+
+@pytest.fixture(scope="module")
+def failing(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathFactory) -> RolloutGroup:
+    term = {"type": "python", "path": "tests.end_to_end.rewards:capricious", "timeout_seconds": 0.5}
+    config = make_config(world, tmp_path_factory.mktemp("rewards"), reward={"terms": {"odd": term}})
+    group = RolloutGroup(config, pieces.engines)
+    group.start()
+    pieces.weights.push(3)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (1, r"raised KeyError: 'no such column' \(at .*rewards\.py:\d+\) on "),
+        (2, r"took longer than timeout_seconds = 0\.5 on "),
+        (3, r"returned nan, not a finite number, on "),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_its_prompt(
+    row: int, says: str, pieces: Pieces, failing: RolloutGroup
+) -> None:
+    (prompt,) = (p for p in pieces.prompts if p.prompt_id.endswith(f":{row}"))
+    sampling = Sampling(temperature=1.0, max_new_tokens=4)
+    label = r"^reward\.terms\.odd \(tests\.end_to_end\.rewards:capricious\) "
+    with pytest.raises(RewardError, match=label + says + re.escape(prompt.prompt_id) + ", completion "):
+        failing.collect([prompt], num_samples=2, sampling=sampling, label=f"reward-{row}")
+
+
+def test_a_worker_goes_on_after_a_reward_that_failed(pieces: Pieces, failing: RolloutGroup) -> None:
+    groups = failing.collect(
+        pieces.prompts[3:6], num_samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), label="good"
+    )
+    assert [g.summary.group_id for g in groups] == [0, 1, 2]
+    assert {t.reward for g in groups for t in g.summary.trajectories} == {1.0}
+
+
+@dataclass(frozen=True)
+class Deadly:
+    """A payload that ends trainer rank 1 when it is read, while rank 0 goes on to the first collective."""
+
+    def fetch(self) -> Sequence[Trajectory]:
+        if os.environ["RANK"] == "1":
+            sys.stderr.write("rank 1 read its last payload\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [A_TRAJECTORY]
+
+
+A_TRAJECTORY = Trajectory(
+    prompt_id="1",
+    group_id=0,
+    token_ids=np.array([5, 6, 7], np.int32),
+    loss_mask=np.array([False, True, True]),
+    logprobs=np.zeros(3, np.float32),
+    policy_versions=np.zeros(3, np.int32),
+)
+
+
+@pytest.fixture(scope="module")
+def cool_trainer(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
+    """Another trainer of the same model, for samples at temperature 0.7."""
+    sampling = {"max_new_tokens": 12, "sampling": {"temperature": 0.7}}
+    config = make_config(world, tmp_path_factory.mktemp("cool"), rollout=sampling)
+    trainer = TrainerGroup(config, reserve(config.placement))
+    trainer.start_workers(trainer_spec(config)).result(120)
+    yield trainer
+    trainer.stop()
+
+
+def test_they_agree_at_another_temperature_only_if_the_trainer_knows_it(
+    pieces: Pieces, cool_trainer: TrainerGroup
+) -> None:
+    WeightSync(pieces.config, cool_trainer, pieces.engines, pieces.pool).push(4)
+    groups = pieces.sample("cool", temperature=0.7)
+    assert 0 < pieces.train(groups, cool_trainer).metrics[MISMATCH] <= 1e-4
+    pieces.weights.push(5)
+    assert pieces.train(pieces.sample("wrong", temperature=0.7)).metrics[MISMATCH] > 1e-2
+
+
+def test_a_killed_trainer_rank_is_named_and_its_last_words_are_shown(cool_trainer: TrainerGroup) -> None:
+    """The last one to use this trainer."""
+    sample = SampleRef(payload=0, index=0, num_tokens=3)
+    batch = MiniBatch(samples=(sample,), denominators=Denominators(num_tokens=2, num_sequences=1))
+    work = TrainWork(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
+    with pytest.raises(WorkerError) as error:
+        cool_trainer.train_step(work)
+    text = str(error.value)
+    assert text.startswith("trainer.train_step: trainer rank 1 died. ")
+    assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*rank 1 read its last payload$", text)
+
+
+@pytest.mark.slow
+def test_a_killed_scheduler_ends_a_request_with_its_last_words(cluster: None, world: Path, tmp_path: Path) -> None:
+    doomed = build(make_config(world, tmp_path, rollout={"max_new_tokens": 120}))
+    (health,) = doomed.engines.call("health")
+    sampling = Sampling(temperature=1.0, max_new_tokens=100)
+    stream = doomed.rollout.stream(doomed.prompts * 4, num_samples=4, sampling=sampling, label="doomed")
+    next(stream)
+    os.kill(health.scheduler_pids[0], signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=r"(?s)^the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of .*:\n."
+    ):
+        list(stream)
+    doomed.engines.shutdown()
+    doomed.trainer.stop()

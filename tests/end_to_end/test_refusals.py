@@ -1,0 +1,33 @@
+"""A configuration that cannot work ends a command before it starts anything."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.controller.machine import visible_gpus
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.tiny_world import write_run
+
+
+def test_an_unknown_key_is_refused_at_once(world: Path, tmp_path: Path, launch: Launch) -> None:
+    path = write_run(world, tmp_path)
+    started = time.monotonic()
+    command = launch("train", path, "--set", "trainer.optimiser.lr=1")
+    assert command.wait(20) == 2
+    assert time.monotonic() - started < 3
+    assert command.stderr.startswith("error: ")
+    assert "trainer.optimiser" in command.stderr
+    assert not (tmp_path / "run").exists()
+    assert list(command.temporary.iterdir()) == []
+
+
+@pytest.mark.skipif(bool(visible_gpus()), reason="this machine has a GPU")
+def test_cuda_is_refused_where_there_is_none(world: Path, tmp_path: Path, launch: Launch) -> None:
+    command = launch("train", write_run(world, tmp_path), "--set", "placement.device=cuda")
+    assert command.wait(60) == 2
+    assert command.stderr.startswith("error: ")
+    assert "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2 GPUs, this machine has 0" in command.stderr
+    command.assert_nothing_lives(5)

@@ -1,0 +1,31 @@
+"""Two runs of the same configuration are the same run, to the last bit of every loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launched import Launched
+from tests.end_to_end.tiny_world import write_run
+
+REPEATED = ("loss", "grad_norm", "reward/mean", "response/length", "entropy", "mismatch/logprob_abs_max")
+
+
+def losses(world: Path, folder: Path) -> list[dict[str, float]]:
+    folder.mkdir()
+    command = Launched(folder, "train", write_run(world, folder), "--set", "trainer.steps=6", "data.eval_path=null")
+    try:
+        assert command.wait(180) == 0, command.stderr
+    finally:
+        command.end()
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [{name: row[name] for name in REPEATED} for row in rows if "loss" in row]
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_losses(world: Path, tmp_path: Path) -> None:
+    first, second = losses(world, tmp_path / "a"), losses(world, tmp_path / "b")
+    assert len(first) == 6
+    assert first == second

@@ -1,0 +1,156 @@
+"""Fifty steps of `megarl train`, and everything that they leave in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.launched import Launched
+from tests.end_to_end.tiny_world import NUM_HELD_OUT, write_run
+
+STEPS, GROUPS, SAMPLES = 50, 4, 2
+MAX_GROWTH = 8 * 2**20
+"""Bytes that the controller may grow by in 40 steps: a step's metrics are kept, its tokens are not."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    command: Launched
+    exit_code: int
+    folder: Path
+    leftovers: list[str]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """One row a step."""
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [row for row in rows if "loss" in row]
+
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return content
+
+
+@pytest.fixture(scope="module")
+def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    folder = tmp_path_factory.mktemp("train")
+    command = Launched(folder, "train", write_run(world, folder))
+    try:
+        command.wait_for_step(5)
+        exit_code = command.wait(180)
+        command.assert_nothing_lives(5)
+        yield Finished(command, exit_code, folder / "run", command.leftovers())
+    finally:
+        command.end()
+
+
+def test_it_ends_well_and_leaves_no_process_and_no_temporary_file(run: Finished) -> None:
+    assert run.exit_code == 0, run.command.stderr
+    assert run.command.stderr == ""
+    assert run.leftovers == []
+    assert f"step   {STEPS}/{STEPS}" in run.command.stdout or f"step {STEPS}/{STEPS}" in run.command.stdout
+
+
+def test_the_summary_says_what_happened(run: Finished, world: Path) -> None:
+    summary = run.summary()
+    assert summary["steps"] == STEPS
+    assert 0.0 <= summary["eval_before"] <= 1.0
+    assert summary["eval_after"] in [i / NUM_HELD_OUT for i in range(NUM_HELD_OUT + 1)]
+    phases = summary["seconds_by_phase"]
+    assert {"start", "weight_sync", "rollout", "train", "evaluate", "export"} <= phases.keys()
+    assert sum(phases.values()) <= summary["seconds_total"] < sum(phases.values()) + 10
+    model_bytes = sum(t.nbytes for t in load_file(world / "model" / "model.safetensors").values())
+    assert summary["weight_sync_bytes"] == (STEPS + 1) * model_bytes
+    assert summary["logprob_abs_max"] == max(row["mismatch/logprob_abs_max"] for row in run.steps())
+    rate = np.mean([row["tokens_per_second"] for row in run.steps()])
+    assert rate / 3 < summary["tokens_per_second"] < rate * 3
+
+
+def test_every_step_is_measured(run: Finished) -> None:
+    rows = run.steps()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert 0 <= row["mismatch/logprob_abs_max"] <= 1e-4
+        assert 0 <= row["controller/own_fraction"] <= 1
+        assert row["policy_version/min"] == row["step"] - 1
+        assert row["weight_sync/bytes"] > 0
+        assert row["time/step_seconds"] >= row["time/rollout_seconds"] + row["time/train_seconds"]
+        assert all(isinstance(value, int | float) for value in row.values()), row
+
+
+def test_most_of_a_step_is_not_the_controllers(run: Finished) -> None:
+    assert np.median([row["controller/own_fraction"] for row in run.steps()]) < 0.1
+
+
+def test_the_controller_does_not_grow(run: Finished) -> None:
+    memory = {row["step"]: row["controller/rss_bytes"] for row in run.steps()}
+    assert memory[STEPS] - memory[10] <= MAX_GROWTH
+
+
+def test_rewards_were_learnt_from(run: Finished) -> None:
+    rows = run.steps()
+    informative = [row for row in rows if row["reward/informative_groups"] > 0]
+    assert informative
+    assert all(row["grad_norm"] > 0 for row in informative)
+    assert all(row["grad_norm"] == 0 for row in rows if row["reward/informative_groups"] == 0)
+    assert all(0 <= row["reward/mean"] <= 1 and row["reward/mean"] == row["reward/one"] for row in rows)
+
+
+def test_rollouts_are_written_down_whole(run: Finished, world: Path) -> None:
+    files = sorted((run.folder / "rollouts").iterdir())
+    assert [file.name for file in files] == [f"step-{step:06d}.parquet" for step in range(1, STEPS + 1)]
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    prompts = {json.loads(line)["prompt"] for line in (world / "data/train.jsonl").read_text().splitlines()}
+    for step, file in enumerate(files, start=1):
+        rows = pq.read_table(file).to_pylist()
+        assert [row["group_id"] for row in rows] == [i // SAMPLES for i in range(GROUPS * SAMPLES)]
+        for row in rows:
+            assert row["step"] == step
+            assert row["prompt"] in prompts
+            assert row["policy_version_min"] == row["policy_version_max"] == step - 1
+            assert row["num_tokens"] == len(row["token_ids"]) == len(row["logprobs"]) == len(row["loss_mask"])
+            sampled = [token for token, mine in zip(row["token_ids"], row["loss_mask"], strict=True) if mine]
+            assert tokenizer.decode(sampled, clean_up_tokenization_spaces=False) == row["response"]
+            assert row["reward"] == float("1" in row["response"].replace("<eos>", "")) == dict(row["rewards"])["one"]
+            assert all(value < 0 for value, mine in zip(row["logprobs"], row["loss_mask"], strict=True) if mine)
+        assert_advantages_are_of_groups(rows)
+
+
+def assert_advantages_are_of_groups(rows: list[dict[str, Any]]) -> None:
+    for start in range(0, len(rows), SAMPLES):
+        rewards = np.array([row["reward"] for row in rows[start : start + SAMPLES]])
+        want = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        assert [row["advantage"] for row in rows[start : start + SAMPLES]] == pytest.approx(want.tolist(), rel=1e-5)
+
+
+def test_tensorboard_has_every_step(run: Finished) -> None:
+    events = EventAccumulator(str(run.folder / "tensorboard"))
+    events.Reload()
+    for tag in ("reward/mean", "loss", "weight_sync/seconds", "mismatch/logprob_abs_max"):
+        assert [event.step for event in events.Scalars(tag)] == list(range(1, STEPS + 1))
+    assert [event.step for event in events.Scalars("eval/one")] == [0, STEPS]
+
+
+def test_the_exported_model_is_one_that_transformers_loads_and_that_has_learnt(run: Finished, world: Path) -> None:
+    model, info = AutoModelForCausalLM.from_pretrained(run.folder / "model", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before = load_file(world / "model" / "model.safetensors")
+    after = {name: p for name, p in model.state_dict().items() if name in before}
+    assert after.keys() == before.keys()
+    assert all(torch.isfinite(p).all() for p in after.values())
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+    assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token == "<eos>"
+
+
+def test_the_configuration_is_kept(run: Finished) -> None:
+    assert f"steps: {STEPS}" in (run.folder / "train.yaml").read_text()

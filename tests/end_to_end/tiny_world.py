@@ -1,0 +1,59 @@
+"""A model that steps in a tenth of a second, arithmetic problems, and configurations of runs on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.data.arithmetic import write_arithmetic
+from megarl.data.tiny import write_tiny_model
+
+NUM_HELD_OUT = 6
+
+
+def write_world(folder: Path) -> Path:
+    """Write `model/` and `data/` into `folder`, and return it."""
+    files = write_arithmetic(folder / "data", seed=0, num_train=64, num_heldout=NUM_HELD_OUT)
+    rows = [json.loads(line) for line in Path(files.sft).read_text().splitlines()]
+    write_tiny_model(
+        folder / "model",
+        [row["prompt"] + row["response"] for row in rows],
+        seed=0,
+        vocab_size=300,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_size=96,
+        context_length=160,
+    )
+    return folder
+
+
+def run_tree(world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
+    """The content of a YAML file: two trainer ranks, one engine, 4 prompts x 2 samples; `sections` replace whole ones.
+
+    The reward is whether the completion holds a 1: a random model is not always right, and not always wrong.
+    """
+    tree = {
+        "run_dir": str(run_dir),
+        "model": {"path": str(world / "model")},
+        "data": {"path": str(world / "data/train.jsonl"), "eval_path": str(world / "data/heldout.jsonl")},
+        "algorithm": {"group_size": 2, "prompts_per_step": 4},
+        "trainer": {"steps": 50, "optimizer": {"lr": 1e-3}},
+        "rollout": {"max_new_tokens": 12},
+        "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
+        "placement": {"slots_per_node": 2},
+    }
+    return tree | sections
+
+
+def write_run(world: Path, folder: Path, **sections: Any) -> Path:
+    """The YAML file of a run that writes into `folder`/run."""
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run_tree(world, folder / "run", **sections)))
+    return path
