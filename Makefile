@@ -59,8 +59,8 @@ imports: setup ## Check that imports point down
 
 check: format-check lint types imports test ## Everything that CI runs
 
-bench: setup ## Run every benchmark; each prints JSON and a table
-	@for run in benchmarks/*/run.py; do echo "== $$run"; $(BIN)/python $$run || exit 1; done
+bench: setup ## Compare weight-sync strategies on gloo ranks; writes benchmarks/results
+	$(BIN)/python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 
 clean: ## Remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,6 +21,7 @@ SUMMARIES = {
     "eval": "accuracy of a model on held-out prompts",
     "check": "find what is wrong with a configuration, without starting anything",
     "doctor": "what this machine has, what will be used, what is missing",
+    "reshard": "what moving weights from trainer to engines costs",
     "demo": "fine-tune and reinforce a tiny model on this machine",
 }
 
@@ -97,6 +98,10 @@ def _load(name: str) -> Command:
             from megarl.cli import doctor
 
             return doctor
+        case "reshard":
+            from megarl.cli import reshard
+
+            return reshard
         case "demo":
             from megarl.cli import demo
 

@@ -10,7 +10,7 @@ from megarl.config.section import Section
 class WeightSyncConfig(Section):
     """How the policy's weights travel from trainer to engines."""
 
-    strategy: Literal["auto", "gather_hf", "micro_dp", "exact"] = "gather_hf"
+    strategy: Literal["auto", "gather_hf", "micro_dp", "exact"] = "auto"
     """`gather_hf`: gather whole tensors over the training ranks, hand them over under Hugging Face names. `micro_dp`:
     every rank receives what its engine rank needs and it lacks, from its micro-DP group (HybridFlow). `exact`: the same
     from any rank, for any sizes. `auto`: `micro_dp` where the sizes divide, else `exact`."""

@@ -58,7 +58,7 @@ def start_cluster(config: PlacementConfig) -> bool:
 
 
 def _store_bytes() -> int:
-    """A quarter of /dev/shm for the object store: weight buckets and engines need the rest."""
+    """A quarter of /dev/shm for the object store: PyTorch and other programs need the rest."""
     stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
     return int(max(128 * 2**20, min(2 * 2**30, stat.f_bavail * stat.f_frsize // 4)))
 

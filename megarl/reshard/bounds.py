@@ -22,7 +22,12 @@ def missing_bytes(held: Sequence[WeightLayout], needed: Sequence[WeightLayout]) 
 
 def rank_bounds(sources: Sequence[WeightLayout], needs: Mapping[int, WeightLayout]) -> dict[int, int]:
     """By rank, the bytes that it has to receive."""
-    return {rank: missing_bytes([sources[rank]], [need]) for rank, need in needs.items()}
+    alike: dict[tuple[int, int], int] = {}  # replicas share their layouts: pairs are few where ranks are many
+    for rank, need in needs.items():
+        pair = id(sources[rank]), id(need)
+        if pair not in alike:
+            alike[pair] = missing_bytes([sources[rank]], [need])
+    return {rank: alike[id(sources[rank]), id(need)] for rank, need in needs.items()}
 
 
 def node_bounds(

@@ -144,7 +144,7 @@ def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
 def digest(tensor: Tensor) -> bytes:
     """16 bytes that two tensors share if they are the same bit by bit, element after element."""
     flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
-    return hashlib.blake2b(flat.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
 def _view(data: Tensor, slot: TensorSlot) -> Tensor:

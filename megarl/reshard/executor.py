@@ -52,19 +52,26 @@ class BoxExecutor:
                 self.ledger.free(buffer.num_bytes)
 
     def _exchange(self, this: Round, tensors: Mapping[str, Tensor], buffer: SharedBuffer | None) -> None:
-        sends = {to: _pack(moves, tensors) for to, moves in this.sends.items()}
-        packed = sum(t.nbytes for t in sends.values())
-        self.ledger.allocate(packed)
-        receives = {}
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        sends = {to: _pack(moves, tensors, device) for to, moves in this.sends.items()}
+        regions, receives = {}, {}
         for source, moves in this.receives.items():
             assert buffer is not None
             region = buffer.bytes[this.offsets[source] :][: message_bytes(moves)]
             if source == self._rank:
                 _copy(moves, tensors, region)
             else:
-                receives[source] = region
+                regions[source] = region
+                # NCCL receives in device memory; gloo in the bucket itself
+                receives[source] = region if device.type == "cpu" else torch.empty_like(region, device=device)
+        extra = sum(t.nbytes for t in sends.values())
+        extra += sum(t.nbytes for source, t in receives.items() if t is not regions[source])
+        self.ledger.allocate(extra)
         self.ledger.exchange(sends, receives)
-        self.ledger.free(packed)
+        for source, region in regions.items():
+            if receives[source] is not region:
+                region.copy_(receives[source])
+        self.ledger.free(extra)
 
     def _bucket(self, this: Round, buffer: SharedBuffer) -> BoxBucket | None:
         if not this.receives:
@@ -80,8 +87,8 @@ class BoxExecutor:
         return BoxBucket(buffer.path, buffer.num_bytes, tuple(slots))
 
 
-def _pack(moves: Sequence[Move], tensors: Mapping[str, Tensor]) -> Tensor:
-    packed = torch.empty(message_bytes(moves), dtype=torch.uint8)
+def _pack(moves: Sequence[Move], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    packed = torch.empty(message_bytes(moves), dtype=torch.uint8, device=device)
     _copy(moves, tensors, packed)
     return packed
 

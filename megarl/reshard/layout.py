@@ -49,6 +49,10 @@ class WeightLayout:
 
     pieces: tuple[Piece, ...]
 
+    def __hash__(self) -> int:
+        """Of the pieces alone: layouts of one model differ in them."""
+        return hash(self.pieces)
+
     def __post_init__(self) -> None:
         for piece in self.pieces:
             assert extent(piece.box) == extent(piece.local_box), piece

@@ -55,7 +55,8 @@ def overlapping_servers(
     Raises:
         ConfigError: the machines have too few ranks.
     """
-    overlap = np.array([[overlap_bytes(source, need) for need in engine] for source in sources])
+    alike = {id(source): [overlap_bytes(source, need) for need in engine] for source in _distinct(sources)}
+    overlap = np.array([alike[id(source)] for source in sources])
     servers: list[tuple[int, ...]] = []
     for node in sorted(set(topology.nodes)):
         ranks = [rank for rank, n in enumerate(topology.nodes) if n == node]
@@ -72,6 +73,10 @@ def overlapping_servers(
             f"have room for {len(servers)}"
         )
     return servers
+
+
+def _distinct(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
+    return list({id(layout): layout for layout in layouts}.values())
 
 
 def overlap_bytes(source: WeightLayout, need: WeightLayout) -> int:

@@ -58,21 +58,29 @@ def message_bytes(moves: Sequence[Move]) -> int:
 
 def cut_rounds(moves: Sequence[Move], rank: int, bucket_bytes: int) -> list[Round]:
     """Rank `rank`'s rounds; every rank has the same number of them, empty ones included."""
-    rounds: list[list[Move]] = [[]]
+    return [
+        _arrange([move for move in of_round if rank in (move.source, move.destination)], rank)
+        for of_round in cut_moves(moves, bucket_bytes)
+    ]
+
+
+def cut_moves(moves: Sequence[Move], bucket_bytes: int) -> Iterator[list[Move]]:
+    """The moves of all ranks, round after round."""
+    of_round: list[Move] = []
     into: dict[int, int] = defaultdict(int)
     out_of: dict[int, int] = defaultdict(int)
     for move in _split_large(moves, bucket_bytes):
         full = into[move.destination] + move.num_bytes > bucket_bytes
         if full or (not move.is_local and out_of[move.source] + move.num_bytes > bucket_bytes):
-            rounds.append([])
+            yield of_round
+            of_round = []
             into.clear()
             out_of.clear()
         into[move.destination] += move.num_bytes
         if not move.is_local:
             out_of[move.source] += move.num_bytes
-        if rank in (move.source, move.destination):
-            rounds[-1].append(move)
-    return [_arrange(of_round, rank) for of_round in rounds]
+        of_round.append(move)
+    yield of_round
 
 
 def _arrange(moves: Sequence[Move], rank: int) -> Round:

@@ -26,6 +26,9 @@ class SyncStats:
     buckets: int
     peak_extra_bytes: int
     """The most that was allocated beyond parameters at one time."""
+    messages: int = 0
+    """Point-to-point messages received."""
+    collectives: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from megarl.reshard.cache import cached_moves, cached_rounds
 from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.plan import plan_moves
-from megarl.reshard.rounds import cut_rounds
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
 
 
@@ -20,9 +19,9 @@ class BoxStrategy:
     """Plans once, from layouts alone, and runs the plan at every push."""
 
     def __init__(self, context: SyncContext, bucket_bytes: int) -> None:
-        moves = plan_moves(context.sources, context.needs, context.topology, groups=context.groups)
+        moves = cached_moves(context.sources, context.needs, context.topology, context.groups)
         # Two buckets to receive into, and what is packed to be sent: within two of the configured size
-        self._rounds = cut_rounds(moves, context.rank, bucket_bytes // 2)
+        self._rounds = cached_rounds(moves, context.rank, bucket_bytes // 2)
         self._rank = context.rank
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
@@ -36,6 +35,8 @@ class BoxStrategy:
             bytes_delivered=books.bytes_delivered,
             buckets=books.buckets,
             peak_extra_bytes=books.peak_extra_bytes,
+            messages=books.messages,
+            collectives=books.collectives,
         )
 
     def close(self) -> None:

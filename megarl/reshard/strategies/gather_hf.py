@@ -94,7 +94,7 @@ class GatherHf:
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
-        sent = received = delivered = largest_packed = 0
+        sent = received = delivered = largest_packed = messages = 0
         pending: list[list[Callable[[], None]]] = [[], []]
         for index, plan in enumerate(self._plans):
             which = index % 2
@@ -103,7 +103,10 @@ class GatherHf:
             mine = [tensors[p.local][slices(p.local_box)] for p in plan.pieces[self._rank]]
             for sender in self._senders:
                 if sender == self._rank:
-                    received += self._fill(plan, mine, self._buffers[which])
+                    sizes = self._fill(plan, mine, self._buffers[which])
+                    received += sum(sizes)
+                    messages += len(sizes)
+                    largest_packed = max(largest_packed, *sizes, 0)
                 elif mine:
                     packed = torch.cat([m.reshape(-1) for m in mine])
                     dist.send(packed, sender)
@@ -121,11 +124,13 @@ class GatherHf:
             bytes_delivered=delivered,
             buckets=len(self._plans),
             peak_extra_bytes=sum(buffer.num_bytes for buffer in self._buffers) + largest_packed,
+            messages=messages,
         )
 
-    def _fill(self, plan: BucketPlan, mine: Sequence[Tensor], buffer: SharedBuffer) -> int:
+    def _fill(self, plan: BucketPlan, mine: Sequence[Tensor], buffer: SharedBuffer) -> list[int]:
+        """Bytes of each message received."""
         views = {slot.name: buffer.view(slot) for slot in plan.slots}
-        received = 0
+        received = []
         for rank, pieces in enumerate(plan.pieces):
             if rank == self._rank:
                 for piece, box in zip(pieces, mine, strict=True):
@@ -136,7 +141,7 @@ class GatherHf:
             dtype, device = views[pieces[0].tensor].dtype, _device(mine)
             packed = torch.empty(sum(volume(p.box) for p in pieces), dtype=dtype, device=device)
             dist.recv(packed, rank)
-            received += packed.nbytes
+            received.append(packed.nbytes)
             at = 0
             for piece in pieces:
                 target = views[piece.tensor][slices(piece.box)]

@@ -1,0 +1,67 @@
+"""A dense decoder of a given size whose every dimension divides by 1, 2, 3, 4, 6 and 8, and an engine's layout of it.
+
+hidden H = 48 k    query heads 48, key-value heads 24, each 2 k wide    MLP 3 H    8 layers    vocabulary 1536
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.megatron.families.dense import DenseModel
+from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout
+
+LAYERS, HEADS, VOCAB = 8, 48, 1536
+
+
+def synthetic_model(megabytes: float) -> DenseModel:
+    """Of about `megabytes` (10**6 bytes) in bfloat16."""
+    sizes = {unit: _parameters(unit * HEADS) for unit in range(1, 400)}
+    unit = min(sizes, key=lambda u: abs(2 * sizes[u] - megabytes * 1e6))
+    hidden = unit * HEADS
+    return DenseModel(
+        architecture="Qwen3ForCausalLM",
+        num_layers=LAYERS,
+        hidden_size=hidden,
+        ffn_hidden_size=3 * hidden,
+        num_heads=HEADS,
+        num_kv_heads=HEADS // 2,
+        head_dim=2 * unit,
+        vocab_size=VOCAB,
+        max_positions=4096,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=False,
+        qkv_bias=False,
+        qk_norm=True,
+    )
+
+
+def _parameters(hidden: int) -> int:
+    return LAYERS * 15 * hidden * hidden + 2 * VOCAB * hidden
+
+
+def engine_layouts(model: DenseModel, tp: int, dtype: str) -> list[WeightLayout]:
+    """By tensor rank, what SGLang would hold: q, k, v one after another, gate above up."""
+    tensors = model.tensors(dtype)
+    return [WeightLayout(tensors, tuple(_pieces(tensors, rank, tp))) for rank in range(tp)]
+
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+FUSED["up_proj"] = "gate_up_proj"
+BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def _pieces(tensors: dict[str, TensorSpec], rank: int, size: int) -> Iterator[Piece]:
+    filled: dict[str, int] = {}
+    for name, spec in tensors.items():
+        kind = name.split(".")[-2]
+        local = name.replace(kind, FUSED.get(kind, kind))
+        box = list(spec.box)
+        if len(box) == 2:
+            dim = 1 if kind in BY_COLUMNS else 0
+            part = spec.shape[dim] // size
+            box[dim] = (rank * part, (rank + 1) * part)
+        local_box: Box = tuple((0, stop - start) for start, stop in box)
+        at = filled.get(local, 0)
+        filled[local] = at + local_box[0][1]
+        yield Piece(name, tuple(box), local, ((at, filled[local]), *local_box[1:]))

@@ -1,0 +1,86 @@
+"""`megarl reshard explain`: what each way of moving weights would cost, without moving a byte."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.cli.output import console, print_error
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.reshard.report import Explanation
+
+STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`explain --model M --train pp=1,tp=4,dp=2 --gen pp=1,tp=2`."""
+    actions = parser.add_subparsers(metavar="ACTION", title="actions", required=True)
+    summary = "bytes, memory and messages of every strategy, from layouts alone"
+    explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
+    explain.add_argument("--model", required=True, help="a model folder, of which config.json is enough, or that file")
+    explain.add_argument("--train", required=True, metavar="pp=1,tp=4,dp=2", help="the trainer's sizes; also cp")
+    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="one engine's sizes")
+    explain.add_argument("--nodes", type=int, default=1, help="machines; ranks are spread evenly, neighbours together")
+    explain.add_argument("--bucket-mb", type=float, default=256, help="MiB of weight_sync.bucket_bytes (256)")
+    explain.add_argument("--strategy", nargs="+", choices=STRATEGIES, help="only these")
+    explain.add_argument("--json", action="store_true", help="one object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row per strategy; those that cannot serve the sizes are named on stderr, unless asked for."""
+    if args.bucket_mb <= 0:
+        raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
+    from megarl.controller.resharding import explain_scenarios, trace_scenario
+
+    scenario = trace_scenario(
+        args.model, train=args.train, gen=args.gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20)
+    )
+    explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES)
+    for name, why in refused.items():
+        if args.strategy:
+            raise why
+        print_error(f"{name} left out: {why}")
+    if args.json:
+        for name, each in explained.items():
+            print(json.dumps(each.as_json() | {"strategy": name, "resolved": each.report.strategy}), flush=True)
+    else:
+        _show(list(explained.items()))
+    return 0
+
+
+def _show(explained: Sequence[tuple[str, Explanation]]) -> None:
+    from rich.table import Table
+
+    first = explained[0][1]
+    report = first.report
+    out = console()
+    out.print(
+        f"{report.model}, {first.model_bytes / 1e6:,.1f} MB, {report.world} ranks, {report.train} -> {report.gen}; "
+        "MB = 10^6 bytes"
+    )
+    headings = ["strategy", "MB total", "in max", "in mean", "in bound", "of model", "cross node", "node max"]
+    headings += ["node bound", "peak extra", "messages", "plan s", "cached s"]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for name, each in explained:
+        table.add_row(name if name == each.report.strategy else f"{name}: {each.report.strategy}", *_cells(each))
+    out.print(table)
+
+
+def _cells(each: Explanation) -> list[str]:
+    r = each.report
+    moved = [f"{n / 1e6:,.1f}" for n in (r.bytes_total, r.bytes_in_max, r.bytes_in_mean, r.bytes_in_bound_max)]
+    nodes = (r.bytes_cross_node, each.bytes_into_node_max, each.bytes_into_node_bound_max, r.peak_extra_bytes)
+    return [
+        *moved,
+        f"{each.fraction_in_max:.4f}",
+        *(f"{n / 1e6:,.1f}" for n in nodes),
+        str(r.messages),
+        f"{r.plan_seconds_cold:.3f}",
+        f"{r.plan_seconds_cached:.4f}",
+    ]

@@ -1,0 +1,146 @@
+"""A training layout, a generation layout, and how each strategy would arrange the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.errors import ConfigError
+from megarl.placement.grid import RankGrid
+from megarl.reshard.groups import GenerationPlace, consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout import WeightLayout
+from megarl.reshard.placement import overlapping_servers
+from megarl.reshard.plan import Topology
+from megarl.reshard.strategies.boxes import BoxStrategy
+from megarl.reshard.strategies.full_gather import FullGather
+from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.strategy import Strategy, SyncContext
+
+STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
+"""In the order of reports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Both sides of a sync, on one set of ranks."""
+
+    model: str
+    grid: RankGrid
+    gen_pp: int
+    gen_tp: int
+    sources: tuple[WeightLayout, ...]
+    """By trainer rank."""
+    engine: tuple[tuple[WeightLayout, ...], ...]
+    """[pipeline stage][tensor rank] of one engine; engines are alike."""
+    topology: Topology
+    bucket_bytes: int
+
+    @property
+    def replicas(self) -> int:
+        """Engines that the ranks have room for."""
+        return self.grid.size // (self.gen_pp * self.gen_tp)
+
+    @property
+    def train(self) -> str:
+        """`p-t-d`, context parallelism counted as data parallelism."""
+        return f"{self.grid.pp}-{self.grid.tp}-{self.grid.dp * self.grid.cp}"
+
+    @property
+    def gen(self) -> str:
+        """`p_g-t_g`."""
+        return f"{self.gen_pp}-{self.gen_tp}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Who serves what, and whom it prefers to ask, under one strategy."""
+
+    strategy: str
+    places: dict[int, GenerationPlace]
+    """By trainer rank that serves an engine rank."""
+    needs: dict[int, WeightLayout]
+    """Likewise."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    senders: tuple[int, ...] = field(default=())
+    """gather_hf: one rank per engine, the first."""
+
+
+def even_nodes(world: int, nodes: int) -> Topology:
+    """Consecutive ranks share a machine, equally many on each.
+
+    Raises:
+        ConfigError: they do not divide.
+    """
+    if nodes < 1 or world % nodes:
+        raise ConfigError(
+            f"--nodes needs to divide the ranks, got {world} % {nodes}" + (f" = {world % nodes}" if nodes > 0 else "")
+        )
+    return Topology(tuple(rank // (world // nodes) for rank in range(world)))
+
+
+def arrange(strategy: str, scenario: Scenario) -> Arrangement:
+    """Places and groups of one of `STRATEGIES`.
+
+    Raises:
+        ConfigError: the strategy cannot serve these sizes, or an engine fits no machine.
+    """
+    grid, pp, tp = scenario.grid, scenario.gen_pp, scenario.gen_tp
+    if not scenario.replicas:
+        raise ConfigError(f"an engine takes gen pp {pp} * tp {tp} = {pp * tp} ranks, the trainer has {grid.size}")
+    groups: Sequence[Sequence[int]] = ()
+    match strategy:
+        case "micro_dp":
+            placed = dict(enumerate(strided_places(grid, gen_tp=tp, gen_pp=pp)))
+            groups = micro_dp_groups(grid, gen_tp=tp, gen_pp=pp)
+        case "exact":
+            placed = _overlapping_places(scenario)
+        case _:
+            placed = dict(enumerate(consecutive_places(grid.size, gen_tp=tp, gen_pp=pp)))
+            groups = replica_groups(grid) if strategy == "hybridflow_v" else ()
+    return Arrangement(
+        strategy=strategy,
+        places=placed,
+        needs={rank: scenario.engine[place.pp][place.tp] for rank, place in placed.items()},
+        groups=tuple(map(tuple, groups)),
+        senders=tuple(range(0, scenario.replicas * pp * tp, pp * tp)) if strategy == "gather_hf" else (),
+    )
+
+
+def replica_groups(grid: RankGrid) -> list[tuple[int, ...]]:
+    """The ranks of each training replica: all tensor ranks of all its stages."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(grid.size):
+        at = grid.coordinates(rank)
+        groups.setdefault((at.dp, at.cp), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
+
+
+def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
+    flat = [layout for stage in scenario.engine for layout in stage]
+    servers = overlapping_servers(scenario.sources, flat, replicas=scenario.replicas, topology=scenario.topology)
+    placed = {
+        rank: GenerationPlace(replica, index // scenario.gen_tp, index % scenario.gen_tp)
+        for replica, ranks in enumerate(servers)
+        for index, rank in enumerate(ranks)
+    }
+    return dict(sorted(placed.items()))
+
+
+def build_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> Strategy:
+    """The strategy as it runs on one rank."""
+    context = SyncContext(
+        rank=rank,
+        sources=scenario.sources,
+        topology=scenario.topology,
+        senders=arrangement.senders,
+        needs=arrangement.needs,
+        groups=arrangement.groups,
+    )
+    match arrangement.strategy:
+        case "ds_chat" | "hybridflow_v" as method:
+            return FullGather(context, scenario.bucket_bytes, method)
+        case "gather_hf":
+            return GatherHf(context, scenario.bucket_bytes)
+        case "micro_dp" | "exact":
+            return BoxStrategy(context, scenario.bucket_bytes)
+    raise AssertionError(arrangement.strategy)

@@ -1,0 +1,124 @@
+"""`megarl reshard explain`: its numbers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.reshard.synthetic import engine_layouts
+from megarl.cli.main import main
+from megarl.controller.resharding import read_model
+from megarl.reshard.layout import WeightLayout
+from megarl.rollout import trace
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 1536,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+@pytest.fixture
+def untraced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's layout by rule: SGLang takes seconds to import."""
+
+    def layouts(path: str, *, tp: int, dtype: str) -> list[WeightLayout]:
+        return engine_layouts(read_model(path)[0], tp, dtype)
+
+    monkeypatch.setattr(trace, "trace_layouts", layouts)
+
+
+def explain(model: str, *args: str) -> int:
+    return main(["reshard", "explain", "--model", model, *args])
+
+
+@pytest.mark.usefixtures("untraced")
+def test_json_of_every_strategy(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", "tp=4,dp=2", "--gen", "tp=2", "--nodes", "2", "--bucket-mb", "0.1", "--json") == 0
+    rows = {row["strategy"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(rows) == ["ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto"]
+    expected = {"ds_chat": 0.875, "hybridflow_v": 0.75, "gather_hf": 1.0, "micro_dp": 0.25, "exact": 0.25}
+    for name, fraction in expected.items():  # norms, which every tensor rank holds, are what differs
+        assert rows[name]["fraction_in_max"] == pytest.approx(fraction, abs=2e-3)
+        assert (rows[name]["world"], rows[name]["train"], rows[name]["gen"]) == (8, "1-4-2", "1-2")
+        assert rows[name]["model"] == "tiny"
+    assert rows["auto"] == rows["micro_dp"] | {"strategy": "auto"}
+    assert rows["micro_dp"]["bytes_cross_node"] == 0
+    assert rows["ds_chat"]["bytes_into_node_max"] * 2 == rows["ds_chat"]["bytes_cross_node"]
+    assert rows["ds_chat"]["peak_extra_bytes"] > rows["ds_chat"]["model_bytes"] > rows["exact"]["peak_extra_bytes"]
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_table_and_what_is_left_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--bucket-mb", "1") == 0
+    out, err = capsys.readouterr()
+    assert "tiny, 1.4 MB, 4 ranks, 1-2-2 -> 1-4" in out
+    assert "auto: exact" in out
+    assert "micro_dp left out: micro_dp needs the training sizes to be multiples" in err
+    assert "tp 2 % 4 = 2" in err
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize(
+    ("train", "gen", "message"),
+    [
+        ("tp=4,dp=x", "tp=2", "--train needs pp=N,tp=N,cp=N,dp=N, got 'tp=4,dp=x' at 'dp=x'"),
+        ("tp=4,tp=2", "tp=2", "got 'tp=4,tp=2' at 'tp=2'"),
+        ("tp=4", "dp=2", "--gen needs pp=N,tp=N, got 'dp=2'"),
+        ("tp=0", "tp=2", "--train needs sizes of at least 1, got tp=0"),
+        ("pp=3", "tp=1", "--train pp=3: layers that do not divide, 4 % 3 = 1; the nearest that can be served: 2 and 4"),
+        ("tp=3", "tp=1", "k_proj.weight has key-value heads that do not divide, 4 % 3 = 1; the nearest"),
+        ("tp=4,dp=2", "tp=5", "q_proj.weight has query heads that do not divide, 12 % 5 = 2; the nearest"),
+        ("tp=2", "tp=2,pp=2", "an engine takes pp 2 * tp 2 = 4 ranks, --train has 2"),
+    ],
+)
+def test_refusals(model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", train, "--gen", gen) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_strategy_that_was_asked_for_and_cannot(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--strategy", "micro_dp") == 2
+    assert "strategy exact serves any sizes" in capsys.readouterr().err
+
+
+def test_other_architectures_and_missing_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
+    assert explain(model, "--train", "tp=1", "--gen", "tp=1") == 2
+    assert "architecture GPT2LMHeadModel is not supported; supported are Qwen2" in capsys.readouterr().err
+    assert explain(f"{model}/none", "--train", "tp=1", "--gen", "tp=1") == 2
+    assert "cannot be read as a model's config.json" in capsys.readouterr().err
+
+
+def test_the_traced_layout_gives_the_same_numbers(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    args = ("--train", "pp=2,tp=4", "--gen", "pp=2,tp=2", "--strategy", "exact", "--json")
+    assert explain(model, *args) == 0
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["bytes_in_max"] == row["bytes_in_bound_max"]
+    assert row["fraction_in_max"] == pytest.approx(0.125, abs=2e-3)

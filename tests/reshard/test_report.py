@@ -1,0 +1,110 @@
+"""Reports against closed forms and bounds."""
+
+from dataclasses import fields
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.reshard.cache import cached_moves, forget_plans
+from megarl.reshard.layout import Piece, TensorSpec, WeightLayout
+from megarl.reshard.report import SyncReport, explain, explain_cheapest
+from megarl.reshard.scenario import STRATEGIES, arrange, even_nodes
+from megarl.reshard.stages import split_stages
+from tests.reshard.scenarios import scenario
+from tests.reshard.synthetic import MODEL_BYTES
+
+FIELDS = """strategy world train gen model bytes_total bytes_in_max bytes_in_mean bytes_in_bound_max bytes_cross_node
+peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold plan_seconds_cached sync_seconds_p50
+sync_seconds_max mismatched_bytes"""
+
+
+def test_the_fields_of_a_report():
+    assert [f.name for f in fields(SyncReport)] == FIELDS.split()
+
+
+@pytest.mark.parametrize("layout", [(1, 3, 2, 1, 2), (3, 2, 1, 2, 3), (1, 8, 1, 1, 3), (2, 2, 2, 1, 8)])
+def test_exact_receives_the_bound_where_sizes_grow_or_do_not_divide(layout):
+    case = scenario(*layout)
+    report = explain("exact", case).report
+    assert report.bytes_in_max == report.bytes_in_bound_max > 0
+    with pytest.raises(ConfigError):
+        explain("micro_dp", case)
+
+
+def test_exact_moves_nothing_where_every_generation_shard_lies_in_a_training_shard():
+    report = explain("exact", scenario(1, 2, 2, 1, 4)).report
+    assert (report.bytes_total, report.bytes_in_bound_max, report.messages) == (0, 0, 0)
+
+
+def test_exact_places_as_well_as_micro_dp_where_sizes_divide():
+    case = scenario(1, 8, 2, 1, 4, nodes=2)
+    exact, micro = explain("exact", case).report, explain("micro_dp", case).report
+    assert (exact.bytes_total, exact.bytes_in_max, exact.bytes_cross_node) == (micro.bytes_total, MODEL_BYTES / 8, 0)
+    assert exact.redundant_bytes_after == 0
+
+
+def test_bytes_between_machines():
+    """ds_chat on two machines of one replica each: half of a rank's M/2-sized remote part is owned over there."""
+    explained = explain("ds_chat", scenario(1, 4, 2, 1, 2, nodes=2))
+    assert explained.report.bytes_cross_node == 8 * MODEL_BYTES / 2
+    assert explained.bytes_into_node_max == 4 * MODEL_BYTES / 2
+    assert explained.bytes_into_node_bound_max == 0
+    assert explain("hybridflow_v", scenario(1, 4, 2, 1, 2, nodes=2)).report.bytes_cross_node == 0
+
+
+def test_gather_hf_sends_the_model_to_one_rank_of_each_engine():
+    report = explain("gather_hf", scenario(1, 4, 1, 1, 2)).report
+    assert report.bytes_total == 2 * 0.75 * MODEL_BYTES
+    assert report.bytes_in_max == 0.75 * MODEL_BYTES
+
+
+def test_small_buckets_take_more_messages_and_less_memory():
+    few, many = (explain("micro_dp", scenario(1, 4, 2, 1, 2, bucket_bytes=b)).report for b in (1 << 20, 1 << 14))
+    assert few.bytes_total == many.bytes_total
+    assert few.messages < many.messages
+    assert many.peak_extra_bytes <= 2 << 14 < few.peak_extra_bytes
+
+
+def test_the_cheapest_has_the_least_into_one_rank():
+    assert explain_cheapest(scenario(1, 4, 2, 1, 2)).report.strategy == "micro_dp"
+    grown = explain_cheapest(scenario(1, 2, 2, 1, 4))
+    assert grown.report.strategy == "exact"
+    case = scenario(1, 2, 2, 1, 4)
+    assert grown.report.bytes_in_max < min(explain(s, case).report.bytes_in_max for s in STRATEGIES[:3])
+
+
+def test_json_has_no_field_of_a_run():
+    found = explain("exact", scenario(1, 4, 2, 1, 2)).as_json()
+    assert set(FIELDS.split()) - set(found) == {"sync_seconds_p50", "sync_seconds_max", "mismatched_bytes"}
+    assert found["fraction_in_max"] == 0.25
+    assert found["model_bytes"] == MODEL_BYTES
+
+
+def test_nodes_that_do_not_divide_show_the_arithmetic():
+    with pytest.raises(ConfigError, match=r"--nodes needs to divide the ranks, got 8 % 3 = 2"):
+        even_nodes(8, 3)
+
+
+def test_a_plan_is_made_once():
+    forget_plans()
+    case, same = scenario(1, 4, 2, 1, 2), scenario(1, 4, 2, 1, 2)
+    plans = [cached_moves(c.sources, arrange("exact", c).needs, c.topology) for c in (case, same)]
+    assert plans[0] is plans[1]
+    other = scenario(1, 2, 4, 1, 2)
+    assert cached_moves(other.sources, arrange("exact", other).needs, other.topology) is not plans[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_of_an_engine(tied):
+    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.a.weight" for i in range(4)), "model.norm.weight"]
+    names += [] if tied else ["lm_head.weight"]
+    tensors = {name: TensorSpec((2,), "float32") for name in names}
+    layout = WeightLayout(tensors, tuple(Piece(n, ((0, 2),), n, ((0, 2),)) for n in names))
+    assert split_stages(layout, 1) == [layout]
+    first, last = ([p.local for p in stage.pieces] for stage in split_stages(layout, 2))
+    assert first == names[:3]
+    assert sorted(last) == sorted(
+        ["model.layers.2.a.weight", "model.layers.3.a.weight", "model.norm.weight", "lm_head.weight"]
+    )
+    with pytest.raises(ConfigError, match=r"got 4 % 3 = 1"):
+        split_stages(layout, 3)
