@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
     from megarl.controller.launch import run_stage
 
-    value = run_stage(config, Controller.evaluate)
+    value = run_stage(config, Controller.evaluate, begins_run=False)
     name = f"eval/{config.reward.eval_name}"
     if args.json:
         print(json.dumps({name: value, "model": config.model.path}))

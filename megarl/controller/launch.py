@@ -31,8 +31,11 @@ STOP_SECONDS = 6.0
 """How long an interrupted run may take to end in order, before Ray ends its processes."""
 
 
-def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
+def run_stage(config: C, method: Callable[[Controller, C], Any], *, begins_run: bool = True) -> Any:
     """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
+
+    Args:
+        begins_run: the results of an earlier run in the folder are set aside.
 
     Raises:
         MegarlError: what ended the run.
@@ -42,7 +45,7 @@ def run_stage(config: C, method: Callable[[Controller, C], Any]) -> Any:
     config = with_absolute_paths(config)
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in RESULTS:
+    for name in RESULTS if begins_run else ():
         if (folder / name).exists():
             set_aside(folder / name)
     (folder / f"{method.__name__}.yaml").write_text(dump_config(config))

@@ -10,6 +10,9 @@ SCORES = [i / NUM_HELD_OUT for i in range(NUM_HELD_OUT + 1)]
 
 
 def test_eval_prints_one_json_object(world: Path, tmp_path: Path, launch: Launch) -> None:
+    earlier = tmp_path / "run" / "metrics.jsonl"
+    earlier.parent.mkdir()
+    earlier.write_text("{}\n")
     command = launch("eval", write_run(world, tmp_path), "--json")
     assert command.wait(120) == 0, command.stderr
     result = json.loads(command.stdout.splitlines()[-1])
@@ -17,3 +20,4 @@ def test_eval_prints_one_json_object(world: Path, tmp_path: Path, launch: Launch
     assert result["model"] == str(world / "model")
     command.assert_nothing_lives(5)
     assert command.leftovers() == []
+    assert earlier.read_text() == "{}\n", "what an earlier run wrote stays where it is"
