@@ -20,7 +20,7 @@ from megarl.rollout.spec import EngineSpec, engine_spec
 from megarl.workers.failure import wait_all
 from megarl.workers.shell import AsyncShell
 
-SHUTDOWN_SECONDS = 5.0
+SHUTDOWN_SECONDS = 3.0
 """How long engines may take to end in order, before Ray ends their processes."""
 
 

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.2
 
 RESULTS = ("metrics.jsonl", "tensorboard", "rollouts", "summary.json")
 """What a run writes into its folder step by step; an earlier run's is kept under another name."""
-STOP_SECONDS = 6.0
+STOP_SECONDS = 4.0
 """How long an interrupted run may take to end in order, before Ray ends its processes."""
 
 

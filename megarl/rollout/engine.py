@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.bucket import WeightBucket
+from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.layout import WeightLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +81,28 @@ class RolloutEngine(GenerationEngine, Protocol):
         """
         ...
 
+    async def layouts(self) -> list[WeightLayout]:
+        """What each TP rank holds, by rank; `load_boxes` takes boxes of these local tensors."""
+        ...
+
+    async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
+        """Write TP rank `tp_rank`'s boxes of round `index` into its parameters (None: it has none).
+
+        Every TP rank has a sender of its own. A call returns once all ranks' parts of the round have come and have
+        been written; the bucket may then be used again. Rounds may overlap.
+
+        Raises:
+            WeightSyncError: a parameter is unknown, a box is out of bounds, of another dtype, or was written before
+                in this update: its rank writes nothing of the round. Or another rank's part did not come in time.
+                The update is closed; the engine serves the old weights if no rank has written anything, and
+                otherwise nothing until an update succeeds.
+        """
+        ...
+
     async def end_weights(self, policy_version: int) -> None:
         """Drop cached keys and values, take the version, decode again.
 
         Raises:
-            WeightSyncError: a tensor of the model did not arrive since `begin_weights`.
+            WeightSyncError: a tensor of the model, or a box of one, did not arrive since `begin_weights`.
         """
         ...

@@ -40,11 +40,11 @@ class EngineHost:
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.directory = tempfile.mkdtemp(prefix="megarl-engine-")
-        """Private to this engine, its sockets among others; removed by `stop`."""
+        self.directory = ""
+        """Private to this engine, for its sockets among others; made as it launches, removed by `stop`."""
         self.failure: WorkerError | None = None
         self.processes: list[BaseProcess] = []
-        self._log_dir = spec.log_dir or self.directory
+        self._log_dir = spec.log_dir or ""
         self._engine: Any = None
         self._load_figures: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,7 +69,8 @@ class EngineHost:
         if self.spec.port is not None:
             check_port(self.spec.port)
         ignore_sigquit()
-        Path(self._log_dir).mkdir(parents=True, exist_ok=True)
+        if self._log_dir:
+            Path(self._log_dir).mkdir(parents=True, exist_ok=True)
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True, name="megarl-engine")
         self._thread.start()
@@ -99,7 +100,7 @@ class EngineHost:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             else:
                 self._kill()  # the launch then fails
-                shutil.rmtree(self.directory, ignore_errors=True)  # importing SGLang may outlast the caller's patience
+                shutil.rmtree(self.directory, ignore_errors=True)  # the launch may outlast the caller's patience
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -123,6 +124,10 @@ class EngineHost:
         from sglang.srt.entrypoints.engine import Engine
 
         host = self
+        if self._stopping:  # while SGLang was imported, which takes seconds
+            raise WorkerError("stopped while it started")
+        self.directory = tempfile.mkdtemp(prefix="megarl-engine-")
+        self._log_dir = self._log_dir or self.directory
 
         class HostedEngine(Engine):  # type: ignore[misc]
             run_scheduler_process_func = SchedulerProcess(host._log_dir)

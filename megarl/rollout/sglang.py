@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import WorkerError
-from megarl.reshard.bucket import WeightBucket
+from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.layout import Box, WeightLayout
 from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.rollout.engine_trace import EngineTrace
 from megarl.rollout.host import EngineHost
 from megarl.rollout.spec import EngineSpec, engine_spec, stop_token_ids
 from megarl.rollout.weights import WeightSession
@@ -95,6 +97,26 @@ class SglangEngine:
     async def load_weights(self, bucket: WeightBucket) -> None:
         """Write the bucket's tensors into every TP rank; see `RolloutEngine.load_weights`."""
         await self._weights.load(bucket)
+
+    async def layouts(self) -> list[WeightLayout]:
+        """What each TP rank holds, by rank: read off its own loader; see `megarl.rollout.engine_trace`.
+
+        Raises:
+            WeightSyncError: the model loads in a way that boxes cannot express.
+        """
+        return [trace.layout for trace in await self.traces()]
+
+    async def traces(self) -> list[EngineTrace]:
+        """The layouts, with padding and with what must come through `load_weights`; raises as `layouts` does."""
+        return await self._weights.traces()
+
+    async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
+        """Write one TP rank's part of round `index`; see `RolloutEngine.load_boxes`."""
+        await self._weights.load_boxes(tp_rank, index, bucket)
+
+    async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
+        """By TP rank: tensor and box of each piece of its layout -> `digest` of what its parameter holds."""
+        return await self._weights.piece_hashes()
 
     async def end_weights(self, policy_version: int) -> None:
         """Take the version and decode again; see `RolloutEngine.end_weights`."""

@@ -42,6 +42,8 @@ class EngineSpec:
     log_dir: str | None = None
     """Where the scheduler processes write their output. None: a temporary folder, removed on shutdown."""
     start_timeout_seconds: float = 600.0
+    round_timeout_seconds: float = 60.0
+    """How long one TP rank's boxes of a round wait for the other ranks'."""
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Further `sglang.Engine` arguments."""
 
@@ -71,6 +73,8 @@ def engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
         stop_token_ids=stop_token_ids(config.model.path),
         log_dir=f"{config.run_dir}/logs/engine-{replica}",
         start_timeout_seconds=engine.start_timeout_seconds,
+        # less than the senders' own patience, so that they hear which rank is missing
+        round_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         extra_args=dict(engine.extra_args),
     )
 

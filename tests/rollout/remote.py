@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from megarl.reshard.bucket import SharedBuffer, lay_out
+from megarl.reshard.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
+from megarl.reshard.layout import slices
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.environment import engine_environment
 from megarl.rollout.spec import EngineSpec
@@ -103,4 +104,51 @@ def sync(engine, weights, policy_version, num_buckets=3):
     names = list(weights)
     for i in range(num_buckets):
         send_bucket(engine, {name: weights[name] for name in names[i::num_buckets]})
+    engine.call("end_weights", policy_version)
+
+
+def box_bucket(boxes):
+    """The boxes `(local, local_box, elements)` in shared memory: its buffer and its description."""
+    slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
+    buffer = SharedBuffer(num_bytes)
+    for slot, (_, _, t) in zip(slots, boxes, strict=True):
+        buffer.view(slot).copy_(t)
+    box_slots = [
+        BoxSlot(local, box, dtype_name(t.dtype), slot.offset)
+        for slot, (local, box, t) in zip(slots, boxes, strict=True)
+    ]
+    return buffer, BoxBucket(buffer.path, buffer.num_bytes, tuple(box_slots))
+
+
+def boxes_of(layout, weights):
+    return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in layout.pieces]
+
+
+def send_round(engine, index, per_rank):
+    """One round, every rank's boxes from a sender of its own; None where a rank has none."""
+    buffers, calls = [], []
+    try:
+        for rank, boxes in enumerate(per_rank):
+            bucket = None
+            if boxes is not None:
+                buffer, bucket = box_bucket(boxes)
+                buffers.append(buffer)
+            calls.append(engine.submit("load_boxes", rank, index, bucket))
+        errors = [call.exception(CALL_SECONDS) for call in calls]
+        for buffer in buffers:
+            buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
+    finally:
+        for buffer in buffers:
+            buffer.close()
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def sync_boxes(engine, layouts, weights, policy_version, num_rounds=3):
+    """A whole update by boxes."""
+    engine.call("begin_weights")
+    ranks = [boxes_of(layout, weights) for layout in layouts]
+    for i in range(num_rounds):
+        send_round(engine, i, [boxes[i::num_rounds] or None for boxes in ranks])
     engine.call("end_weights", policy_version)

@@ -1,12 +1,16 @@
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from megarl.reshard.bucket import SharedBuffer, lay_out
+from megarl.reshard.bucket import BoxSlot, SharedBuffer, lay_out
 from megarl.rollout import receiver
+from megarl.rollout.orders import dump_order, read_reply, reply_path, write_boxes_order, write_order
+from tests.rollout.remote import box_bucket
 
 
 class Engine(nn.Module):
@@ -45,7 +49,7 @@ def order(tmp_path):
         for slot in slots:
             buffers[-1].view(slot).copy_(tensors[slot.name])
         bucket = buffers[-1].describe(slots)
-        return receiver.write_order(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
+        return write_order(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
 
     yield make
     for buffer in buffers:
@@ -55,7 +59,7 @@ def order(tmp_path):
 def execute(model, order):
     placeholder = torch.empty(0)
     receiver.load(model, [(json.loads(json.dumps(order)), placeholder)])
-    return receiver.read_reply(receiver.reply_path(order["reply"], 1))
+    return read_reply(reply_path(order["reply"], 1))
 
 
 def test_a_good_bucket_is_written(model, order):
@@ -104,5 +108,52 @@ def test_a_reply_that_cannot_be_written_is_left_out(model, order, tmp_path):
 
 
 def test_parameters_are_dumped_by_name(model, tmp_path):
-    execute(model, receiver.dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
+    execute(model, dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
     assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}
+
+
+@pytest.fixture
+def boxes(tmp_path):
+    """Makes the order to write one box into all of `a`; every order opens a session of its own."""
+    buffers = []
+
+    def make(session, **changes):
+        buffer, bucket = box_bucket([("a", ((0, 4),), torch.ones(4))])
+        buffers.append(buffer)
+        return write_boxes_order(dataclasses.replace(bucket, **changes), session) | {"reply": str(tmp_path / "reply")}
+
+    yield make
+    for buffer in buffers:
+        buffer.close()
+
+
+def test_boxes_are_written_once_a_session(model, boxes):
+    for session in (100, 101):
+        model.a.data.zero_()
+        assert execute(model, boxes(session)).wrote
+        assert model.a.tolist() == [1.0] * 4
+    again = execute(model, boxes(101))
+    assert not again.wrote
+    assert again.error == "a [0:4] was written before, as part of [0:4]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "/proc/self/fd/nothing"}, "FileNotFoundError"),
+        ({"num_bytes": 10**7}, "needs 10000000 bytes, got 4096"),
+        ({"num_bytes": 8}, r"a \[0:4\] ends at byte 16, the bucket at 8"),
+        (
+            {"slots": (BoxSlot("a", ((0, 2),), "float32", 2),)},
+            "lies at byte 2 of the bucket, .* multiple of 4",
+        ),
+        ({"slots": (BoxSlot("a", ((2, 2),), "float32", 0),)}, "does not lie in the parameter"),
+    ],
+)
+def test_a_bucket_that_is_wrong_is_refused_and_does_not_count(model, boxes, changes, message):
+    reply = execute(model, boxes(200, **changes))
+    assert not reply.wrote
+    assert re.search(message, reply.error)
+    assert model.a.tolist() == [0.0] * 4
+    assert execute(model, boxes(200)).error is None
+    receiver.boxes._open_session(201)

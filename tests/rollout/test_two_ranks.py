@@ -5,9 +5,13 @@ import pytest
 import torch
 
 from megarl.errors import ConfigError, WeightSyncError, WorkerError
+from megarl.reshard.bucket import digest
+from megarl.reshard.layout import slices
 from megarl.rollout.host import check_port
+from megarl.rollout.trace import trace_layouts
 from tests.rollout import reference
-from tests.rollout.remote import RemoteEngine, requests, send_bucket, sync
+from tests.rollout.conftest import tiny_qwen3
+from tests.rollout.remote import RemoteEngine, box_bucket, boxes_of, requests, send_bucket, send_round, sync, sync_boxes
 from tests.rollout.test_weights import PROMPTS, assert_engine_holds
 
 
@@ -19,21 +23,29 @@ def port():
 
 
 @pytest.fixture(scope="module")
-def engine(spec, port):
-    engine = RemoteEngine(dataclasses.replace(spec, tp=2, port=port))
+def uneven_dir(tmp_path_factory):
+    """One key-value head for both ranks, and a vocabulary that needs padding: rank 1 attends to nothing."""
+    folder = tmp_path_factory.mktemp("models") / "uneven"
+    tiny_qwen3(folder, num_key_value_heads=1, vocab_size=252)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(spec, port, uneven_dir):
+    engine = RemoteEngine(dataclasses.replace(spec, model_path=uneven_dir, tp=2, port=port, round_timeout_seconds=1.0))
     engine.call("start")
     yield engine
     engine.close()
 
 
-def test_each_rank_holds_its_shard(engine, model_dir, tmp_path):
+def test_each_rank_holds_its_shard(engine, uneven_dir, tmp_path):
     for version in (1, 2):
-        weights = reference.changed(model_dir, seed=version)
+        weights = reference.changed(uneven_dir, seed=version)
         engine.call("randomize_weights")
         sync(engine, weights, version)
         assert_engine_holds(engine, weights, tmp_path, tp=2)
         generations = engine.generate(PROMPTS)
-        assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+        assert reference.worst_difference(reference.load(uneven_dir, weights), PROMPTS, generations) <= 1e-4
         assert {v for g in generations for v in g.policy_versions} == {version}
 
 
@@ -42,6 +54,112 @@ def test_each_rank_refuses_a_bad_bucket(engine):
     with pytest.raises(WeightSyncError, match=r"TP rank 0: nonsense is no .*; TP rank 1: nonsense is no "):
         send_bucket(engine, {"nonsense": torch.zeros(3)})
     assert len(engine.generate(PROMPTS)) == len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def layouts(engine):
+    return engine.call("layouts")
+
+
+@pytest.fixture
+def served(engine, layouts, uneven_dir):
+    """Weights that the engine serves as version 5."""
+    weights = reference.changed(uneven_dir, seed=5)
+    sync_boxes(engine, layouts, weights, 5)
+    return weights
+
+
+def assert_serves(engine, uneven_dir, weights, version, folder):
+    assert_engine_holds(engine, weights, folder, tp=2)
+    generations = engine.generate(PROMPTS)
+    assert reference.worst_difference(reference.load(uneven_dir, weights), PROMPTS, generations) <= 1e-4
+    assert {v for g in generations for v in g.policy_versions} == {version}
+
+
+def test_boxes_arrive_bit_by_bit_in_each_rank(engine, layouts, uneven_dir, tmp_path):
+    for version in (1, 2, 3):
+        weights = reference.changed(uneven_dir, seed=version)
+        engine.call("randomize_weights")
+        sync_boxes(engine, layouts, weights, version, num_rounds=2 * version)
+        assert_serves(engine, uneven_dir, weights, version, tmp_path)
+
+
+def test_each_rank_s_layout_is_the_one_that_is_traced_without_an_engine(layouts, uneven_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert layouts == trace_layouts(uneven_dir, tp=2)
+
+
+def test_each_rank_hashes_its_pieces(engine, layouts, served):
+    for layout, hashes in zip(layouts, engine.call("piece_hashes"), strict=True):
+        assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
+
+
+def test_a_rank_without_boxes_says_so(engine, layouts, uneven_dir, tmp_path):
+    weights = reference.changed(uneven_dir, seed=11)
+    first, second = (boxes_of(layout, weights) for layout in layouts)
+    engine.call("begin_weights")
+    send_round(engine, 0, [first, None])
+    send_round(engine, 1, [None, second])
+    engine.call("end_weights", 11)
+    assert_serves(engine, uneven_dir, weights, 11, tmp_path)
+
+
+def test_rounds_may_overlap(engine, layouts, uneven_dir, tmp_path):
+    weights = reference.changed(uneven_dir, seed=12)
+    engine.call("begin_weights")
+    calls, buffers = [], []
+    for rank, layout in enumerate(layouts):
+        for index in range(2):
+            buffer, bucket = box_bucket(boxes_of(layout, weights)[index::2])
+            buffers.append(buffer)
+            calls.append(engine.submit("load_boxes", rank, index, bucket))
+    for call in calls:
+        call.result(30)
+    for buffer in buffers:
+        buffer.close()
+    engine.call("end_weights", 12)
+    assert_serves(engine, uneven_dir, weights, 12, tmp_path)
+
+
+def test_a_rank_whose_boxes_do_not_come_is_named(engine, layouts, uneven_dir, served, tmp_path):
+    engine.call("begin_weights")
+    buffer, bucket = box_bucket(boxes_of(layouts[0], served))
+    with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from TP rank 1 of 2 within 1 s"):
+        engine.call("load_boxes", 0, 0, bucket)
+    with pytest.raises(WeightSyncError, match="needs begin_weights first"):
+        engine.call("load_boxes", 1, 0, bucket)
+    buffer.close()
+    assert_serves(engine, uneven_dir, served, 5, tmp_path)
+
+
+def test_what_one_rank_refuses_leaves_the_engine_mixed_until_a_whole_update(
+    engine, layouts, uneven_dir, served, tmp_path
+):
+    weights = reference.changed(uneven_dir, seed=13)
+    first, second = (boxes_of(layout, weights) for layout in layouts)
+    engine.call("begin_weights")
+    with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine$"):
+        send_round(engine, 0, [first, [*second, ("nonsense", ((0, 1),), torch.zeros(1))]])
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync_boxes(engine, layouts, weights, 13)
+    assert_serves(engine, uneven_dir, weights, 13, tmp_path)
+
+
+@pytest.mark.usefixtures("served")
+def test_a_hole_in_one_rank_is_named_there(engine, layouts, uneven_dir, tmp_path):
+    weights = reference.changed(uneven_dir, seed=14)
+    first, second = (boxes_of(layout, weights) for layout in layouts)
+    short = [box for box in second if box[0] != "model.layers.1.mlp.down_proj.weight"]
+    engine.call("begin_weights")
+    send_round(engine, 0, [first, short])
+    hole = r"TP rank 1: .*model\.layers\.1\.mlp\.down_proj\.weight was not written at \[0:64, 0:64\]"
+    with pytest.raises(WeightSyncError, match=hole):
+        engine.call("end_weights", 14)
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync_boxes(engine, layouts, weights, 14)
+    assert_serves(engine, uneven_dir, weights, 14, tmp_path)
 
 
 @pytest.mark.usefixtures("engine")

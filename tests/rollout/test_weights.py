@@ -11,29 +11,42 @@ from tests.rollout.remote import requests, send_bucket, sync
 PROMPTS = [[(11 * i + 5 * j) % 240 for j in range(6 + 3 * i)] for i in range(5)]
 
 
+HEAD_DIM, VOCABULARY_MULTIPLE = 32, 64
+
+
 def engine_parameters(weights, tp, rank):
-    """The engine's parameters as they must be: stacked projections, split over the ranks."""
+    """The engine's parameters as they must be: stacked projections, split over the ranks.
 
-    def rows(t):
-        return t.chunk(tp, 0)[rank]
+    On CPU, SGLang adds heads of zeros where the key-value heads cannot be shared evenly.
+    """
 
-    def columns(t):
-        return t.chunk(tp, 1)[rank]
+    def padded(t, dim, multiple):
+        shape = list(t.shape)
+        shape[dim] = -shape[dim] % multiple
+        return torch.cat([t, t.new_zeros(shape)], dim)
+
+    def share(t, dim, multiple=1):
+        return padded(t, dim, multiple).chunk(tp, dim)[rank]
+
+    num_kv_heads = len(weights["model.layers.0.self_attn.k_proj.weight"]) // HEAD_DIM
+    queries = len(weights["model.layers.0.self_attn.q_proj.weight"]) // num_kv_heads * tp
 
     expected = {}
     for name, t in weights.items():
         if name.endswith("q_proj.weight"):
-            parts = [weights[name.replace("q_proj", f"{x}_proj")] for x in "qkv"]
-            expected[name.replace("q_proj", "qkv_proj")] = torch.cat([rows(p) for p in parts])
+            k, v = (share(weights[name.replace("q_proj", f"{x}_proj")], 0, HEAD_DIM * tp) for x in "kv")
+            expected[name.replace("q_proj", "qkv_proj")] = torch.cat([share(t, 0, queries), k, v])
         elif name.endswith("gate_proj.weight"):
             parts = [t, weights[name.replace("gate_proj", "up_proj")]]
-            expected[name.replace("gate_proj", "gate_up_proj")] = torch.cat([rows(p) for p in parts])
+            expected[name.replace("gate_proj", "gate_up_proj")] = torch.cat([share(p, 0) for p in parts])
         elif name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
             continue
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            expected[name] = columns(t)
+        elif name.endswith("o_proj.weight"):
+            expected[name] = share(t, 1, queries)
+        elif name.endswith("down_proj.weight"):
+            expected[name] = share(t, 1)
         elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            expected[name] = rows(t)
+            expected[name] = share(t, 0, VOCABULARY_MULTIPLE)
         else:
             expected[name] = t
     return expected

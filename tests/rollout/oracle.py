@@ -1,0 +1,58 @@
+"""Compares traced layouts with what SGLang's own `load_weights` does, element by element, with real values.
+
+Every element of every Hugging Face tensor is its own index over all of them. Run as `python oracle.py <folder> ...`,
+with the environment of an engine; prints what differs, as JSON.
+"""
+
+import json
+import sys
+
+import torch
+
+from megarl.reshard.layout import slices
+from megarl.rollout.engine_trace import fold, own_tensors, trace_live
+from megarl.rollout.spec import EngineSpec
+from megarl.rollout.trace_child import build_model, checkpoint_tensors
+
+UNTOUCHED = -7.0
+
+
+def compare(folder, device, tp, ep):
+    spec = EngineSpec(
+        model_path=folder, device=device, tp=tp, max_total_tokens=4096, extra_args={"ep_size": ep} if ep > 1 else {}
+    )
+    tensors, first, values = checkpoint_tensors(folder, "float32"), 1, {}
+    for name, t in tensors.items():
+        n = torch.Size(t.shape).numel()
+        values[name] = torch.arange(first, first + n, dtype=torch.float64).view(t.shape)
+        first += n
+    out = []
+    for rank in range(tp):
+        trace = trace_live(build_model(spec, rank), tensors)
+        model = build_model(spec, rank, device="cpu")
+        for p in model.parameters():
+            p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)
+        assert trace_live(model, tensors).layout.pieces == trace.layout.pieces
+        assert all((p == UNTOUCHED).all() for p in model.parameters())
+        held = own_tensors(model)
+        expected = {name: torch.full_like(p.data, UNTOUCHED) for name, p in model.named_parameters()}
+        with torch.no_grad():
+            model.load_weights(iter(values.items()))
+        for piece in trace.layout.pieces:
+            box = fold(expected[piece.local], len(piece.local_box))[slices(piece.local_box)]
+            assert (box == UNTOUCHED).all(), piece
+            box.copy_(values[piece.tensor][slices(piece.box)])
+        for pad in trace.padding:
+            box = fold(expected[pad.local], len(pad.local_box))[slices(pad.local_box)]
+            assert (box == UNTOUCHED).all(), pad
+            box.fill_(pad.value)
+        different = [name for name, t in expected.items() if not torch.equal(t, held[name])]
+        untouched = [name for name, t in expected.items() if (t == UNTOUCHED).any()]
+        padding = sum((t == 0).sum().item() for t in expected.values())
+        out.append({"different": different, "untouched": untouched, "padding": padding, "derived": trace.derived})
+    return out
+
+
+if __name__ == "__main__":
+    cases = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps({label: compare(*case) for label, case in cases.items()}))

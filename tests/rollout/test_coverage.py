@@ -1,0 +1,53 @@
+import random
+
+import torch
+
+from megarl.reshard.layout import slices
+from megarl.rollout.coverage import Coverage, subtract
+
+
+def random_box(rng, shape):
+    return tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in shape)
+
+
+def test_boxes_are_counted_as_a_mask_counts_them():
+    rng = random.Random(0)
+    for shape in [(9,), (6, 5), (4, 3, 5)] * 40:
+        coverage, mask = Coverage(), torch.zeros(shape, dtype=torch.bool)
+        for _ in range(12):
+            box = random_box(rng, shape)
+            meeting = coverage.meeting(box)
+            assert bool(meeting) == bool(mask[slices(box)].any())
+            if meeting and rng.random() < 0.5:
+                coverage.remove(meeting[0])
+                mask[slices(meeting[0])] = False
+            elif not meeting:
+                coverage.add(box)
+                mask[slices(box)] = True
+            query = random_box(rng, shape)
+            hole = coverage.missing(query)
+            assert (hole is None) == bool(mask[slices(query)].all())
+            if hole is not None:
+                assert not mask[slices(hole)].any()
+            assert coverage.num_elements == mask.sum()
+
+
+def test_what_is_left_of_a_box_is_disjoint():
+    rng = random.Random(1)
+    for _ in range(100):
+        box, others = random_box(rng, (6, 5)), [random_box(rng, (6, 5)) for _ in range(3)]
+        count = torch.zeros(6, 5)
+        for part in subtract(box, others):
+            count[slices(part)] += 1
+        expected = torch.zeros(6, 5)
+        expected[slices(box)] = 1
+        for other in others:
+            expected[slices(other)] = 0
+        assert torch.equal(count, expected)
+
+
+def test_a_scalar_has_one_box():
+    coverage = Coverage()
+    assert coverage.missing(()) == ()
+    coverage.add(())
+    assert coverage.missing(()) is None

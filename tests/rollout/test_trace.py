@@ -1,0 +1,140 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from megarl.errors import DataError
+from megarl.reshard.layout import volume
+from megarl.rollout import trace
+from megarl.rollout.encoding import decode_traces, encode_traces
+from megarl.rollout.environment import engine_environment
+from megarl.rollout.trace import trace_engine, trace_layouts
+
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 1,
+    "dtype": "float32",
+}
+EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+MODELS = {
+    "qwen2": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "llama": ("llama", {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 1}),
+    "gemma2": ("gemma2", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
+}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+}
+CASES = {
+    f"{model} {device} tp {tp}": (model, device, tp, 1)
+    for model in MODELS
+    for device in ("cpu", "cuda")
+    for tp in (1, 2, 4)
+    if model != "gemma2" or tp == 2
+}
+CASES |= {f"qwen3_moe tp {tp} ep 2": ("qwen3_moe", "cpu", tp, 2) for tp in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Model -> a folder with a config.json and nothing else."""
+    root = tmp_path_factory.mktemp("configs")
+    for name, (model_type, changes) in MODELS.items():
+        config = AutoConfig.for_model(model_type, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
+        config.save_pretrained(root / name)
+    return {name: str(root / name) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def comparisons(folders):
+    cases = {label: (folders[model], *rest) for label, (model, *rest) in CASES.items()}
+    script = Path(__file__).with_name("oracle.py")
+    child = subprocess.run(
+        [sys.executable, str(script), json.dumps(cases)],
+        env=os.environ | engine_environment("cpu", 4),
+        capture_output=True,
+        timeout=300,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_every_element_lies_where_the_layout_says(comparisons, label):
+    ranks = comparisons[label]
+    model, device, tp, _ = CASES[label]
+    assert len(ranks) == tp
+    for rank in ranks:
+        assert rank["different"] == []
+        assert rank["untouched"] == []
+    if device == "cuda":
+        num_vocabularies = 1 if model in ("qwen2", "gemma2") else 2
+        assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
+
+
+def test_values_that_the_engine_computes_are_found(comparisons):
+    for label, ranks in comparisons.items():
+        for rank in ranks:
+            assert len(rank["derived"]) == (9 if label.startswith("gemma2") else 0)
+            assert all("norm" in name for name in rank["derived"])
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_keys_of_too_few_heads_are_repeated_or_padded(folders, device):
+    boxes = [
+        [p.box[0] for p in layout.pieces if p.tensor == "model.layers.0.self_attn.k_proj.weight"]
+        for layout in trace_layouts(folders["qwen3"], tp=4, device=device)
+    ]
+    shared = [[(0, 32)], [(0, 32)], [(32, 64)], [(32, 64)]]
+    assert boxes == {"cuda": shared, "cpu": [[(0, 32)], [(32, 64)], [], []]}[device]
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megarl" / "layouts"
+
+
+def test_a_config_is_enough_and_the_second_time_comes_from_the_cache(folders, cache, monkeypatch):
+    config = str(Path(folders["qwen3_moe"]) / "config.json")
+    layouts = trace_layouts(config, tp=2, dtype="bfloat16")
+    whole = layouts[0].tensors
+    assert {spec.dtype for spec in whole.values()} == {"bfloat16"}
+    split = [p for p in layouts[0].pieces if volume(p.box) < volume(whole[p.tensor].box)]
+    assert any("experts.7.down_proj" in p.tensor for p in split)
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(trace, "_ask_child", None)
+    assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
+    with pytest.raises(TypeError):
+        trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")
+    traces = trace_engine(folders["qwen3_moe"], tp=2, dtype="bfloat16")
+    assert decode_traces(json.loads(json.dumps(encode_traces(traces)))) == traces
+    assert [len(t.padding) for t in traces] == [0, 2]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_that_sglang_does_not_know_is_told_with_its_words(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
+    with pytest.raises(DataError, match=r"(?s)could not build the model of config\.json.*Error"):
+        trace_layouts(str(tmp_path), tp=1)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"config\.json: cannot be read"):
+        trace_layouts(str(tmp_path), tp=1)
