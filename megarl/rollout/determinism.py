@@ -6,6 +6,8 @@ Triton kernels. Their CPU twins are here, and are installed in scheduler process
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,8 +63,10 @@ def _pad_matrix_products() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        _library.impl("mm", _padded_mm, "CPU")  # type: ignore[no-untyped-call]
-        _library.impl("addmm", _padded_addmm, "CPU")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            _library.impl("mm", _padded_mm, "CPU")  # type: ignore[no-untyped-call]
+            _library.impl("addmm", _padded_addmm, "CPU")  # type: ignore[no-untyped-call]
 
 
 def _padded_mm(a_NK: Tensor, b_KM: Tensor) -> Tensor:

@@ -37,7 +37,15 @@ class Launched:
         self._seen: set[psutil.Process] = set()
         self._shared_before = set(SHARED_MEMORY.iterdir())
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                # a shell's background jobs ignore Ctrl-C, and so would their children
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
 
     @property
     def stdout(self) -> str:

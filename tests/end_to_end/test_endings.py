@@ -71,8 +71,9 @@ def test_a_killed_engine_ends_the_run_with_its_last_words(world: Path, tmp_path:
     scheduler.kill()
     assert run.wait(30) == 1
     log = tmp_path / "run" / "logs" / "engine-0" / f"scheduler-{scheduler.pid}.log"
-    says = f"error: the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of {log}:\n"
-    assert run.stderr.startswith(says)
+    # in whatever phase it was killed: a weight sync names the engine first
+    assert run.stderr.startswith("error: ")
+    assert f"the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of {log}:\n" in run.stderr
     assert log.read_text().splitlines()[-1] in run.stderr
     run.assert_nothing_lives(5)
     assert run.leftovers() == []
