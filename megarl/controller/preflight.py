@@ -23,13 +23,12 @@ from megarl.data.source import read_rows
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.dense import DenseModel
 from megarl.reward.python import load_reward_function
+from megarl.rollout.spec import PORTS_PER_REPLICA
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.batch.trajectory import Prompt
-
-PORTS_PER_REPLICA = 100
 
 
 def require_ready(config: StageConfig) -> None:

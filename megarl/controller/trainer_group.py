@@ -10,10 +10,9 @@ from megarl.megatron.worker import TrainerWorker
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
 from megarl.workers.group import Pending, WorkerGroup
-from megarl.workers.transfers import BROADCAST, GATHER
+from megarl.workers.transfers import BROADCAST
 
 if TYPE_CHECKING:
-    from megarl.reshard.layout import WeightLayout
     from megarl.reshard.strategy import SyncStats
 
 
@@ -36,11 +35,6 @@ class TrainerGroup(WorkerGroup[TrainerWorker]):
     def begin_train_step(self, work: TrainWork) -> Pending[TrainStats]:
         """As `train_step`, returning at once; steps run in the order they were begun."""
         return self.begin(TrainerWorker.train_step, work, via=SPLIT_BY_DP)
-
-    def layouts(self) -> list[WeightLayout]:
-        """By rank, what it holds."""
-        held: list[WeightLayout] = self.call(TrainerWorker.layouts, None, via=GATHER)
-        return held
 
     def prepare_sync(self, setup: SyncSetup) -> None:
         """Plan how weights travel from now on."""

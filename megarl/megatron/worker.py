@@ -9,7 +9,6 @@ from megarl.megatron.work import SyncSetup, TrainerSpec, TrainStats, TrainWork
 if TYPE_CHECKING:
     from megarl.megatron.push import WeightPusher
     from megarl.megatron.trainer import MegatronTrainer
-    from megarl.reshard.layout import WeightLayout
     from megarl.reshard.strategy import SyncStats
 
 
@@ -29,10 +28,6 @@ class TrainerWorker:
     def train_step(self, work: TrainWork) -> TrainStats:
         """Train on the work; metrics are complete on each replica's answering rank (`RankGrid.output_rank`)."""
         return self._trainer.train_step(work)
-
-    def layouts(self, _: None) -> list[WeightLayout]:
-        """What this rank holds."""
-        return [self._trainer.layout]
 
     def prepare_sync(self, setup: SyncSetup) -> None:
         """Plan how weights travel from now on."""

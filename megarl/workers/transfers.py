@@ -10,7 +10,6 @@ from megarl.placement.grid import RankGrid
 
 A = TypeVar("A")
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,5 @@ def from_first(results: Sequence[R], grid: RankGrid) -> R:
     return results[0]
 
 
-def from_all(results: Sequence[list[T]], grid: RankGrid) -> list[T]:
-    """Every rank's results, one after another."""
-    return [item for result in results for item in result]
-
-
 BROADCAST: Transfer[Any, Any] = Transfer(to_all, from_first)
 """The same argument to every rank, rank 0's result back."""
-
-GATHER: Transfer[Any, Any] = Transfer(to_all, from_all)
-"""The same argument to every rank, the concatenation of their lists back."""
