@@ -19,6 +19,7 @@ class Ledger:
     messages: int = 0
     """Point-to-point messages received."""
     collectives: int = 0
+    """Collective calls that this rank took part in."""
     buckets: int = 0
     peak_extra_bytes: int = 0
     """The most that was allocated beyond parameters at one time."""
@@ -33,6 +34,22 @@ class Ledger:
         self.messages += len(receives)
         for request in dist.batch_isend_irecv(work) if work else ():
             request.wait()
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+        """Every member's `mine`, in the order of ranks, into `out`; `mine` may be this rank's part of `out`."""
+        dist.all_gather_into_tensor(out, mine, group=group)
+        self.bytes_sent += out.nbytes - mine.nbytes
+        self.bytes_received += out.nbytes - mine.nbytes
+        self.collectives += 1
+
+    def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        """From rank `source` (of the world) to the other members."""
+        dist.broadcast(tensor, source, group=group)
+        if dist.get_rank() == source:
+            self.bytes_sent += tensor.nbytes * (group.size() - 1)
+        else:
+            self.bytes_received += tensor.nbytes
+        self.collectives += 1
 
     def allocate(self, num_bytes: int) -> None:
         """Temporary memory came into being."""
