@@ -9,8 +9,14 @@ Whoever holds weights describes them this way; whoever moves weights needs nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 Box = tuple[tuple[int, int], ...]
 """Half-open (start, stop) per dimension."""
@@ -40,23 +46,142 @@ class Piece:
     local_box: Box
 
 
-@dataclass(frozen=True, slots=True)
+class PieceTable(Sequence[Piece]):
+    """Pieces as arrays: a large model has tens of thousands a rank, and planners join them by the thousand."""
+
+    def __init__(
+        self,
+        tensors: Sequence[str],
+        locals_: Sequence[str],
+        tensor: NDArray[Any],
+        local: NDArray[Any],
+        dims: NDArray[Any],
+        boxes: NDArray[Any],
+        local_boxes: NDArray[Any],
+    ) -> None:
+        """For n pieces of at most D dimensions.
+
+        Args:
+            tensors: names that `tensor` counts.
+            locals_: names that `local` counts.
+            tensor: int32 [n].
+            local: int32 [n].
+            dims: int8 [n], dimensions of each piece.
+            boxes: int32 [n, D, 2]; (0, 1) in dimensions that a piece does not have.
+            local_boxes: likewise.
+        """
+        self.tensors, self.locals = tuple(tensors), tuple(locals_)
+        self.tensor, self.local, self.dims = tensor, local, dims
+        self.boxes, self.local_boxes = boxes, local_boxes
+
+    @classmethod
+    def pack(cls, pieces: Iterable[Piece]) -> PieceTable:
+        """The same pieces, in the same order."""
+        if isinstance(pieces, PieceTable):
+            return pieces
+        pieces = tuple(pieces)
+        tensors: dict[str, int] = {}
+        locals_: dict[str, int] = {}
+        tensor = np.array([tensors.setdefault(p.tensor, len(tensors)) for p in pieces], np.int32)
+        local = np.array([locals_.setdefault(p.local, len(locals_)) for p in pieces], np.int32)
+        dims = np.array([len(p.box) for p in pieces], np.int8)
+        width = int(dims.max(initial=1))
+        boxes, local_boxes = _stack([p.box for p in pieces], width), _stack([p.local_box for p in pieces], width)
+        return cls(tuple(tensors), tuple(locals_), tensor, local, dims, boxes, local_boxes)
+
+    @classmethod
+    def join(cls, parts: Sequence[PieceTable]) -> PieceTable:
+        """One table after the other."""
+        tensors: dict[str, int] = {}
+        locals_: dict[str, int] = {}
+        width = max((p.boxes.shape[1] for p in parts), default=1)
+        tensor = [np.array([tensors.setdefault(n, len(tensors)) for n in p.tensors], np.int32)[p.tensor] for p in parts]
+        local = [np.array([locals_.setdefault(n, len(locals_)) for n in p.locals], np.int32)[p.local] for p in parts]
+        return cls(
+            tuple(tensors),
+            tuple(locals_),
+            np.concatenate(tensor),
+            np.concatenate(local),
+            np.concatenate([p.dims for p in parts]),
+            np.concatenate([widen(p.boxes, width) for p in parts]),
+            np.concatenate([widen(p.local_boxes, width) for p in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        dims = self.dims[index]
+        return Piece(
+            self.tensors[self.tensor[index]],
+            _box(self.boxes[index, :dims].tolist()),
+            self.locals[self.local[index]],
+            _box(self.local_boxes[index, :dims].tolist()),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PieceTable):
+            return self is other or (
+                self.tensors == other.tensors
+                and self.locals == other.locals
+                and all(np.array_equal(a, b) for a, b in zip(self._arrays, other._arrays, strict=True))
+            )
+        return isinstance(other, tuple) and tuple(self) == other
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensors, self.locals, *(a.tobytes() for a in self._arrays)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @property
+    def _arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.tensor, self.local, self.dims, self.boxes, self.local_boxes
+
+
+@dataclass(frozen=True)
 class WeightLayout:
     """What one process holds of a model."""
 
     tensors: Mapping[str, TensorSpec]
     """Every Hugging Face tensor of the model, also those that this process holds nothing of; ordered."""
 
-    pieces: tuple[Piece, ...]
-
-    def __hash__(self) -> int:
-        """Of the pieces alone: layouts of one model differ in them."""
-        return hash(self.pieces)
+    pieces: Sequence[Piece]
+    """A tuple or a `PieceTable`."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.pieces, PieceTable):
+            return  # its maker has checked it: millions of pieces would take long
         for piece in self.pieces:
             assert extent(piece.box) == extent(piece.local_box), piece
             assert contains(self.tensors[piece.tensor].box, piece.box), piece
+
+    @cached_property
+    def table(self) -> PieceTable:
+        """The pieces as arrays."""
+        return PieceTable.pack(self.pieces)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.pieces)
+
+    def __hash__(self) -> int:
+        """Of the pieces alone: layouts of one model differ in them."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a hash of names is another one in every process
+        return {"tensors": self.tensors, "pieces": self.pieces}
 
 
 def extent(box: Box) -> tuple[int, ...]:
@@ -86,3 +211,25 @@ def contains(outer: Box, inner: Box) -> bool:
 def slices(box: Box) -> tuple[slice, ...]:
     """Indexes a tensor with the box."""
     return tuple(slice(start, stop) for start, stop in box)
+
+
+def widen(boxes: NDArray[Any], width: int) -> NDArray[Any]:
+    """Boxes [n, D, 2] as [n, width, 2]; dimensions that are added are (0, 1)."""
+    n, have, _ = boxes.shape
+    if have == width:
+        return boxes
+    out = np.empty((n, width, 2), boxes.dtype)
+    out[:, :have], out[:, have:] = boxes, (0, 1)
+    return out
+
+
+def _stack(boxes: Sequence[Box], width: int) -> NDArray[Any]:
+    lengths = {len(box) for box in boxes}
+    if lengths != {width}:
+        boxes = [(*box, *((0, 1),) * (width - len(box))) for box in boxes]
+    flat = chain.from_iterable(chain.from_iterable(boxes))
+    return np.fromiter(flat, np.int32, count=2 * width * len(boxes)).reshape(len(boxes), width, 2)
+
+
+def _box(pairs: Sequence[Sequence[int]]) -> Box:
+    return tuple((start, stop) for start, stop in pairs)

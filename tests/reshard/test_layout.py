@@ -1,10 +1,24 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import subprocess
+import sys
 
 import pytest
 
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, contains, extent, intersect, slices, volume
+from megarl.reshard.layout import (
+    Box,
+    Piece,
+    PieceTable,
+    TensorSpec,
+    WeightLayout,
+    contains,
+    extent,
+    intersect,
+    slices,
+    volume,
+)
 
 INTERVALS = [(0, 2), (1, 4), (3, 3), (2, 5), (4, 6)]
 BOXES: list[Box] = list(itertools.product(INTERVALS, INTERVALS))
@@ -38,3 +52,33 @@ def test_a_layout_refuses_pieces_that_do_not_fit() -> None:
         WeightLayout(tensors, (Piece("w", ((2, 4), (0, 2)), "local", ((0, 1), (0, 2))),))
     with pytest.raises(AssertionError):
         WeightLayout(tensors, (Piece("w", ((3, 5), (0, 2)), "local", ((0, 2), (0, 2))),))
+
+
+PIECES = (
+    Piece("w", ((2, 4), (0, 2)), "a", ((0, 2), (0, 2))),
+    Piece("bias", ((1, 3),), "b", ((5, 7),)),
+    Piece("w", ((0, 2), (0, 2)), "a", ((2, 4), (0, 2))),
+)
+
+
+def test_a_table_holds_the_same_pieces() -> None:
+    table = PieceTable.pack(PIECES)
+    assert tuple(table) == PIECES
+    assert (table[1], table[-1], list(table[1:])) == (PIECES[1], PIECES[2], list(PIECES[1:]))
+    assert len(PieceTable.pack(())) == 0
+    assert PieceTable.pack(table) is table
+    joined = PieceTable.join([PieceTable.pack(PIECES[:1]), PieceTable.pack(PIECES[1:2]), PieceTable.pack(PIECES[2:])])
+    assert tuple(joined) == PIECES
+    assert joined == table
+    assert table == PIECES
+    assert table != PieceTable.pack(PIECES[:2])
+
+
+def test_layouts_are_equal_by_their_pieces_in_another_process_too() -> None:
+    tensors = {"w": TensorSpec((4, 2), "float32"), "bias": TensorSpec((3,), "float32")}
+    for pieces in (PIECES, PieceTable.pack(PIECES)):
+        layout = WeightLayout(tensors, pieces)
+        assert hash(layout) == hash(layout)
+        script = "import pickle, sys; x = pickle.load(sys.stdin.buffer); y = pickle.loads(pickle.dumps(x))\n"
+        script += "assert (x == y, hash(x) == hash(y), len(x.pieces)) == (True, True, 3)"
+        subprocess.run([sys.executable, "-c", script], input=pickle.dumps(layout), check=True)
