@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.reshard.contender import Contender, HandOver, Planned
 from benchmarks.reshard.measure import measure
-from benchmarks.reshard.show import plot, print_table
+from benchmarks.reshard.show import MEGATRON_CORE, plot, print_table
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.controller.resharding import make_scenario, model_name, read_model
 from megarl.errors import ConfigError, MegarlError
+from megarl.megatron import platform
+from megarl.megatron.families.decoder import Decoder
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.report import SyncReport
 from megarl.reshard.scenario import STRATEGIES, Scenario
+
+CONTENDERS = (*STRATEGIES, MEGATRON_CORE)
+"""In the order of reports."""
 
 LEAST_SYNCS = 3
 """An error that only a second sync shows has two to show in."""
@@ -33,7 +42,10 @@ def main() -> int:
     """One report per strategy, printed by rank 0."""
     args = _parser().parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
+    if platform.is_cuda():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(platform.backend())
     try:
         reports = _run(args)
     except MegarlError as error:
@@ -46,49 +58,70 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace) -> list[SyncReport]:
-    scenario = _scenario(args)
+    if len(args.train) != len(args.gen):
+        raise ConfigError(f"--gen needs as many layouts as --train, got {len(args.gen)} and {len(args.train)}")
+    if args.plot and len(args.train) > 1:
+        raise ConfigError(f"--plot needs one layout, got {len(args.train)}")
+    asked = CONTENDERS if args.strategies == ["all"] else args.strategies
+    names = [name for name in CONTENDERS if name in asked and name not in args.skip]
+    if MEGATRON_CORE in names:
+        platform.prepare()  # before megatron-core is imported; also slows torch calls a little, of all strategies alike
+    reports = []
+    for train, gen in zip(args.train, args.gen, strict=True):
+        reports += _run_layout(args, names, *_read(args, train, gen))
+    if dist.get_rank() == 0 and not args.json:
+        print_table(reports)
+    return reports
+
+
+def _run_layout(args: argparse.Namespace, names: Sequence[str], model: Decoder, scenario: Scenario) -> list[SyncReport]:
     if scenario.grid.size != dist.get_world_size():
         raise ConfigError(f"--train takes {scenario.grid.size} ranks, torchrun started {dist.get_world_size()}")
     reports = []
-    for name in STRATEGIES if args.strategies == ["all"] else args.strategies:
+    for name in names:
         try:
-            report = measure(name, scenario, max(args.repeats, LEAST_SYNCS))
+            contender = _contender(name, model, scenario, args.hand_over)
         except ConfigError as error:
             if args.strategies != ["all"]:
                 raise
             if dist.get_rank() == 0:
-                print(f"{name} left out: {error}", file=sys.stderr)
+                print(f"{scenario.train} -> {scenario.gen}: {name} left out: {error}", file=sys.stderr)
             continue
-        reports.append(report)
+        report = measure(contender, scenario, max(args.repeats, LEAST_SYNCS))
+        contender.close()
         if dist.get_rank() == 0 and args.json:
             print(json.dumps(asdict(report)), flush=True)
-    if dist.get_rank() == 0:
-        if not args.json:
-            print_table(reports)
-        if args.plot:
-            plot(reports, args.plot)
+        reports.append(report)
+    if dist.get_rank() == 0 and args.plot:
+        plot(reports, args.plot)
     return reports
 
 
-def _scenario(args: argparse.Namespace) -> Scenario:
-    make = partial(
-        make_scenario, train=args.train, gen=args.gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20)
-    )
+def _contender(name: str, model: Decoder, scenario: Scenario, hand_over: HandOver) -> Contender:
+    if name != MEGATRON_CORE:
+        return Planned(name, scenario, hand_over)
+    from benchmarks.reshard.megatron_core import MegatronCore
+
+    return MegatronCore(model, scenario)
+
+
+def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[Decoder, Scenario]:
+    make = partial(make_scenario, train=train, gen=gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20))
     kind, _, size = args.model.partition(":")
     if kind == "synthetic":
-        model = synthetic_model(float(size))
-        return make(args.model, model, "bfloat16", engine=partial(engine_layouts, model))
+        dense = synthetic_model(float(size))
+        return dense, make(args.model, dense, "bfloat16", engine=partial(engine_layouts, dense))
     model, dtype = read_model(args.model)
-    return make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
+    return model, make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
 
 
-def _traced(model: str, tp: int, dtype: str) -> Sequence[WeightLayout]:
+def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
     """Traced by rank 0, for all."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
         from megarl.rollout.trace import trace_layouts
 
-        out = [trace_layouts(model, tp=tp, dtype=dtype)]
+        out = [trace_layouts(model, tp=tp, ep=ep, dtype=dtype)]
     dist.broadcast_object_list(out)
     return out[0]
 
@@ -96,12 +129,20 @@ def _traced(model: str, tp: int, dtype: str) -> Sequence[WeightLayout]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.reshard", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a model folder, a config.json, or synthetic:MB")
-    parser.add_argument("--train", required=True, metavar="pp=1,tp=4,dp=2")
-    parser.add_argument("--gen", required=True, metavar="pp=1,tp=2")
-    parser.add_argument("--strategies", nargs="+", default=["all"], choices=["all", *STRATEGIES])
+    parser.add_argument("--train", required=True, nargs="+", metavar="pp=1,tp=4,dp=2", help="one or more layouts")
+    parser.add_argument("--gen", required=True, nargs="+", metavar="pp=1,tp=2", help="one for each of --train")
+    parser.add_argument("--strategies", nargs="+", default=["all"], choices=["all", *CONTENDERS])
+    parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="of all strategies, leave out these")
     parser.add_argument("--repeats", type=int, default=5, help=f"syncs, at least {LEAST_SYNCS}")
     parser.add_argument("--nodes", type=int, default=1, help="machines to count for; ranks are spread evenly")
     parser.add_argument("--bucket-mb", type=float, default=256)
+    parser.add_argument(
+        "--hand-over",
+        choices=get_args(HandOver),
+        default="direct",
+        help="where engines' parameters are, for strategies that move boxes: in the rank's process, as megatron_core's "
+        "are, or behind shared memory, as SGLang's",
+    )
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     return parser

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from megarl.reshard.bucket import BoxBucket, WeightBucket, map_bucket, open_bucket, torch_dtype
-from megarl.reshard.layout import Box, WeightLayout, extent, slices
+from megarl.megatron.platform import device
+from megarl.reshard.bucket import BoxBucket, WeightBucket, map_bucket, torch_dtype
+from megarl.reshard.layout import Box, Piece, WeightLayout, extent, slices
+
+BUCKETS_OF_A_PUSH = 2
 
 INTEGERS = {4: torch.int32, 2: torch.int16}
 """By element size, the dtype in which bits are compared."""
@@ -18,12 +22,12 @@ INTEGERS = {4: torch.int32, 2: torch.int16}
 def content(tensor: str, box: Box, dtype: torch.dtype, sync: int) -> Tensor:
     """The box's elements: a hash of the tensor's name, the global index and the sync; never NaN."""
     seed = zlib.crc32(tensor.encode()) + 0x9E3779B1 * (sync + 1)
-    bits = torch.zeros((), dtype=torch.int32)
+    bits = torch.zeros((), dtype=INTEGERS[dtype.itemsize])
     for dim, (start, stop) in enumerate(box):
         hashed = _mix(torch.arange(start, stop, dtype=torch.int64) + seed + dim * 0x51ED2701)
-        bits = bits.unsqueeze(-1) ^ hashed
-    bits &= ~(1 << 30)  # the exponent's highest bit: neither NaN nor infinity, in float32 and bfloat16 alike
-    return bits.view(dtype) if dtype.itemsize == 4 else (bits >> 16).to(torch.int16).view(dtype)
+        hashed &= ~(1 << 30)  # the exponent's highest bit: neither NaN nor infinity, in float32 and bfloat16 alike
+        bits = bits.unsqueeze(-1) ^ (hashed if dtype.itemsize == 4 else (hashed >> 16).to(torch.int16))
+    return bits.view(dtype)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -34,23 +38,19 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Shard:
-    """The local tensors of one layout, in this process's memory."""
+    """The local tensors of one layout; a sink for what one engine rank needs."""
 
-    def __init__(self, layout: WeightLayout) -> None:
-        self.layout = layout
-        sizes: dict[str, list[int]] = {}
-        dtypes: dict[str, torch.dtype] = {}
+    def __init__(self, layout: WeightLayout, tensors: Mapping[str, Tensor] | None = None) -> None:
+        self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
+        self._mapped: dict[tuple[int, int], Tensor] = {}
+        self._pieces: dict[str, list[Piece]] = {}
         for piece in layout.pieces:
-            have = sizes.get(piece.local, [0] * len(piece.local_box))
-            sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
-            dtypes[piece.local] = torch_dtype(layout.tensors[piece.tensor].dtype)
-        self.tensors = {name: torch.zeros(size, dtype=dtypes[name]) for name, size in sizes.items()}
+            self._pieces.setdefault(piece.tensor, []).append(piece)
 
     def fill(self, sync: int) -> None:
         """What the trainer would hold after step `sync`."""
-        for piece in self.layout.pieces:
-            local = self.tensors[piece.local]
-            local[slices(piece.local_box)] = content(piece.tensor, piece.box, local.dtype, sync)
+        for piece, box in self._boxes():
+            box.copy_(content(piece.tensor, piece.box, box.dtype, sync))
 
     def poison(self) -> None:
         """NaN everywhere."""
@@ -60,42 +60,54 @@ class Shard:
     def mismatched_bytes(self, sync: int) -> int:
         """Of elements that differ, in any bit, from what sync `sync` brought."""
         wrong = 0
-        for piece in self.layout.pieces:
-            local = self.tensors[piece.local]
-            integer = INTEGERS[local.dtype.itemsize]
-            got = local[slices(piece.local_box)].contiguous().view(integer)
-            want = content(piece.tensor, piece.box, local.dtype, sync).view(integer)
-            wrong += int((got != want).sum()) * local.dtype.itemsize
+        for piece, box in self._boxes():
+            integer = INTEGERS[box.dtype.itemsize]
+            got, want = box.cpu().view(integer), content(piece.tensor, piece.box, box.dtype, sync).view(integer)
+            if not torch.equal(got, want):
+                wrong += int((got != want).sum()) * box.dtype.itemsize
         return wrong
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
         """See `BoxSink.load_boxes`."""
         if bucket is not None:
-            data = map_bucket(bucket)
+            data = self._map(bucket)
             for slot in bucket.slots:
                 flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
                 self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
         return _nothing
 
-
-class WholeEngine:
-    """All ranks of an engine, which take their parts of whole tensors."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = shards
-
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
-        """See `WeightSink.load`."""
-        whole = open_bucket(bucket)
-        for shard in self.shards:
-            _take(shard, whole)
+        """See `WeightSink.load`; takes its own part of each tensor."""
+        data = self._map(bucket)
+        for slot in bucket.slots:
+            whole = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+            for piece in self._pieces.get(slot.name, ()):
+                self.tensors[piece.local][slices(piece.local_box)] = whole[slices(piece.box)]
         return _nothing
 
+    def _map(self, bucket: BoxBucket | WeightBucket) -> Tensor:
+        """The bucket's bytes; mapping a bucket anew costs as much as copying a good part of it."""
+        stat = os.stat(bucket.path)
+        if (stat.st_dev, stat.st_ino) not in self._mapped:
+            if len(self._mapped) == BUCKETS_OF_A_PUSH:
+                self._mapped.clear()
+            self._mapped[stat.st_dev, stat.st_ino] = map_bucket(bucket)
+        return self._mapped[stat.st_dev, stat.st_ino]
 
-def _take(shard: Shard, whole: Mapping[str, Tensor]) -> None:
-    for piece in shard.layout.pieces:
-        if piece.tensor in whole:
-            shard.tensors[piece.local][slices(piece.local_box)] = whole[piece.tensor][slices(piece.box)]
+    def _boxes(self) -> Iterator[tuple[Piece, Tensor]]:
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                yield piece, self.tensors[piece.local][slices(piece.local_box)]
+
+
+def _allocate(layout: WeightLayout) -> dict[str, Tensor]:
+    sizes: dict[str, list[int]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in layout.pieces:
+        have = sizes.get(piece.local, [0] * len(piece.local_box))
+        sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
+        dtypes[piece.local] = torch_dtype(layout.tensors[piece.tensor].dtype)
+    return {name: torch.zeros(size, dtype=dtypes[name], device=device()) for name, size in sizes.items()}
 
 
 def _nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""Reports as a table and as a picture."""
+"""Reports as tables and as a picture."""
 
 from __future__ import annotations
 
@@ -10,29 +10,80 @@ from rich.table import Table
 
 from megarl.reshard.report import SyncReport
 
-COLUMNS = ("strategy", "train -> gen", "MB total", "MB in max", "MB in bound", "MB peak extra", "messages")
-COLUMNS += ("plan ms", "cached ms", "sync s p50", "sync s max", "wrong bytes")
+MEGATRON_CORE = "megatron_core"
+
+BASELINES = ("gather_hf", MEGATRON_CORE)
+"""What peers do; the others' times are compared with theirs."""
+
+OURS = ("micro_dp", "exact")
+
+COLUMNS: tuple[str, ...] = (
+    "strategy",
+    "train -> gen",
+    "MB total",
+    "MB in max",
+    "MB in bound",
+    "MB peak extra",
+    "messages",
+    "collectives",
+    "plan ms",
+    "cached ms",
+    "sync s p50",
+    "sync s max",
+    *(f"x {baseline}" for baseline in BASELINES),
+    "wrong bytes",
+)
+
+SUMMARY: tuple[str, ...] = (
+    "train -> gen",
+    "fastest of ours",
+    "sync s p50",
+    *(f"x {baseline}" for baseline in BASELINES),
+    "MB in max",
+    *(f"{baseline} MB in max" for baseline in BASELINES),
+    "MB peak extra",
+    *(f"{baseline} MB peak extra" for baseline in BASELINES),
+)
 
 
 def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
-    """Under `COLUMNS`; MB are 10**6 bytes."""
+    """Under `COLUMNS`; MB are 10**6 bytes, `x` is a baseline's median time over the strategy's, of the same layout."""
     return [
         [
             r.strategy,
-            f"{r.train} -> {r.gen}",
-            f"{r.bytes_total / 1e6:.1f}",
-            f"{r.bytes_in_max / 1e6:.1f}",
-            f"{r.bytes_in_bound_max / 1e6:.1f}",
-            f"{r.peak_extra_bytes / 1e6:.1f}",
+            _layout(r),
+            _mb(r.bytes_total),
+            _mb(r.bytes_in_max),
+            _mb(r.bytes_in_bound_max),
+            _mb(r.peak_extra_bytes),
             str(r.messages),
+            str(r.collectives),
             f"{r.plan_seconds_cold * 1e3:.1f}",
             f"{r.plan_seconds_cached * 1e3:.1f}",
             f"{r.sync_seconds_p50 or 0:.3f}",
             f"{r.sync_seconds_max or 0:.3f}",
+            *(_speedup(r, _find(baseline, r, reports)) for baseline in BASELINES),
             str(r.mismatched_bytes),
         ]
         for r in reports
     ]
+
+
+def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
+    """Under `SUMMARY`, one row a layout: the faster of `OURS` against `BASELINES`."""
+    fastest: dict[str, SyncReport] = {}
+    for r in reports:
+        best = fastest.get(_layout(r))
+        if r.strategy in OURS and (best is None or (r.sync_seconds_p50 or 0) < (best.sync_seconds_p50 or 0)):
+            fastest[_layout(r)] = r
+    out = []
+    for layout, r in fastest.items():
+        peers = [_find(baseline, r, reports) for baseline in BASELINES]
+        row = [layout, r.strategy, f"{r.sync_seconds_p50 or 0:.3f}", *(_speedup(r, peer) for peer in peers)]
+        row += [_mb(r.bytes_in_max), *(_mb(peer.bytes_in_max) if peer else "" for peer in peers)]
+        row += [_mb(r.peak_extra_bytes), *(_mb(peer.peak_extra_bytes) if peer else "" for peer in peers)]
+        out.append(row)
+    return out
 
 
 def print_table(reports: Sequence[SyncReport]) -> None:
@@ -42,12 +93,12 @@ def print_table(reports: Sequence[SyncReport]) -> None:
         table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
     for row in rows(reports):
         table.add_row(*row)
-    Console(width=None if Console().is_terminal else 160).print(table)
+    Console(width=None if Console().is_terminal else 190).print(table)
 
 
-def markdown(reports: Sequence[SyncReport]) -> str:
-    """The table for a file."""
-    lines = [COLUMNS, ["---", "---", *["---:"] * (len(COLUMNS) - 2)], *rows(reports)]
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table for a file; the first two columns are words."""
+    lines = [columns, ["---", "---", *["---:"] * (len(columns) - 2)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
@@ -61,12 +112,32 @@ def plot(reports: Sequence[SyncReport], file: Path) -> None:
     panels = {
         "MB into the busiest rank": [r.bytes_in_max / 1e6 for r in reports],
         "seconds a sync, median": [r.sync_seconds_p50 or 0.0 for r in reports],
-        "MB of peak extra memory": [r.peak_extra_bytes / 1e6 for r in reports],
+        "MB of peak extra memory": [(r.peak_extra_bytes or 0) / 1e6 for r in reports],
     }
     figure, axes = pyplot.subplots(1, len(panels), figsize=(13, 3.5), layout="constrained")
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         axis.barh([r.strategy for r in reports], values)
         axis.invert_yaxis()
         axis.set_title(title)
-    figure.suptitle(f"{reports[0].model}, {reports[0].train} -> {reports[0].gen}")
+    figure.suptitle(f"{reports[0].model}, {_layout(reports[0])}")
     figure.savefig(file, dpi=120)
+
+
+def _layout(report: SyncReport) -> str:
+    return f"{report.train} -> {report.gen}"
+
+
+def _mb(num_bytes: int | None) -> str:
+    assert num_bytes is not None, "a run counts everything"
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def _find(strategy: str, like: SyncReport, reports: Sequence[SyncReport]) -> SyncReport | None:
+    """The report of another strategy on the same layout."""
+    return next((r for r in reports if r.strategy == strategy and _layout(r) == _layout(like)), None)
+
+
+def _speedup(report: SyncReport, baseline: SyncReport | None) -> str:
+    if not baseline or not baseline.sync_seconds_p50 or not report.sync_seconds_p50:
+        return ""
+    return f"{baseline.sync_seconds_p50 / report.sync_seconds_p50:.2f}"

@@ -1,4 +1,4 @@
-"""The benchmark of `make bench`: a divisible layout, and one that only `exact` serves with few bytes.
+"""The benchmark of `make bench`: layouts that divide, that do not, and that change the pipeline.
 
 python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 """
@@ -9,46 +9,84 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.reshard.show import markdown, print_table
+from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, print_table, rows, summary_rows
 from megarl.reshard.report import SyncReport
 
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One torchrun."""
+
+    ranks: int
+    layouts: tuple[tuple[str, str], ...]
+    """--train, --gen."""
+    options: str = ""
+
+    @property
+    def arguments(self) -> str:
+        """Of torchrun."""
+        train, gen = zip(*self.layouts, strict=True)
+        arguments = f"--nproc-per-node {self.ranks} -m benchmarks.reshard {COMMON} {self.options} "
+        return arguments + f"--train {' '.join(train)} --gen {' '.join(gen)}"
+
+
+COMMON = "--model synthetic:216 --strategies all --repeats 5 --bucket-mb 32 --json"
+NO_FULL_GATHER = "--skip ds_chat hybridflow_v"
 RUNS = (
-    (8, "--model synthetic:64 --train pp=1,tp=4,dp=2 --gen pp=1,tp=2 --strategies all"),
-    (6, "--model synthetic:64 --train pp=1,tp=3,dp=2 --gen pp=1,tp=2 --strategies gather_hf exact"),
+    Run(8, (("tp=4,dp=2", "tp=2"),)),
+    Run(
+        8,
+        (
+            ("pp=2,tp=2,dp=2", "tp=2"),
+            ("tp=4,dp=2", "tp=4"),
+            ("tp=2,dp=4", "tp=4"),
+            ("pp=2,tp=4", "pp=2,tp=2"),
+        ),
+        NO_FULL_GATHER,
+    ),
+    Run(6, (("tp=3,dp=2", "tp=2"),), NO_FULL_GATHER),
 )
-COMMON = "--repeats 5 --bucket-mb 8 --json"
 LIMIT_SECONDS = 300
 
 INTRODUCTION = """\
 # Weight sync, strategy by strategy
 
-Written by `make bench` on one machine with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo.
-MB are 10^6 bytes, bfloat16. Bytes, messages and memory are counted at the calls, equal the plan's (a run fails
-otherwise) and are the same on any machine; seconds compare strategies of one run, and say nothing about NCCL. Every bit
-that arrived was compared, in 5 syncs with changed weights. In `gather_hf`, the first rank of each engine gathers and
-writes all of the engine's ranks.
+Written by `make bench` on one machine with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo; the model is
+{model}, layouts are pp-tp-dp -> pp-tp. MB are 10^6 bytes, bfloat16.
+Bytes, messages, collectives and memory are counted at the calls and are the same on any machine; those of all but
+`megatron_core` equal the plan's, or the run fails. Seconds compare strategies of one layout, and say nothing about
+NCCL: `x` is how many times as long a baseline took. Every bit that arrived was compared, in 5 syncs with changed
+weights.
+
+- `gather_hf`, what verl and slime do: every rank gathers all tensors whole, one by one, and keeps its engine's part.
+- `megatron_core`: `megatron.core.resharding` of the installed megatron-core between two of its models. Its memory is a
+  lower bound.
+- "MB in bound": what a rank lacks, placed as that strategy places engines.
 """
 
 
 def main(file: Path) -> None:
     """Run, print, write."""
-    parts = [_introduction()]
-    for ranks, options in RUNS:
-        arguments = f"--nproc-per-node {ranks} -m benchmarks.reshard {options} {COMMON}"
-        print(f"torchrun {arguments}", flush=True)
-        reports = _run(arguments.split())
-        print_table(reports)
-        parts.append(f"```\ntorchrun {arguments}\n```\n\n{markdown(reports)}")
+    reports, parts = [], []
+    for run in RUNS:
+        print(f"torchrun {run.arguments}", flush=True)
+        found = _measure(run.arguments.split())
+        print_table(found)
+        parts.append(f"```\ntorchrun {run.arguments}\n```\n")
+        layouts = dict.fromkeys((r.train, r.gen) for r in found)
+        parts += [markdown(COLUMNS, rows([r for r in found if (r.train, r.gen) == layout])) for layout in layouts]
+        reports += found
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(parts))
+    file.write_text("\n".join([_introduction(reports[0]), markdown(SUMMARY, summary_rows(reports)), *parts]))
     print(f"written to {file}")
 
 
-def _run(arguments: list[str]) -> list[SyncReport]:
+def _measure(arguments: list[str]) -> list[SyncReport]:
     torchrun = Path(sys.executable).with_name("torchrun")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -62,10 +100,10 @@ def _run(arguments: list[str]) -> list[SyncReport]:
     return [SyncReport(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def _introduction() -> str:
+def _introduction(report: SyncReport) -> str:
     cores = len(psutil.Process().cpu_affinity() or [])
     memory = psutil.virtual_memory().total / 2**30
-    return INTRODUCTION.format(cores=cores, memory=memory)
+    return INTRODUCTION.format(cores=cores, memory=memory, model=report.model)
 
 
 if __name__ == "__main__":

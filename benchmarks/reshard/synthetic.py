@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.dense import DenseModel
 from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout
 
@@ -40,8 +41,9 @@ def _parameters(hidden: int) -> int:
     return LAYERS * 15 * hidden * hidden + 2 * VOCAB * hidden
 
 
-def engine_layouts(model: DenseModel, tp: int, dtype: str) -> list[WeightLayout]:
-    """By tensor rank, what SGLang would hold: q, k, v one after another, gate above up."""
+def engine_layouts(model: Decoder, tp: int, dtype: str, *, ep: int = 1) -> list[WeightLayout]:
+    """By tensor rank, what SGLang would hold of a dense model: q, k, v one after another, gate above up."""
+    assert ep == 1, ep
     tensors = model.tensors(dtype)
     return [WeightLayout(tensors, tuple(_pieces(tensors, rank, tp))) for rank in range(tp)]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megarl.cli.output import console, print_error
@@ -22,8 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "bytes, memory and messages of every strategy, from layouts alone"
     explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
     explain.add_argument("--model", required=True, help="a model folder, of which config.json is enough, or that file")
-    explain.add_argument("--train", required=True, metavar="pp=1,tp=4,dp=2", help="the trainer's sizes; also cp")
-    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="one engine's sizes")
+    explain.add_argument(
+        "--train", required=True, metavar="pp=1,tp=4,dp=2", help="the trainer's sizes; also cp, vpp, ep, etp (tp)"
+    )
+    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="one engine's sizes; also ep")
+    for which in ("first", "last"):
+        text = f"layers of the trainer's {which} pipeline stage, where not as many as of those between"
+        explain.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
     explain.add_argument("--nodes", type=int, default=1, help="machines; ranks are spread evenly, neighbours together")
     explain.add_argument("--bucket-mb", type=float, default=256, help="MiB of weight_sync.bucket_bytes (256)")
     explain.add_argument("--strategy", nargs="+", choices=STRATEGIES, help="only these")
@@ -36,10 +43,18 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
     from megarl.controller.resharding import explain_scenarios, trace_scenario
 
-    scenario = trace_scenario(
-        args.model, train=args.train, gen=args.gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20)
-    )
-    explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES)
+    with _progress() as tell:
+        tell("laying out both sides")
+        scenario = trace_scenario(
+            args.model,
+            train=args.train,
+            gen=args.gen,
+            nodes=args.nodes,
+            bucket_bytes=int(args.bucket_mb * 2**20),
+            first_stage_layers=args.first_stage_layers,
+            last_stage_layers=args.last_stage_layers,
+        )
+        explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES, tell)
     for name, why in refused.items():
         if args.strategy:
             raise why
@@ -50,6 +65,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(list(explained.items()))
     return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Says on stderr what is being done: a line that is replaced in a terminal, line after line elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console(stderr=True).status("") as status:
+        yield status.update
 
 
 def _show(explained: Sequence[tuple[str, Explanation]]) -> None:
@@ -70,17 +95,32 @@ def _show(explained: Sequence[tuple[str, Explanation]]) -> None:
     for name, each in explained:
         table.add_row(name if name == each.report.strategy else f"{name}: {each.report.strategy}", *_cells(each))
     out.print(table)
+    for name, each in explained:
+        if each.machines_per_tensor_group > 1:
+            machines = each.machines_per_tensor_group
+            out.print(f"{name}: an engine's tensor ranks lie on {machines} machines; a run needs them on one")
+        if each.report.messages is None:
+            busiest = each.of_busiest_rank
+            out.print(
+                f"{name}: - would take the plans of all {each.report.world:,} ranks; rank {each.busiest_rank}, into "
+                f"which the most goes, has {busiest.messages:,} messages, {busiest.collectives:,} collectives and "
+                f"{busiest.peak_extra_bytes / 1e6:,.1f} MB of peak extra"
+            )
 
 
 def _cells(each: Explanation) -> list[str]:
     r = each.report
-    moved = [f"{n / 1e6:,.1f}" for n in (r.bytes_total, r.bytes_in_max, r.bytes_in_mean, r.bytes_in_bound_max)]
+    moved = (r.bytes_total, r.bytes_in_max, r.bytes_in_mean, r.bytes_in_bound_max)
     nodes = (r.bytes_cross_node, each.bytes_into_node_max, each.bytes_into_node_bound_max, r.peak_extra_bytes)
     return [
-        *moved,
+        *map(_megabytes, moved),
         f"{each.fraction_in_max:.4f}",
-        *(f"{n / 1e6:,.1f}" for n in nodes),
-        str(r.messages),
+        *map(_megabytes, nodes),
+        "-" if r.messages is None else str(r.messages),
         f"{r.plan_seconds_cold:.3f}",
         f"{r.plan_seconds_cached:.4f}",
     ]
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f}"

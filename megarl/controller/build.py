@@ -13,15 +13,14 @@ from megarl.controller.model_folder import read_hf_config
 from megarl.controller.policy_run import PolicyRun
 from megarl.controller.preflight import prompt_budget
 from megarl.controller.rollout_group import RolloutGroup
+from megarl.controller.servers import choose_servers
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ConfigError
 from megarl.megatron.work import TrainerSpec
-from megarl.placement.grid import RankGrid
-from megarl.placement.pool import SlotPool, reserve
-from megarl.reshard.placement import engine_servers, resolve_strategy
+from megarl.placement.pool import reserve
+from megarl.reshard.placement import consecutive_servers
 from megarl.tracking.phases import PhaseTimer
 
 
@@ -76,33 +75,15 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
 
 def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
     """Engines that serve the model folder as it is, and the held-out prompts; `closing` as in `build_policy_run`."""
-    pool, grid = reserve(config.placement), RankGrid(dp=config.placement.slots)
-    engines = EngineGroup(
-        config, pool, engine_servers("exact", grid, gen_tp=config.rollout.tp, replicas=config.rollout.replicas)
-    )
+    pool = reserve(config.placement)
+    servers = consecutive_servers(config.rollout.replicas, gen_tp=config.rollout.tp)
+    engines = EngineGroup(config, pool, [group for (group,) in servers])
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     _, held_out = _read_prompts(config)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
-
-
-def choose_servers(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[tuple[int, ...]]:
-    """[engine][tensor rank] -> trainer rank that serves it, on the same machine: buckets cross in shared memory."""
-    tp, replicas = config.rollout.tp, config.rollout.replicas
-    strategy = resolve_strategy(config.weight_sync.strategy, grid, gen_tp=tp)
-    servers = engine_servers(strategy, grid, gen_tp=tp, replicas=replicas)
-    for replica, ranks in enumerate(servers):
-        nodes = {pool.slots[rank].node for rank in ranks}
-        if strategy == "gather_hf":
-            nodes.add(pool.slots[0].node)
-        if len(nodes) > 1:
-            raise ConfigError(
-                f"weight_sync.strategy: {strategy} puts engine {replica} on the slots of trainer ranks {list(ranks)}, "
-                f"which are on {len(nodes)} machines; an engine and the ranks that serve it share one"
-            )
-    return servers
 
 
 def _read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:

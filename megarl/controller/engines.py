@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -11,7 +11,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
 from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
-from megarl.errors import ConfigError
 from megarl.placement.pool import SlotPool
 from megarl.reshard.layout import WeightLayout
 from megarl.rollout.environment import engine_environment
@@ -41,22 +40,23 @@ class EngineGroup:
         tp, device = config.rollout.tp, pool.device
         environment = engine_environment(device, tp)
         if device == "cuda":
-            # The slot's GPU is granted to its trainer rank; the engine finds it by number.
+            # The slots' GPUs are granted to their trainer ranks; Ray would hide them from the engine.
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         actor = ray.remote(AsyncShell)
         self.engines: list[StartedEngine] = []
         self._starting: dict[Any, str] = {}
         for replica, ranks in enumerate(servers):
             slots, name = [pool.slots[rank] for rank in ranks], f"engine {replica}"
+            of_engine = environment | gpu_environment([slot.gpu_id for slot in slots])
             handle = actor.options(
                 num_cpus=0,
                 max_restarts=0,
                 max_concurrency=10_000,  # every request in flight is a call
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slots[0].bundle),
-                runtime_env={"env_vars": environment},
-            ).remote(environment)
-            spec = _on_gpus(engine_spec(config, replica, device), [slot.gpu_id for slot in slots], name)
-            self._starting[handle.build.remote(_start_engine, (spec,), environment)] = name
+                runtime_env={"env_vars": of_engine},
+            ).remote(of_engine)
+            spec = engine_spec(config, replica, device)
+            self._starting[handle.build.remote(_start_engine, (spec,), of_engine)] = name
             self.engines.append(StartedEngine(handle, name))
         self._start_timeout = config.rollout.engine.start_timeout_seconds
 
@@ -77,13 +77,18 @@ class EngineGroup:
         first: list[WeightLayout] = self.call("layouts")[0]
         return first
 
+    def whole_tensors(self) -> tuple[str, ...]:
+        """Tensors that every engine takes through its sink of `sinks`, also where all others go to `rank_sink`s."""
+        first: tuple[str, ...] = self.call("whole_tensors")[0]
+        return first
+
     def rank_sink(self, replica: int, tp_rank: int) -> EngineRankSink:
         """For the trainer rank that serves this rank."""
         engine = self.engines[replica]
         return EngineRankSink(engine.handle, engine.name, tp_rank, self._timeout)
 
     def sinks(self) -> tuple[EngineSink, ...]:
-        """For the trainer rank that sends."""
+        """By engine, for the trainer rank that sends whole tensors to it."""
         return tuple(EngineSink(engine.handle, engine.name, self._timeout) for engine in self.engines)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -98,15 +103,10 @@ class EngineGroup:
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
 
 
-def _on_gpus(spec: EngineSpec, gpu_ids: Sequence[int | None], name: str) -> EngineSpec:
-    """The spec for an engine whose ranks run on these GPUs, which SGLang numbers with a constant step."""
-    ids = [gpu_id for gpu_id in gpu_ids if gpu_id is not None]
-    if not ids:
-        return spec
-    step = ids[1] - ids[0] if len(ids) > 1 else 1
-    if ids != [ids[0] + i * step for i in range(spec.tp)]:
-        raise ConfigError(f"{name}: SGLang needs its GPUs in equal steps, got {ids}")
-    return replace(spec, base_gpu_id=ids[0], extra_args={**spec.extra_args, "gpu_id_step": step})
+def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:
+    """The variable by which an engine sees just its GPUs, in the order of its ranks; nothing without GPUs."""
+    ids = [str(gpu_id) for gpu_id in gpu_ids if gpu_id is not None]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
 
 
 async def _start_engine(spec: EngineSpec) -> SglangEngine:

@@ -22,6 +22,7 @@ from megarl.controller.tiny_model import will_write_model, write_missing_model
 from megarl.data.source import read_rows
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.dense import DenseModel
+from megarl.placement.grid import RankGrid
 from megarl.reward.python import load_reward_function
 from megarl.rollout.spec import PORTS_PER_REPLICA
 
@@ -48,7 +49,7 @@ def check_run(config: StageConfig) -> list[str]:
         return _check_with_tiny_model(config)
     problems = [*_machine(config), *_batches(config), *_folders(config)]
     if isinstance(config, RunConfig):
-        problems += [*_ports(config), *_rewards(config)]
+        problems += [*_engines(config), *_ports(config), *_rewards(config)]
     limit: int | None = None
     try:
         hf_config = read_hf_config(Path(config.model.path))
@@ -151,6 +152,36 @@ def _folders(config: StageConfig) -> Iterator[str]:
             yield f"{key}: {folder} cannot be made, {there} is not a folder"
         elif not os.access(there, os.W_OK | os.X_OK):
             yield f"{key}: {folder} needs a folder that can be written, {there} cannot"
+
+
+def _engines(config: RunConfig) -> Iterator[str]:
+    """Engines that fit no node, or that the strategy would spread; a cluster may turn out to spread the slots else."""
+    placement, tp, replicas = config.placement, config.rollout.tp, config.rollout.replicas
+    per_node = placement.slots_per_node // tp
+    if placement.nodes * per_node < replicas:
+        yield (
+            f"rollout.replicas: engines need rollout.tp = {tp} slots of one node each, got replicas = {replicas} > "
+            f"nodes * (slots_per_node // tp) = {placement.nodes} * ({placement.slots_per_node} // {tp}) = "
+            f"{placement.nodes * per_node}"
+        )
+    if config.weight_sync.strategy != "micro_dp":
+        return
+    from megarl.controller.servers import require_one_machine  # imports torch, which most checks do without
+    from megarl.reshard.placement import strided_servers
+    from megarl.reshard.topology import Topology
+
+    p = config.trainer.parallel
+    grid = RankGrid(tp=p.tp, cp=p.cp, dp=config.dp, pp=p.pp)
+    topology = Topology(tuple(rank // placement.slots_per_node for rank in range(placement.slots)))
+    try:
+        servers = strided_servers(grid, gen_tp=tp)[:replicas]
+    except ConfigError as e:
+        yield f"weight_sync.strategy: {e}"
+        return
+    try:
+        require_one_machine("micro_dp", servers, topology)
+    except ConfigError as e:
+        yield str(e)
 
 
 def _ports(config: RunConfig) -> Iterator[str]:

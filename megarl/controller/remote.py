@@ -76,7 +76,7 @@ class EngineSink:
 def _taken(ref: Any, what: str, name: str, timeout_seconds: float) -> None:
     try:
         wait_all([ref], what=what, names={ref: name}, timeout=timeout_seconds)
-    except WeightSyncError:
-        raise
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{name}: {error}") from error
     except MegarlError as error:
         raise WeightSyncError(f"{name} did not take a bucket of weights: {error}") from error

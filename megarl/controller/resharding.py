@@ -2,61 +2,63 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.dense import DenseModel
+from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.layouts import trainer_layouts
+from megarl.megatron.families.read import read_config, read_family
+from megarl.megatron.families.stages import EVEN, PipelineSplit, stage_layers
 from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.report import Explanation, explain, explain_cheapest
+from megarl.reshard.report import Explanation, explain, explain_auto
 from megarl.reshard.scenario import Scenario, even_nodes
 from megarl.reshard.stages import split_stages
 
-Engine = Callable[[int, str], Sequence[WeightLayout]]
-"""(tp, dtype) -> layouts by tensor rank."""
 
-MAX_GENERATION_TP = 64
+class Engine(Protocol):
+    """Where an engine's layouts come from."""
+
+    def __call__(self, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
+        """By tensor rank."""
+
+
+MAX_SIZE = 256
+"""Of an axis, that a refusal suggests."""
+
+TRAIN_AXES = ("pp", "vpp", "tp", "cp", "dp", "ep", "etp")
+GEN_AXES = ("pp", "tp", "ep")
 
 
 def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
-    """`pp=1,tp=4` -> sizes of all `axes`, 1 where not named.
+    """`pp=1,tp=4` -> the sizes that are named.
 
     Raises:
         ConfigError: it is not of that form.
     """
-    sizes = dict.fromkeys(axes, 1)
-    named = set()
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
-        if not equals or name not in axes or name in named or not number.isascii() or not number.isdigit():
+        if not equals or name not in axes or name in sizes or not number.isascii() or not number.isdigit():
             raise ConfigError(f"{option} needs {','.join(f'{axis}=N' for axis in axes)}, got {text!r} at {part!r}")
         if int(number) < 1:
             raise ConfigError(f"{option} needs sizes of at least 1, got {part.strip()}")
-        named.add(name)
         sizes[name] = int(number)
     return sizes
 
 
-def read_model(path: str) -> tuple[DenseModel, str]:
+def read_model(path: str) -> tuple[Decoder, str]:
     """The model of a folder or a config.json, and its dtype.
 
     Raises:
         DataError: there is no such file, or it is no JSON object.
         ConfigError: its architecture is not supported.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    config, file = read_config(path)
     try:
-        config: Any = json.loads(file.read_text())
-    except (OSError, ValueError) as e:
-        raise DataError(f"{file}: cannot be read as a model's config.json: {e}") from e
-    if not isinstance(config, dict):
-        raise DataError(f"{file}: a model's config.json is an object, got {type(config).__name__}")
-    try:
-        model = DenseModel.from_hf(config, origin=str(file))
+        model = read_family(config, origin=str(file))
     except KeyError as e:
         raise DataError(f"{file}: lacks {e}") from e
     return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -68,14 +70,26 @@ def model_name(model_path: str) -> str:
     return path.parent.name if path.name == "config.json" else path.name
 
 
-def trace_scenario(model_path: str, *, train: str, gen: str, nodes: int, bucket_bytes: int) -> Scenario:
-    """Of a published model: the trainer's layouts by its family's table, the engine's as SGLang lays it out."""
+def trace_scenario(
+    model_path: str,
+    *,
+    train: str,
+    gen: str,
+    nodes: int,
+    bucket_bytes: int,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+) -> Scenario:
+    """Of a published model: the trainer's layouts by its family's table, the engine's as SGLang lays it out on GPUs.
+
+    The arguments are those of `make_scenario`.
+    """
     model, dtype = read_model(model_path)
 
-    def traced(tp: int, dtype: str) -> Sequence[WeightLayout]:
+    def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
         from megarl.rollout.trace import trace_layouts  # after the sizes are found good: it takes seconds
 
-        return trace_layouts(model_path, tp=tp, dtype=dtype)
+        return trace_layouts(model_path, tp=tp, ep=ep, device="cuda", dtype=dtype)
 
     return make_scenario(
         model_name(model_path),
@@ -86,19 +100,21 @@ def trace_scenario(model_path: str, *, train: str, gen: str, nodes: int, bucket_
         nodes=nodes,
         bucket_bytes=bucket_bytes,
         engine=traced,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
     )
 
 
 def explain_scenarios(
-    scenario: Scenario, names: Sequence[str]
+    scenario: Scenario, names: Sequence[str], tell: Callable[[str], None]
 ) -> tuple[dict[str, Explanation], dict[str, ConfigError]]:
-    """By strategy in the order of `names`: what it costs, or why it cannot serve these sizes."""
+    """By strategy in the order of `names`: what it costs, or why it cannot serve these sizes; see `explain`."""
     explained: dict[str, Explanation] = {}
     refused: dict[str, ConfigError] = {}
     for name in names:
         try:
             known = list(explained.values())
-            explained[name] = explain_cheapest(scenario, known) if name == "auto" else explain(name, scenario)
+            explained[name] = explain_auto(scenario, known) if name == "auto" else explain(name, scenario, tell)
         except ConfigError as error:
             refused[name] = error
     return explained, refused
@@ -106,7 +122,7 @@ def explain_scenarios(
 
 def make_scenario(
     name: str,
-    model: DenseModel,
+    model: Decoder,
     dtype: str,
     *,
     train: str,
@@ -114,40 +130,59 @@ def make_scenario(
     nodes: int,
     bucket_bytes: int,
     engine: Engine,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
 ) -> Scenario:
     """Both sides' layouts.
 
     Args:
         name: of the model, in reports.
-        train: as `pp=1,tp=4,dp=2`.
+        train: as `pp=1,tp=4,dp=2`; `etp` is tp where it is not named, as in Megatron.
         gen: as `pp=1,tp=2`.
+        first_stage_layers: layers of the trainer's first stage where not as many as of those between.
+        last_stage_layers: likewise, of the last.
 
     Raises:
         ConfigError: sizes that the model does not divide by.
     """
-    grid = RankGrid(**parse_sizes("--train", train, ("pp", "tp", "cp", "dp")))
-    to = parse_sizes("--gen", gen, ("pp", "tp"))
-    _require_served(model, grid, to)
-    stages = [split_stages(layout, to["pp"]) for layout in engine(to["tp"], dtype)]
+    sizes = parse_sizes("--train", train, TRAIN_AXES)
+    split = PipelineSplit(chunks=sizes.pop("vpp", 1), first=first_stage_layers, last=last_stage_layers)
+    to = dict.fromkeys(GEN_AXES, 1) | parse_sizes("--gen", gen, GEN_AXES)
+    try:
+        grid = RankGrid(**sizes)
+    except ConfigError as e:
+        raise ConfigError(f"--train {train}: {e}") from e
+    _require_served(model, grid, split, to)
+    traced = engine(to["tp"], dtype, ep=to["ep"])
+    stages = [split_stages(layout, to["pp"]) for layout in traced]
     return Scenario(
         model=name,
         grid=grid,
         gen_pp=to["pp"],
         gen_tp=to["tp"],
-        sources=tuple(trainer_layouts(model, grid, dtype)),
+        sources=tuple(trainer_layouts(model, grid, dtype, split)),
         engine=tuple(tuple(of_rank[stage] for of_rank in stages) for stage in range(to["pp"])),
         topology=even_nodes(grid.size, nodes),
         bucket_bytes=bucket_bytes,
     )
 
 
-def _require_served(model: DenseModel, grid: RankGrid, gen: Mapping[str, int]) -> None:
+def _require_served(model: Decoder, grid: RankGrid, split: PipelineSplit, gen: Mapping[str, int]) -> None:
     """Sizes by which every tensor divides; a vocabulary is padded instead."""
-    layers = model.num_layers
-    _require("--train pp", grid.pp, lambda pp: _rest("layers", layers, pp))
-    _require("--gen pp", gen["pp"], lambda pp: _rest("layers", layers, pp))
-    _require("--train tp", grid.tp, lambda tp: _indivisible(model, tp, replicate=False))
-    _require("--gen tp", gen["tp"], lambda tp: _indivisible(model, tp, replicate=True))
+    _require_stages(model.num_layers, grid.pp, split)
+    _require("--gen pp", gen["pp"], lambda pp: _rest("layers", model.num_layers, pp))
+    _require("--train tp", grid.tp, lambda tp: _indivisible(model, "tp", tp, repeat=False))
+    _require("--gen tp", gen["tp"], lambda tp: _indivisible(model, "tp", tp, repeat=True))
+    if model.num_experts:
+        _require("--train ep", grid.ep, lambda ep: _indivisible(model, "ep", ep, repeat=False))
+        _require("--train etp", grid.expert_tp, lambda etp: _indivisible(model, "etp", etp, repeat=False))
+        _require("--gen ep", gen["ep"], lambda ep: _indivisible(model, "ep", ep, repeat=False))
+        _require("--gen ep", gen["ep"], lambda ep: _rest("tp ranks", gen["tp"], ep))
+        _require("--gen tp/ep", gen["tp"] // gen["ep"], lambda etp: _indivisible(model, "etp", etp, repeat=False))
+    else:
+        for option, ep in (("--train", grid.ep), ("--gen", gen["ep"])):
+            if ep > 1:
+                raise ConfigError(f"{option} ep={ep}: {model.architecture} has no experts; it can only be 1")
     if gen["pp"] * gen["tp"] > grid.size:
         raise ConfigError(
             f"--gen: an engine takes pp {gen['pp']} * tp {gen['tp']} = {gen['pp'] * gen['tp']} ranks, "
@@ -155,26 +190,44 @@ def _require_served(model: DenseModel, grid: RankGrid, gen: Mapping[str, int]) -
         )
 
 
-def _require(option: str, size: int, problem: Callable[[int], str | None]) -> None:
+def _require_stages(num_layers: int, pp: int, split: PipelineSplit) -> None:
+    if split == EVEN:
+        hint = "; --first-stage-layers and --last-stage-layers give those two a number of their own"
+        _require("--train pp", pp, lambda pp: _rest("layers", num_layers, pp), hint=hint)
+    else:
+        _require("--train pp", pp, lambda pp: _stage_problem(num_layers, pp, split))
+
+
+def _stage_problem(num_layers: int, pp: int, split: PipelineSplit) -> str | None:
+    try:
+        stage_layers(num_layers, pp, split)
+    except ConfigError as e:
+        return str(e)
+    return None
+
+
+def _require(option: str, size: int, problem: Callable[[int], str | None], *, hint: str = "") -> None:
     why = problem(size)
     if why is not None:
-        possible = sorted(
-            (n for n in range(1, MAX_GENERATION_TP + 1) if problem(n) is None), key=lambda n: abs(n - size)
-        )
+        possible = sorted((n for n in range(1, MAX_SIZE + 1) if problem(n) is None), key=lambda n: abs(n - size))
         nearest = " and ".join(map(str, sorted(possible[:2])))
-        raise ConfigError(f"{option}={size}: {why}; the nearest that can be served: {nearest}")
+        served = f"; the nearest that can be served: {nearest}" if nearest else ""
+        raise ConfigError(f"{option}={size}: {why}{served}{hint}")
 
 
-def _indivisible(model: DenseModel, tp: int, *, replicate: bool) -> str | None:
-    """Which tensor `tp` ranks cannot share, and why."""
-    kv = model.num_kv_heads
-    if replicate and kv < tp and tp % kv == 0:
-        kv = tp  # SGLang gives several ranks the same head
-    return (
-        _rest("model.layers.0.self_attn.q_proj.weight has query heads", model.num_heads, tp)
-        or _rest("model.layers.0.self_attn.k_proj.weight has key-value heads", kv, tp)
-        or _rest("model.layers.0.mlp.gate_proj.weight has rows", model.ffn_hidden_size, tp)
-    )
+def _indivisible(model: Decoder, axis: str, size: int, *, repeat: bool) -> str | None:
+    """What `size` ranks cannot share, and why.
+
+    Args:
+        repeat: as in SGLang, which gives several ranks the same key-value head.
+    """
+    for units in model.units():
+        if units.axis != axis or (repeat and units.repeats and size % units.total == 0):
+            continue
+        why = _rest(units.what, units.total, size)
+        if why:
+            return why
+    return None
 
 
 def _rest(what: str, total: int, size: int) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config import RunConfig
 from megarl.controller.engines import EngineGroup
+from megarl.controller.servers import machines
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.megatron.work import SyncSetup
 from megarl.placement.grid import RankGrid
@@ -58,20 +59,31 @@ class WeightSync:
 
 
 def sync_setup(config: RunConfig, grid: RankGrid, engines: EngineGroup, pool: SlotPool) -> SyncSetup:
-    """How weights travel in this run: whole tensors from rank 0, or to each engine rank from the rank beside it."""
-    tp = config.rollout.tp
-    strategy = resolve_strategy(config.weight_sync.strategy, grid, gen_tp=tp)
+    """How weights travel in this run: boxes to each engine rank from the rank beside it.
+
+    Whole tensors, which are all with `gather_hf` and otherwise those of which engines compute values of their own, go
+    to each engine from the first of its servers.
+    """
+    tp, topology = config.rollout.tp, machines(pool)
+    strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
     resolved = config.weight_sync.model_copy(update={"strategy": strategy})
+    to_engines = {ranks[0]: sink for ranks, sink in zip(engines.servers, engines.sinks(), strict=True)}
     if strategy == "gather_hf":
-        return SyncSetup(config=resolved, outlets={0: Outlets(whole=engines.sinks())})
-    layouts, machines = engines.layouts(), {slot.node: i for i, slot in enumerate(pool.slots)}
+        return SyncSetup(config=resolved, outlets={rank: Outlets(whole=(sink,)) for rank, sink in to_engines.items()})
+    layouts, whole = engines.layouts(), engines.whole_tensors()
     served = {
         rank: (replica, tp_rank) for replica, ranks in enumerate(engines.servers) for tp_rank, rank in enumerate(ranks)
     }
     return SyncSetup(
         config=resolved,
-        outlets={rank: Outlets(boxes=engines.rank_sink(*place)) for rank, place in served.items()},
-        nodes=tuple(machines[slot.node] for slot in pool.slots),
+        outlets={
+            rank: Outlets(
+                whole=(to_engines[rank],) if whole and rank in to_engines else (), boxes=engines.rank_sink(*place)
+            )
+            for rank, place in served.items()
+        },
+        nodes=topology.nodes,
         needs={rank: layouts[tp_rank] for rank, (_, tp_rank) in served.items()},
         groups=tuple(micro_dp_groups(grid, gen_tp=tp)) if strategy == "micro_dp" else (),
+        whole=whole,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.trainer import ParallelConfig
-from megarl.errors import DataError
 from megarl.megatron import platform
 from megarl.megatron.families.dense import DenseModel
 from megarl.megatron.families.layouts import padded_vocab
+from megarl.megatron.families.read import read_config
 from megarl.megatron.layers import torch_block
 
 PADDED_LOGIT = -1e9
@@ -29,13 +27,9 @@ def read_model(path: str) -> DenseModel:
 
     Raises:
         DataError: no readable config.json there.
-        ConfigError: not supported.
+        ConfigError: it cannot be trained.
     """
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as e:
-        raise DataError(f"{file}: cannot read the model's configuration: {e}") from e
+    config, file = read_config(path)
     return DenseModel.from_hf(config, origin=str(file))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.megatron import platform
 from megarl.megatron.trainer import MegatronTrainer
 from megarl.megatron.work import SyncSetup
+from megarl.placement.grid import RankGrid
+from megarl.reshard.groups import replica_cells
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.plan import Topology
 from megarl.reshard.strategies.make import make_strategy
 from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats
+from megarl.reshard.topology import Topology
 
 
 class WeightPusher:
@@ -28,6 +31,8 @@ class WeightPusher:
             senders=sorted(rank for rank, outlets in setup.outlets.items() if outlets.whole),
             needs=setup.needs,
             groups=setup.groups,
+            whole=setup.whole,
+            copies=replica_cells(_grid(trainer.groups, world)),
         )
         self._trainer = trainer
         self._outlets = setup.outlets.get(rank, Outlets())
@@ -59,3 +64,9 @@ class WeightPusher:
     def close(self) -> None:
         """Free the buffers."""
         self.strategy.close()
+
+
+def _grid(groups: ProcessGroupCollection, world: int) -> RankGrid:
+    tp, cp, pp = groups.tp.size(), groups.cp.size(), groups.pp.size()
+    dp = world // (tp * cp * pp)
+    return RankGrid(tp=tp, cp=cp, dp=dp, pp=pp, ep=groups.ep.size(), etp=groups.expt_tp.size())

@@ -92,6 +92,8 @@ class SyncSetup:
     """By trainer rank, the layout of the engine rank that it serves."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Micro-DP groups."""
+    whole: tuple[str, ...] = ()
+    """Tensors that go to engines whole where all others go as boxes."""
 
 
 def split_by_dp(work: TrainWork, grid: RankGrid) -> list[TrainWork]:

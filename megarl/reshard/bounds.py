@@ -2,52 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import Box, WeightLayout, intersect, volume
-from megarl.reshard.plan import Topology
+from megarl.reshard.index import Ints, hash_rows
+from megarl.reshard.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
+from megarl.reshard.topology import Topology
+
+Layouts = Sequence[WeightLayout]
 
 
-def missing_bytes(held: Sequence[WeightLayout], needed: Sequence[WeightLayout]) -> int:
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """Bytes that some ranks need together and do not hold."""
+
+    elements: int
+    """Each element once: the bound."""
+    boxes: int
+    """Each box once: what a plan brings, which differs where boxes that are needed overlap in part."""
+
+
+def missing_bytes(held: Layouts, needed: Layouts) -> int:
     """Bytes of the union of `needed` that the union of `held` lacks."""
-    have, want = _boxes(held), _boxes(needed)
-    tensors = {name: spec for layout in needed for name, spec in layout.tensors.items()}
-    total = 0
-    for tensor, boxes in want.items():
-        size = torch_dtype(tensors[tensor].dtype).itemsize
-        total += size * sum(volume(box) for box in _difference(_disjoint(boxes), have.get(tensor, [])))
-    return total
+    return Demand(needed).lacking(held, needed).elements
 
 
-def rank_bounds(sources: Sequence[WeightLayout], needs: Mapping[int, WeightLayout]) -> dict[int, int]:
+def rank_bounds(sources: Layouts, needs: Mapping[int, WeightLayout]) -> dict[int, int]:
     """By rank, the bytes that it has to receive."""
-    alike: dict[tuple[int, int], int] = {}  # replicas share their layouts: pairs are few where ranks are many
-    for rank, need in needs.items():
-        pair = id(sources[rank]), id(need)
-        if pair not in alike:
-            alike[pair] = missing_bytes([sources[rank]], [need])
-    return {rank: alike[id(sources[rank]), id(need)] for rank, need in needs.items()}
+    demand = Demand(needs.values())
+    return {rank: demand.lacking([sources[rank]], [need]).elements for rank, need in needs.items()}
 
 
-def node_bounds(
-    sources: Sequence[WeightLayout], needs: Mapping[int, WeightLayout], topology: Topology
-) -> dict[int, int]:
+def node_bounds(sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology) -> dict[int, int]:
     """By machine, the bytes that have to enter it."""
-    bounds = {}
-    for node in sorted(set(topology.nodes)):
-        ranks = [rank for rank, n in enumerate(topology.nodes) if n == node]
-        wanted = [needs[rank] for rank in ranks if rank in needs]
-        bounds[node] = missing_bytes([sources[rank] for rank in ranks], wanted)
-    return bounds
+    demand = Demand(needs.values())
+    return {node: lacking.elements for node, lacking in lacking_of_nodes(demand, sources, needs, topology).items()}
 
 
-def _boxes(layouts: Sequence[WeightLayout]) -> dict[str, list[Box]]:
-    out: dict[str, list[Box]] = {}
-    for layout in layouts:
-        for piece in layout.pieces:
-            out.setdefault(piece.tensor, []).append(piece.box)
-    return out
+def lacking_of_nodes(
+    demand: Demand, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology
+) -> dict[int, Lacking]:
+    """By machine, what its ranks lack together."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(topology.nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    return {
+        node: demand.lacking([sources[rank] for rank in ranks], [needs[rank] for rank in ranks if rank in needs])
+        for node, ranks in sorted(ranks_of.items())
+    }
+
+
+class Demand:
+    """The needs of many ranks, and how much of them others hold.
+
+    Tensors that are needed alike, which is most of a model's, are of one kind. Boxes are compared once for a kind and
+    what is held of it: DeepSeek-V3 has 46,000 tensors, and a few dozen kinds.
+    """
+
+    def __init__(self, needs: Iterable[WeightLayout]) -> None:
+        layouts = _distinct(needs)
+        self._known = layouts
+        """An id names a layout only as long as it lives."""
+        self._number: dict[str, int] = {}
+        sizes: list[int] = []
+        for layout in layouts:
+            for name in layout.table.tensors:
+                if name not in self._number:
+                    self._number[name] = len(self._number)
+                    sizes.append(torch_dtype(layout.tensors[name].dtype).itemsize)
+        self._numbers: dict[tuple[str, ...], Ints] = {}
+        tables = [layout.table for layout in layouts]
+        self._width = max((table.boxes.shape[1] for table in tables), default=1)
+        needed = [self._rows(table) for table in tables]
+        mark = np.zeros(len(sizes), np.uint64)
+        for number, (tensor, boxes) in enumerate(needed):
+            np.add.at(mark, tensor, _marks(boxes, np.full(len(tensor), number)))
+        _, first, kind, count = np.unique(
+            hash_rows([mark, np.array(sizes, np.int64)]), return_index=True, return_inverse=True, return_counts=True
+        )
+        self._kind = kind.reshape(-1)
+        self._size, self._count = np.array(sizes, np.int64)[first].tolist(), count.tolist()
+        is_first = np.zeros(len(sizes), bool)
+        is_first[first] = True
+        self._needed = {
+            id(layout): _by_key(self._kind[tensor], boxes, is_first[tensor])
+            for layout, (tensor, boxes) in zip(layouts, needed, strict=True)
+        }
+        self._held: dict[tuple[int, ...], dict[int, list[tuple[int, tuple[Box, ...]]]]] = {}
+        self._lacking: dict[tuple[tuple[int, ...], tuple[int, ...]], Lacking] = {}
+
+    def lacking(self, held: Layouts, needed: Layouts) -> Lacking:
+        """What of `needed`, layouts that this was made with, is in none of `held`."""
+        held, needed = _distinct(held), _distinct(needed)
+        key = tuple(sorted(map(id, held))), tuple(sorted(map(id, needed)))
+        if key not in self._lacking:
+            self._known += held
+            self._lacking[key] = self._compare(held, needed)
+        return self._lacking[key]
+
+    def _compare(self, held: Layouts, needed: Layouts) -> Lacking:
+        key = tuple(sorted(map(id, held)))
+        if key not in self._held:
+            self._held[key] = self._read_held(held)
+        elements = boxes = 0
+        for kind, wanted in self._wanted(needed).items():
+            size, left = self._size[kind], self._count[kind]
+            for count, parts in (*self._held[key].get(kind, ()), (None, ())):
+                many = left if count is None else count
+                left -= many
+                lacks = _lacking_elements(wanted, parts) if many else (0, 0)
+                elements += many * size * lacks[0]
+                boxes += many * size * lacks[1]
+        return Lacking(elements, boxes)
+
+    def _wanted(self, needed: Layouts) -> dict[int, tuple[Box, ...]]:
+        """By kind; a box as often as the layout that has it most often."""
+        if len(needed) == 1:
+            return self._needed[id(needed[0])]
+        together: dict[int, Counter[Box]] = {}
+        for layout in needed:
+            for kind, boxes in self._needed[id(layout)].items():
+                together[kind] = together.get(kind, Counter()) | Counter(boxes)
+        return {kind: tuple(boxes.elements()) for kind, boxes in together.items()}
+
+    def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
+        """By kind: of how many tensors which boxes are held, where any are."""
+        rows = [self._rows(layout.table) for layout in held]
+        if not rows:
+            return {}
+        tensor, boxes = (np.concatenate(column) for column in zip(*rows, strict=True))
+        _, once = np.unique(_marks(boxes, tensor), return_index=True)
+        tensor, boxes = tensor[once], boxes[once]
+        tensors, place = np.unique(tensor, return_inverse=True)
+        mark = np.zeros(len(tensors), np.uint64)
+        np.add.at(mark, place.reshape(-1), _marks(boxes, np.zeros_like(tensor)))
+        _, first, count = np.unique(hash_rows([mark, self._kind[tensors]]), return_index=True, return_counts=True)
+        of_first = _by_key(tensor, boxes, np.isin(tensor, tensors[first]))
+        found: dict[int, list[tuple[int, tuple[Box, ...]]]] = {}
+        for number, many in zip(tensors[first].tolist(), count.tolist(), strict=True):
+            found.setdefault(int(self._kind[number]), []).append((many, of_first[number]))
+        return found
+
+    def _rows(self, table: PieceTable) -> tuple[Ints, Ints]:
+        """Numbers of the tensors of the table's pieces, and the boxes [n, D, 2]; without tensors that nobody needs."""
+        if table.tensors not in self._numbers:
+            self._numbers[table.tensors] = np.array([self._number.get(name, -1) for name in table.tensors], np.int64)
+        tensor = self._numbers[table.tensors][table.tensor]
+        some = np.flatnonzero(tensor >= 0)
+        return tensor[some], widen(table.boxes[some, : self._width], self._width)
+
+
+def _marks(boxes: Ints, salt: Ints) -> Ints:
+    return hash_rows([salt, *(boxes[:, dim, end] for dim in range(boxes.shape[1]) for end in (0, 1))])
+
+
+def _by_key(keys: Ints, boxes: Ints, rows: Ints) -> dict[int, tuple[Box, ...]]:
+    """The boxes of some rows, sorted, by the rows' keys."""
+    found: dict[int, list[Box]] = {}
+    for key, box in zip(keys[rows].tolist(), boxes[rows].tolist(), strict=True):
+        found.setdefault(key, []).append(tuple((start, stop) for start, stop in box))
+    return {key: tuple(sorted(of_key)) for key, of_key in found.items()}
+
+
+def _distinct(layouts: Iterable[WeightLayout]) -> list[WeightLayout]:
+    """Replicas share their layouts."""
+    return list({id(layout): layout for layout in layouts}.values())
+
+
+@lru_cache(maxsize=1 << 16)
+def _lacking_elements(needed: tuple[Box, ...], held: tuple[Box, ...]) -> tuple[int, int]:
+    """Of the union of `needed`, and of each of its boxes summed up, what is in none of `held`."""
+    lacking = [part for box in needed for part in _difference([box], held)]
+    together = _disjoint(lacking) if len(needed) > 1 else lacking
+    return sum(map(volume, together)), sum(map(volume, lacking))
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:

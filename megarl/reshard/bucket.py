@@ -1,13 +1,16 @@
-"""A bucket of tensors in host memory that trainer and engine processes of one machine share.
+"""A bucket of tensors in memory that trainer and engine processes of one machine share: the host's, or a GPU's.
 
 trainer rank                          SGLang TP rank
 SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, nothing copied
 SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes, of which boxes are cut
+DeviceBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the same on the GPU that both processes use
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import json
 import mmap
 import os
 from collections.abc import Iterable
@@ -18,8 +21,15 @@ from torch import Tensor
 
 from megarl.reshard.layout import Box, volume
 
+ON_DEVICE = "cuda-ipc:"
+"""How paths of device memory start; what follows is torch's handle."""
+
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
+
+
+IPC_STORAGE = slice(6, None)
+"""Of the arguments of torch's `rebuild_cuda_tensor`, those that are not known anyway: from `storage_device` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,28 @@ class SharedBuffer:
             self._handle = None
 
 
+class DeviceBuffer:
+    """Memory of a GPU that another process on the same GPU maps (CUDA IPC)."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        _, handle = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
+        self.path = ON_DEVICE + json.dumps([_to_text(value) for value in handle[IPC_STORAGE]])
+
+    def close(self) -> None:
+        """Give the memory back once the other process has dropped its view."""
+        self.bytes = self.bytes[:0]
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def make_buffer(num_bytes: int, device: torch.device) -> SharedBuffer | DeviceBuffer:
+    """Memory that tensors on `device` reach without leaving it."""
+    return SharedBuffer(num_bytes) if device.type == "cpu" else DeviceBuffer(num_bytes, device)
+
+
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
     """Name -> tensor, views of the shared memory."""
     data = map_bucket(bucket)
@@ -138,7 +170,37 @@ def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
 
 def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
     """uint8 [num_bytes], the shared memory itself."""
+    if bucket.path.startswith(ON_DEVICE):
+        return _map_device(bucket)
     return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
+
+
+def identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[tuple[int | str, ...], int]:
+    """What tells the bucket's memory from any other, and its size in bytes; raises OSError where it is gone."""
+    if bucket.path.startswith(ON_DEVICE):
+        return (bucket.path,), bucket.num_bytes
+    stat = os.stat(bucket.path)
+    return (stat.st_dev, stat.st_ino, bucket.num_bytes), stat.st_size
+
+
+def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]
+    # processes may number GPUs differently; this is the GPU that both of them use
+    kept[0] = torch.cuda.current_device()
+    tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, *kept
+    )
+    return tensor
+
+
+def _to_text(value: object) -> object:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _from_text(value: object) -> object:
+    return base64.b64decode(value["bytes"]) if isinstance(value, dict) else value
 
 
 def digest(tensor: Tensor) -> bytes:

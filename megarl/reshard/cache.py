@@ -3,54 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
+from megarl.reshard.executor import Memory
+from megarl.reshard.index import SyncIndex
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.plan import Move, Topology, plan_moves
-from megarl.reshard.rounds import Round, cut_rounds
+from megarl.reshard.plan import plan_rank
+from megarl.reshard.rounds import Round, build_rounds
+from megarl.reshard.topology import Topology
 
 KEPT_PLANS = 8
+PADDING = 1024
+"""Bytes of a bucket that alignment may take."""
 
 
-class MoveList(tuple[Move, ...]):
-    """Moves that are known by identity: hashing a plan would cost as much as making it."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One rank's rounds, and the memory that they take."""
 
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    rounds: tuple[Round, ...]
+    memory: Memory
 
 
-def cached_moves(
+def cached_index(
     sources: Sequence[WeightLayout],
     needs: Mapping[int, WeightLayout],
     topology: Topology,
+    bucket_bytes: int,
+    *,
     groups: Sequence[Sequence[int]] = (),
-) -> MoveList:
-    """As `plan_moves`."""
-    return _moves(
-        tuple(sources), tuple((rank, needs[rank]) for rank in sorted(needs)), topology, tuple(map(tuple, groups))
+    relay: bool = True,
+) -> SyncIndex:
+    """As `SyncIndex`, for rounds that fit into two buckets of `bucket_bytes` with everything that they need."""
+    ranks = tuple(sorted(needs))
+    return _index(
+        tuple(sources),
+        ranks,
+        tuple(needs[rank] for rank in ranks),
+        topology,
+        tuple(map(tuple, groups)),
+        relay,
+        round_bytes(bucket_bytes),
     )
 
 
+def round_bytes(bucket_bytes: int) -> int:
+    """The most that a rank receives in a round: of what it allocates, half is to receive into, half to send from."""
+    return max(bucket_bytes // 2 - PADDING, bucket_bytes // 4)
+
+
+def cached_plan(
+    sources: Sequence[WeightLayout],
+    needs: Mapping[int, WeightLayout],
+    topology: Topology,
+    rank: int,
+    bucket_bytes: int,
+    *,
+    groups: Sequence[Sequence[int]] = (),
+    relay: bool = True,
+) -> Planned:
+    """Rank `rank`'s rounds; they take at most two buckets of `bucket_bytes`, but for single rows that are larger."""
+    index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
+    return _plan(index, rank, bucket_bytes)
+
+
 @lru_cache(maxsize=KEPT_PLANS)
-def _moves(
+def _index(
     sources: tuple[WeightLayout, ...],
-    needs: tuple[tuple[int, WeightLayout], ...],
+    ranks: tuple[int, ...],
+    needs: tuple[WeightLayout, ...],
     topology: Topology,
     groups: tuple[tuple[int, ...], ...],
-) -> MoveList:
-    return MoveList(plan_moves(sources, dict(needs), topology, groups=groups))
+    relay: bool,
+    round_bytes: int,
+) -> SyncIndex:
+    layouts = dict(zip(ranks, needs, strict=True))
+    return SyncIndex(sources, layouts, topology, groups=groups, relay=relay, bucket_bytes=round_bytes)
 
 
 @lru_cache(maxsize=KEPT_PLANS)
-def cached_rounds(moves: MoveList, rank: int, bucket_bytes: int) -> list[Round]:
-    """As `cut_rounds`."""
-    return cut_rounds(moves, rank, bucket_bytes)
+def _plan(index: SyncIndex, rank: int, bucket_bytes: int) -> Planned:
+    rounds = tuple(build_rounds(index, plan_rank(index, rank)))
+    return Planned(rounds, Memory.of(rounds, bucket_bytes))
 
 
 def forget_plans() -> None:
     """Plans are made anew from here on."""
-    _moves.cache_clear()
-    cached_rounds.cache_clear()
+    _index.cache_clear()
+    _plan.cache_clear()

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from megarl.reshard.bounds import missing_bytes
-from megarl.reshard.bucket import ALIGNMENT, torch_dtype
-from megarl.reshard.cache import cached_moves
-from megarl.reshard.layout import WeightLayout, volume
-from megarl.reshard.plan import Move, Topology
-from megarl.reshard.rounds import cut_moves
-from megarl.reshard.scenario import Arrangement, Scenario
-from megarl.reshard.strategies.full_gather import model_bytes, owned_parts, whole_layout
-from megarl.reshard.strategies.gather_hf import plan_buckets
+from megarl.reshard.bounds import Demand
+from megarl.reshard.cache import cached_plan
+from megarl.reshard.executor import Memory
+from megarl.reshard.groups import replica_cells
+from megarl.reshard.layout import WeightLayout
+from megarl.reshard.rounds import Round
+from megarl.reshard.scenario import Arrangement, Scenario, sync_context
+from megarl.reshard.strategies.full_gather import keep_plan, model_bytes, owned_parts
+from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
 from megarl.reshard.strategy import SyncStats
+from megarl.reshard.topology import Topology
+from megarl.reshard.traffic import Traffic, Wanted, wanted
+
+PLANNED_PIECES = 500_000
+"""Of all ranks together: with more, `explain` plans a few ranks only. Planning a piece takes about 50 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,125 +45,157 @@ class Forecast:
                 into[topology.nodes[destination]] += num_bytes
         return into
 
+    def traffic(self, topology: Topology) -> Traffic:
+        """The same without the details."""
+        received = tuple(of_rank.bytes_received for of_rank in self.stats)
+        return Traffic(into_ranks=received, into_nodes=self.bytes_into_nodes(topology))
 
-@dataclass(slots=True)
-class _Books:
-    """Of one rank, while its plan is read."""
 
-    sent: int = 0
-    received: int = 0
-    delivered: int = 0
-    messages: int = 0
-    buckets: int = 0
-    largest_bucket: int = 0
-    largest_packed: int = 0
-    between: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """By source."""
-
-    def stats(self, *, buffers: bool) -> SyncStats:
-        return SyncStats(
-            bytes_sent=self.sent,
-            bytes_received=self.received,
-            bytes_delivered=self.delivered,
-            buckets=self.buckets,
-            peak_extra_bytes=self.largest_packed + (2 * max(self.largest_bucket, mmap.PAGESIZE) if buffers else 0),
-            messages=self.messages,
-        )
+def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
+    """True where the plans of all ranks are made in a matter of seconds."""
+    if arrangement.strategy == "gather_hf":
+        return True  # one plan serves all ranks
+    needs = wanted(arrangement, scenario).needs
+    return sum(len(need.pieces) for need in needs.values()) <= PLANNED_PIECES
 
 
 def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     """What every rank will count."""
-    match arrangement.strategy:
-        case "gather_hf":
-            return _gather_hf(arrangement.senders, scenario)
-        case "ds_chat" | "hybridflow_v":
-            return _full_gather(arrangement, scenario)
-    moves = cached_moves(scenario.sources, arrangement.needs, scenario.topology, arrangement.groups)
-    return _of_moves(moves, len(scenario.sources), arrangement.needs, scenario.bucket_bytes // 2)
+    if arrangement.strategy == "gather_hf":
+        return _gather_hf(arrangement, scenario)
+    what, stats, between = wanted(arrangement, scenario), [], {}
+    for rank in range(len(what.sources)):
+        rounds = _rounds(what, arrangement, scenario, rank)
+        group = next((sorted(group) for group in arrangement.groups if rank in group), [])
+        stats.append(_of_rank(rounds, what, arrangement, scenario, rank))
+        for source, num_bytes in _sources(rounds, rank, group).items():
+            between[source, rank] = num_bytes
+    return Forecast(stats=tuple(stats), bytes_between=between)
 
 
-def _of_moves(moves: Sequence[Move], world: int, with_sink: Iterable[int], bucket_bytes: int) -> Forecast:
-    books = [_Books() for _ in range(world)]
-    for of_round in cut_moves(moves, bucket_bytes):
-        messages: dict[tuple[int, int], int] = defaultdict(int)
-        for move in of_round:
-            messages[move.source, move.destination] += move.num_bytes
-        buckets: dict[int, int] = defaultdict(int)
-        packed: dict[int, int] = defaultdict(int)
-        for (source, destination), num_bytes in messages.items():
-            buckets[destination] += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-            books[destination].delivered += num_bytes
-            if source != destination:
-                packed[source] += num_bytes
-                _send(books, source, destination, num_bytes)
-        for rank, num_bytes in buckets.items():
-            books[rank].buckets += 1
-            books[rank].largest_bucket = max(books[rank].largest_bucket, num_bytes)
-        for rank, num_bytes in packed.items():
-            books[rank].largest_packed = max(books[rank].largest_packed, num_bytes)
-    return _close(books, set(with_sink))
+def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:
+    """What one rank will count, under any strategy but `gather_hf`."""
+    what = wanted(arrangement, scenario)
+    return _of_rank(_rounds(what, arrangement, scenario, rank), what, arrangement, scenario, rank)
 
 
-def _full_gather(arrangement: Arrangement, scenario: Scenario) -> Forecast:
-    """The gather, and then each rank's own part of it, one after the other, beside the whole model."""
-    world, bucket = len(scenario.sources), scenario.bucket_bytes // 2
-    sources = owned_parts(scenario.sources) if arrangement.strategy == "ds_chat" else scenario.sources
-    whole = whole_layout(scenario.sources[0])
-    moves = cached_moves(sources, dict.fromkeys(range(world), whole), scenario.topology, arrangement.groups)
-    gather = _of_moves(moves, world, range(world), bucket)
-    keeps: dict[int, SyncStats] = {}
-    for need in arrangement.needs.values():
-        if id(need) not in keeps:
-            keeps[id(need)] = _of_moves(cached_moves([whole], {0: need}, Topology.single(1)), 1, {0}, bucket).stats[0]
-    nothing = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
-    stats = []
-    for rank, of_rank in enumerate(gather.stats):
-        keep = keeps[id(arrangement.needs[rank])] if rank in arrangement.needs else nothing
-        peak = model_bytes(whole) + max(of_rank.peak_extra_bytes, keep.peak_extra_bytes)
-        stats.append(
-            replace(of_rank, bytes_delivered=keep.bytes_delivered, buckets=keep.buckets, peak_extra_bytes=peak)
-        )
-    return Forecast(stats=tuple(stats), bytes_between=gather.bytes_between)
+def _rounds(what: Wanted, arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
+    return cached_plan(
+        what.sources,
+        what.needs,
+        scenario.topology,
+        rank,
+        scenario.bucket_bytes,
+        groups=arrangement.groups,
+        relay=what.relay,
+    ).rounds
 
 
-def _gather_hf(senders: Sequence[int], scenario: Scenario) -> Forecast:
-    books = [_Books() for _ in scenario.sources]
-    tensors = scenario.sources[0].tensors
-    for plan in plan_buckets(scenario.sources, scenario.bucket_bytes):
-        for of_rank in books:
-            of_rank.buckets += 1
-            of_rank.largest_bucket = max(of_rank.largest_bucket, plan.num_bytes)
-        for sender in senders:
-            books[sender].delivered += sum(slot.num_bytes for slot in plan.slots)
-            for rank, pieces in enumerate(plan.pieces):
-                num_bytes = sum(volume(p.box) * torch_dtype(tensors[p.tensor].dtype).itemsize for p in pieces)
-                if num_bytes and rank != sender:
-                    _send(books, rank, sender, num_bytes)
-                    for each in (rank, sender):
-                        books[each].largest_packed = max(books[each].largest_packed, num_bytes)
-    return _close(books, set(senders))
+def _of_rank(
+    rounds: Sequence[Round], what: Wanted, arrangement: Arrangement, scenario: Scenario, rank: int
+) -> SyncStats:
+    stats = _of_rounds(rounds, scenario.bucket_bytes, receives=rank in what.needs)
+    if arrangement.strategy in ("micro_dp", "exact"):
+        return stats
+    # the gather, and then the rank's own part of it, one after the other, beside the whole model
+    whole = what.needs[rank]
+    peak = model_bytes(whole) + stats.peak_extra_bytes
+    if rank not in arrangement.needs:
+        return replace(stats, bytes_delivered=0, buckets=0, peak_extra_bytes=peak)
+    keep = _keep(whole, arrangement.needs[rank], scenario.bucket_bytes)
+    peak = max(peak, model_bytes(whole) + keep.peak_extra_bytes)
+    return replace(stats, bytes_delivered=keep.bytes_delivered, buckets=keep.buckets, peak_extra_bytes=peak)
 
 
-def _send(books: Sequence[_Books], source: int, destination: int, num_bytes: int) -> None:
-    books[source].sent += num_bytes
-    books[destination].received += num_bytes
-    books[destination].messages += 1
-    books[destination].between[source] += num_bytes
+@lru_cache
+def _keep(whole: WeightLayout, need: WeightLayout, bucket_bytes: int) -> SyncStats:
+    return _of_rounds(keep_plan(whole, need, bucket_bytes).rounds, bucket_bytes, receives=True)
 
 
-def _close(books: Sequence[_Books], with_buffers: set[int]) -> Forecast:
-    return Forecast(
-        stats=tuple(of_rank.stats(buffers=rank in with_buffers) for rank, of_rank in enumerate(books)),
-        bytes_between={(source, rank): n for rank, b in enumerate(books) for source, n in b.between.items()},
+def _of_rounds(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) -> SyncStats:
+    messages = [message.num_bytes for r in rounds for hop in r.hops for message in hop.receives]
+    gathers = [gather.num_bytes - gather.share for r in rounds for gather in r.gathers]
+    return SyncStats(
+        bytes_sent=sum(hop.bytes_sent for r in rounds for hop in r.hops) + sum(gathers),
+        bytes_received=sum(messages) + sum(gathers),
+        bytes_delivered=sum(r.bytes_delivered for r in rounds),
+        buckets=sum(bool(r.bucket_bytes) for r in rounds),
+        peak_extra_bytes=Memory.of(rounds, bucket_bytes).total(receives=receives, on_device=False),
+        messages=len(messages),
+        collectives=len(gathers),
     )
+
+
+def _sources(rounds: Sequence[Round], rank: int, group: Sequence[int]) -> dict[int, int]:
+    """Bytes that `rank` receives, by source."""
+    found: dict[int, int] = defaultdict(int)
+    for this in rounds:
+        for hop in this.hops:
+            for message in hop.receives:
+                found[message.source] += message.num_bytes
+        for gather in this.gathers:
+            for member in group:
+                found[member] += gather.share if member != rank else 0
+    return found
+
+
+def _gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
+    kinds, senders = replica_cells(scenario.grid), set(arrangement.senders)
+    # copies are alike, but for the numbers of their ranks
+    plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
+    buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
+    world = len(scenario.sources)
+    into, largest, collectives = [0] * world, [0] * world, [0] * world
+    between: dict[tuple[int, int], int] = defaultdict(int)
+    for kind, copies in enumerate(kinds):
+        by_cell: dict[int, list[TensorGather]] = defaultdict(list)
+        for gather in (gather for bucket in plan for gather in bucket.gathers if gather.kind == kind):
+            by_cell[gather.cell].append(gather)
+        if not by_cell:
+            continue
+        number_of = sum(map(len, by_cell.values()))
+        most = max(gather.num_bytes for gathers in by_cell.values() for gather in gathers)
+        in_all = {cell: sum(gather.num_bytes for gather in gathers) for cell, gathers in by_cell.items()}
+        parts = {cell: [g.part_bytes for g in gathers if g.is_gathered] for cell, gathers in by_cell.items()}
+        for cells in copies:
+            if senders.isdisjoint(rank for cell in cells for rank in cell):
+                continue
+            for number, cell in enumerate(cells):
+                of_cell = parts.get(number, [])
+                _all_gather(cell, sum(of_cell), between)
+                for index, source in enumerate(cell):
+                    largest[source] = max(largest[source], most)
+                    collectives[source] += len(of_cell) + (number_of if len(cells) > 1 else 0)
+                    if number in in_all:
+                        for other in (other[index] for other in cells if other is not cell):
+                            between[source, other] += in_all[number]
+    out_of = [0] * world
+    for (source, destination), num_bytes in between.items():
+        out_of[source] += num_bytes
+        into[destination] += num_bytes
+    stats = [
+        SyncStats(
+            bytes_sent=out_of[rank],
+            bytes_received=into[rank],
+            bytes_delivered=model_bytes(scenario.sources[0]) if rank in senders else 0,
+            buckets=len(plan) if rank in senders else 0,
+            peak_extra_bytes=largest[rank] + (buffers if rank in senders else 0),
+            collectives=collectives[rank],
+        )
+        for rank in range(world)
+    ]
+    return Forecast(stats=tuple(stats), bytes_between=dict(between))
+
+
+def _all_gather(ranks: Sequence[int], part_bytes: int, between: dict[tuple[int, int], int]) -> None:
+    for source in ranks:
+        for destination in ranks:
+            if part_bytes and source != destination:
+                between[source, destination] += part_bytes
 
 
 def kept_twice(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:
     """HybridFlow's redundancy: the most that a rank holds for training and its engine rank does not need."""
     held = owned_parts(sources) if arrangement.strategy == "ds_chat" else sources
-    seen: dict[tuple[int, int], int] = {}
-    for rank, need in arrangement.needs.items():
-        key = id(held[rank]), id(need)
-        if key not in seen:
-            seen[key] = missing_bytes([need], [held[rank]])
-    return max(seen.values(), default=0)
+    holdings = Demand(held[rank] for rank in arrangement.needs)
+    return max((holdings.lacking([need], [held[rank]]).elements for rank, need in arrangement.needs.items()), default=0)

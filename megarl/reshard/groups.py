@@ -12,10 +12,15 @@ The generation ranks are *strided*, so that every rank's training shard lies ins
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megarl.errors import ConfigError
 from megarl.placement.grid import RankGrid
+
+Cells = tuple[tuple[int, ...], ...]
+"""The ranks of one copy of some parameters: ranks of a cell (ascending) split each, other cells hold other ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +69,17 @@ def micro_dp_groups(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[tup
         at = grid.coordinates(rank)
         groups.setdefault((at.dp * grid.cp + at.cp, place.pp, place.tp), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
+
+
+@lru_cache
+def replica_cells(grid: RankGrid) -> tuple[tuple[Cells, ...], ...]:
+    """The copies of the model that training holds: of all parameters, and dealt otherwise, of routed experts."""
+    copies: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp)])
+    expert_copies: dict[int, list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp * grid.ep)])
+    for rank in range(grid.size):
+        at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
+        copies[at.dp, at.cp][at.pp].append(rank)
+        expert_copies[expert.dp][expert.pp * grid.ep + expert.ep].append(rank)
+    alike = grid.ep == 1 and grid.expert_tp == grid.tp
+    both = [copies.values()] if alike else [copies.values(), expert_copies.values()]
+    return tuple(tuple(tuple(map(tuple, cells)) for cells in of_kind) for of_kind in both)

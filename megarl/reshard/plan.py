@@ -1,184 +1,266 @@
-"""Which bytes move from whom to whom: a pure function of layouts, the same on every rank, with no communication.
+"""One rank's part of a sync: what it keeps, sends, receives and hands on, round by round.
 
-    source layouts (what each rank holds)  --.
-                                              >-- moves: (source rank, destination rank, box), every missing byte once
-    need layouts (what each rank serves)   --'
-
-Shapes and units: boxes in elements, sizes in bytes.
+A pure function of the tables in `megarl.reshard.index`, and of no other rank's plan: both ends of a message derive its
+content in the same order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, intersect, volume
+from megarl.reshard.index import Boxes, Ints, NeedClass, SyncIndex, extents, intersections
+from megarl.reshard.topology import TURNS
+
+HOPS = 2
+"""From a holder, and from the rank that fetched a box for its machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One box of one tensor, from where it lies to where it is needed."""
+class Moves:
+    """Boxes that one rank sends, or receives, in the order in which messages carry them. Arrays of n."""
 
-    source: int
-    destination: int
-    tensor: str
-    box: Box
-    source_local: str
-    source_box: Box
-    local: str
-    local_box: Box
-    dtype: str
-    """As torch names it."""
-    num_bytes: int
+    round: Ints
+    hop: Ints
+    peer: Ints
+    """The other rank; the rank itself for what it holds."""
+    tensor: Ints
+    start: Ints
+    """[n, D], in the tensor's coordinates."""
+    stop: Ints
+    local: Ints
+    """Number of the name in this rank's own tensors; -1: it is in the bucket, having been received in this round."""
+    shift: Ints
+    """[n, D], from the tensor's coordinates to the local tensor's."""
+    num_bytes: Ints
+    item: Ints
+    """Number of the tensor's part in the order of travel."""
+
+    def take(self, rows: Ints) -> Moves:
+        """Some of them."""
+        return Moves(*(getattr(self, name)[rows] for name in Moves.__slots__))
+
+    def __len__(self) -> int:
+        return len(self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank does."""
+
+    rank: int
+    num_rounds: int
+    """The same on every rank."""
+    receives: Moves
+    """Also of what the rank itself holds."""
+    held: Boxes
+    """What it holds of `receives` from itself: the box on the trainer's side, row for row with `own`."""
+    own: Ints
+    """Rows of `receives` that come from the rank itself."""
+    sends: Moves
+    gathered: Ints
+    """bool by row of `receives`: travels in an all-gather of the rank's group."""
+    group: tuple[int, ...]
+    """The ranks of that group."""
 
     @property
-    def is_local(self) -> bool:
-        """True where the rank needs what it holds."""
-        return self.source == self.destination
+    def bytes_received(self) -> int:
+        """From other ranks."""
+        return int(self.receives.num_bytes[self.receives.peer != self.rank].sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """Which machine each trainer rank is on."""
-
-    nodes: tuple[int, ...]
-
-    def same_node(self, a: int, b: int) -> bool:
-        """True where two ranks share a machine."""
-        return self.nodes[a] == self.nodes[b]
-
-    @classmethod
-    def single(cls, world: int) -> Topology:
-        """All ranks on one machine."""
-        return cls((0,) * world)
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A box that some ranks hold, each in a local tensor of its own."""
-
-    box: Box
-    pieces: Mapping[int, Piece]
-    """By rank."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """Bytes that each rank has been asked to send so far."""
-
-    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-
-
-def index_sources(sources: Sequence[WeightLayout]) -> dict[str, list[Holding]]:
-    """Tensor -> its distinct boxes and who holds them."""
-    by_box: dict[str, dict[Box, dict[int, Piece]]] = {}
-    for rank, layout in enumerate(sources):
-        for piece in layout.pieces:
-            by_box.setdefault(piece.tensor, {}).setdefault(piece.box, {})[rank] = piece
-    return {tensor: [Holding(box, held) for box, held in boxes.items()] for tensor, boxes in by_box.items()}
-
-
-def plan_moves(
-    sources: Sequence[WeightLayout],
-    needs: Mapping[int, WeightLayout],
-    topology: Topology,
-    *,
-    groups: Sequence[Sequence[int]] = (),
-) -> list[Move]:
-    """Every element that a rank needs, from the best rank that holds it.
-
-    Best: itself, then a member of its group, then its machine, then who has been asked for the fewest bytes so far.
-
-    Args:
-        needs: by destination rank.
-        groups: ranks that prefer each other; micro-DP groups.
+def plan_rank(index: SyncIndex, rank: int) -> RankPlan:
+    """Rank `rank`'s plan.
 
     Raises:
-        WeightSyncError: no rank holds a needed element; names the tensor and the box.
+        WeightSyncError: no rank holds an element that it needs; names the tensor and the box.
     """
-    held, load = index_sources(sources), _Load()
-    group_of = {rank: index for index, group in enumerate(groups) for rank in group}
-    wanted = {rank: _by_tensor(needs[rank]) for rank in sorted(needs)}
-    moves: list[Move] = []
-    for tensor, spec in _tensors_of(needs).items():
-        holdings = held.get(tensor, [])
-        for rank, pieces in wanted.items():
-            for piece in pieces.get(tensor, ()):
-                moves.extend(_serve(rank, piece, holdings, spec, topology, group_of, load))
-    return moves
+    mine, held_rows, _ = index.held_by_rank(rank)
+    receives, own, own_boxes = _receives(index, rank, mine, held_rows)
+    gathered, group = _find_gathers(index, rank, receives)
+    sends = _sends(index, rank, mine, held_rows)
+    if gathered.any():
+        travels = np.isin(sends.item, np.unique(receives.item[gathered])) & np.isin(sends.peer, group)
+        sends = sends.take(np.flatnonzero(~travels))
+    return RankPlan(rank, index.num_rounds, receives, own_boxes, own, sends, gathered, group)
 
 
-def _serve(
-    rank: int,
-    need: Piece,
-    holdings: Sequence[Holding],
-    spec: TensorSpec,
-    topology: Topology,
-    group_of: Mapping[int, int],
-    load: _Load,
-) -> list[Move]:
-    moves, missing = [], volume(need.box)
-    for holding in holdings:
-        box = intersect(holding.box, need.box)
-        if box is None:
+def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Ints, Boxes]:
+    number = index.class_of.get(rank)
+    if number is None:
+        return _nothing(index.width), np.zeros(0, np.int64), mine.take(np.zeros(0, np.int64))
+    need = index.classes[number]
+    at, of, low, high = intersections(need.boxes, index.held, index.held_start, index.held_count)
+    _demand_all(index, rank, need.boxes, at, low, high)
+    turn = _turns(index, need, at, of, low, high)
+    peer, hop = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
+    for rows, (holders, audience, now) in _alike(index.held_by[of], need.audience[at], turn):
+        peer[rows], hop[rows] = index.fan(holders, audience).source(rank, now)
+    moves = _moves(index, peer, hop, need.boxes, at, low, high)
+    order = _message_order(index, moves)
+    moves, of = moves.take(order), of[order]
+    own = np.flatnonzero(moves.peer == rank)
+    return moves, own, mine.take(np.searchsorted(held_rows, of[own]))
+
+
+def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> Moves:
+    """Of what it holds, and of what it fetches for its machine."""
+    found = []
+    own_start, own_count = extents(mine.tensor, len(index.names))
+    my_class = index.classes[index.class_of[rank]] if rank in index.class_of else None
+    node = index.topology.nodes[rank]
+    for need in index.classes:
+        some = np.flatnonzero(own_count[need.boxes.tensor])
+        found += _served(index, rank, need, some, mine, own_start, own_count, held_rows, hop=0)
+        fetches = index.relay and my_class is not None
+        if not fetches or not any(index.topology.nodes[r] == node and r != rank for r in need.ranks):
             continue
-        source = _choose(rank, holding, topology, group_of, load)
-        piece = holding.pieces[source]
-        move = Move(
-            source=source,
-            destination=rank,
-            tensor=need.tensor,
-            box=box,
-            source_local=piece.local,
-            source_box=_shift(box, piece),
-            local=need.local,
-            local_box=_shift(box, need),
-            dtype=spec.dtype,
-            num_bytes=volume(box) * torch_dtype(spec.dtype).itemsize,
-        )
-        if not move.is_local:
-            load.sent[source] += move.num_bytes
-        moves.append(move)
-        missing -= volume(box)
-    if missing:
-        raise WeightSyncError(
-            f"{need.tensor}: rank {rank} needs {need.box}, of which no trainer rank holds {missing} elements"
-        )
-    return moves
+        shared = np.flatnonzero(np.isin(need.audience, _audiences_to_relay(index, rank, node)))
+        found += _served(index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1)
+    if not found:
+        return _nothing(index.width)
+    moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
+    return moves.take(_message_order(index, moves))
 
 
-def _choose(rank: int, holding: Holding, topology: Topology, group_of: Mapping[int, int], load: _Load) -> int:
-    if rank in holding.pieces:
-        return rank
-    mine = group_of.get(rank)
+def _served(
+    index: SyncIndex,
+    rank: int,
+    need: NeedClass,
+    rows: Ints,
+    held: Boxes,
+    start: Ints,
+    count: Ints,
+    held_rows: Ints | None,
+    *,
+    hop: int,
+) -> list[Moves]:
+    """What `rank` sends to the ranks of `need`, of the boxes `rows`."""
+    boxes = need.boxes.take(rows)
+    at, of, low, high = intersections(boxes, held, start, count)
+    if not len(at):
+        return []
+    number = of if held_rows is None else held_rows[of]
+    turn = _turns(index, need, rows[at], number, low, high)
+    pairs, peers = [], []
+    for same, (holders, audience, now) in _alike(index.held_by[number], need.audience[rows[at]], turn):
+        to = index.fan(holders, audience).served_by(rank, now, hop=hop, among=need.ranks)
+        pairs.append(np.tile(same, len(to)))
+        peers.append(np.repeat(np.array(to, np.int64), len(same)))
+    pair, peer = np.concatenate(pairs), np.concatenate(peers)
+    order = np.lexsort((pair, peer))
+    pair, peer = pair[order], peer[order]
+    moves = _moves(index, peer, np.full(len(pair), hop), boxes, at[pair], low[pair], high[pair])
+    if hop == 0:
+        return [_from(moves, held.local[of[pair]], held.shift[of[pair]])]
+    return [_from(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
 
-    def order(source: int) -> tuple[bool, bool, int, int]:
-        outside = mine is None or group_of.get(source) != mine
-        return outside, not topology.same_node(rank, source), load.sent[source], source
 
-    return min(holding.pieces, key=order)
-
-
-def _shift(box: Box, piece: Piece) -> Box:
-    """`box`, given in the tensor's coordinates, in the coordinates of the piece's local tensor."""
-    return tuple(
-        (start - held[0] + local[0], stop - held[0] + local[0])
-        for (start, stop), held, local in zip(box, piece.box, piece.local_box, strict=True)
+def _audiences_to_relay(index: SyncIndex, rank: int, node: int) -> Ints:
+    """Numbers of the audiences that have `rank` and another rank of its machine."""
+    return np.array(
+        [
+            number
+            for number, ranks in enumerate(index.audiences)
+            if rank in ranks and sum(index.topology.nodes[r] == node for r in ranks) > 1
+        ],
+        np.int64,
     )
 
 
-def _by_tensor(layout: WeightLayout) -> dict[str, list[Piece]]:
-    out: dict[str, list[Piece]] = {}
-    for piece in layout.pieces:
-        out.setdefault(piece.tensor, []).append(piece)
-    return out
+def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, tuple[int, ...]]:
+    """Which receives an all-gather of the rank's group brings: each member holds one part of the item, all equal.
+
+    Members need the same and hold disjoint boxes, so all of them find the same.
+    """
+    none = np.zeros(len(receives), bool)
+    group = tuple(sorted(index.groups[index.group_of[rank]])) if rank in index.group_of else ()
+    if len(group) < 2 or len({index.class_of.get(member) for member in group}) > 1 or not len(receives):
+        return none, ()
+    place = np.searchsorted(group, receives.peer)
+    inside = (place < len(group)) & (np.array([*group, -1])[np.minimum(place, len(group))] == receives.peer)
+    items = int(receives.item.max()) + 1
+    share = np.zeros((items, len(group)), np.int64)
+    np.add.at(share, (receives.item[inside], place[inside]), receives.num_bytes[inside])
+    stray = np.zeros(items, bool)
+    stray[receives.item[~inside | (receives.hop > 0)]] = True
+    size = index.itemsize[receives.tensor]
+    common = np.bincount(size, weights=receives.num_bytes).argmax()  # one element size: parts need no padding
+    stray[receives.item[size != common]] = True
+    # of what several members hold, each keeps its own: no member would know what another lacks
+    stray[receives.item[np.isin(receives.tensor, _held_twice(index, group))]] = True
+    even = (share == share[:, :1]).all(axis=1) & (share[:, 0] > 0) & ~stray
+    return even[receives.item], group
 
 
-def _tensors_of(needs: Mapping[int, WeightLayout]) -> dict[str, TensorSpec]:
-    out: dict[str, TensorSpec] = {}
-    for rank in sorted(needs):
-        out.update(needs[rank].tensors)
-    return out
+def _held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
+    """Tensors of which two members of the group hold the same box."""
+    twice = np.array([len(set(group) & set(ranks)) > 1 for ranks in index.holders], bool)
+    return np.unique(index.held.tensor[twice[index.held_by]])
+
+
+def _turns(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
+    """A number that spreads boxes over equal holders; of the box alone, so that every rank finds the same."""
+    tensor = need.boxes.tensor[at]
+    place = (low // np.maximum(high - low, 1)).sum(axis=1)
+    turns: Ints = (index.order[tensor] + of - index.held_start[tensor] + place) % TURNS
+    return turns
+
+
+def _alike(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
+    """Rows that agree in all columns, and what they agree on."""
+    if not len(columns[0]):
+        return []
+    order = np.lexsort(columns[::-1])
+    rows = np.column_stack(columns)[order]
+    starts = np.flatnonzero(np.r_[True, (rows[1:] != rows[:-1]).any(axis=1)])
+    values = rows[starts].tolist()
+    return [(same, tuple(v)) for same, v in zip(np.split(order, starts[1:]), values, strict=True)]
+
+
+def _moves(index: SyncIndex, peer: Ints, hop: Ints, need: Boxes, at: Ints, low: Ints, high: Ints) -> Moves:
+    tensor, part = need.tensor[at], need.part[at]
+    return Moves(
+        index.round_of(tensor, part),
+        hop,
+        peer,
+        tensor,
+        low,
+        high,
+        need.local[at],
+        need.shift[at],
+        (high - low).prod(axis=1) * index.itemsize[tensor],
+        index.item_of(tensor, part),
+    )
+
+
+def _from(moves: Moves, local: Ints, shift: Ints) -> Moves:
+    """The same moves, at the other end."""
+    fields = {name: getattr(moves, name) for name in Moves.__slots__}
+    return Moves(**(fields | {"local": local, "shift": shift}))
+
+
+def _message_order(index: SyncIndex, moves: Moves) -> Ints:
+    """By round, hop and peer; in a message wide elements first, so that every box is aligned to its elements."""
+    order: Ints = np.lexsort((-index.itemsize[moves.tensor], moves.peer, moves.hop, moves.round))
+    return order
+
+
+def _demand_all(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, high: Ints) -> None:
+    missing = (need.stop - need.start).prod(axis=1)
+    np.subtract.at(missing, at, (high - low).prod(axis=1))
+    if missing.any():
+        row = int(np.flatnonzero(missing)[0])
+        tensor = int(need.tensor[row])
+        dims = len(index.specs[tensor].shape)
+        box = tuple(zip(need.start[row, :dims].tolist(), need.stop[row, :dims].tolist(), strict=True))
+        raise WeightSyncError(
+            f"{index.names[tensor]}: rank {rank} needs {box}, of which no trainer rank holds {missing[row]} elements"
+        )
+
+
+def _nothing(width: int) -> Moves:
+    flat, boxes = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+    return Moves(flat, flat, flat, flat, boxes, boxes, flat, boxes, flat, flat)

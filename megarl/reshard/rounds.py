@@ -1,125 +1,281 @@
-"""Cuts a plan into rounds that fit a bucket, the same cut on every rank.
+"""A rank's plan as rounds that can be run: names, boxes, and where in the bucket each box lies.
 
-A round moves at most `bucket_bytes` into any rank and out of any rank. In a rank's bucket, what it holds itself comes
-first, then what each source sends, source after source:
+    bucket of rank 2     | all-gather: part of rank 2, part of rank 3 | own boxes | from rank 0 | handed on by rank 3 |
 
-    bucket of rank 2     | own boxes | from rank 0 | from rank 3 |
+What a rank receives from one rank in one hop of a round is one message, but for large boxes: each of them is a message
+of its own, which can be sent from where it lies and received where it goes.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
-from megarl.reshard.bucket import ALIGNMENT, torch_dtype
+import numpy as np
+
+from megarl.reshard.bucket import BoxSlot
+from megarl.reshard.index import Ints, SyncIndex
 from megarl.reshard.layout import Box
-from megarl.reshard.plan import Move
+from megarl.reshard.plan import HOPS, Moves, RankPlan
+
+ALIGNMENT = 16
+"""Messages start at multiples of this many bytes of the bucket."""
+
+ALONE_BYTES = 1 << 18
+"""A box of at least this size is a message, or an all-gather, of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of one of the trainer's tensors, or where `local` is None, bytes of the bucket."""
+
+    local: str | None
+    box: Box
+    num_bytes: int
+    offset: int = 0
+    """Of bytes of the bucket, where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a rank holds itself."""
+
+    part: Part
+    slot: BoxSlot
+    """Where it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """One message."""
+
+    to: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """One message."""
+
+    source: int
+    offset: int
+    """In the bucket."""
+    num_bytes: int
+    slots: tuple[BoxSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One all-gather of the rank's group: as many bytes from every member."""
+
+    offset: int
+    """In the bucket, where the members' parts lie one after another."""
+    num_bytes: int
+    """Of all parts."""
+    mine: tuple[Copy, ...]
+    slots: tuple[tuple[BoxSlot, ...], ...]
+    """By member."""
+
+    @property
+    def share(self) -> int:
+        """Bytes of one member's part."""
+        return self.num_bytes // len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Messages that travel together; the two ends of a pair name theirs in the same order."""
+
+    sends: tuple[Send, ...]
+    receives: tuple[Receive, ...]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of all messages."""
+        return sum(send.num_bytes for send in self.sends)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The moves of one round that concern one rank."""
+    """What one rank does in one round."""
 
-    sends: dict[int, tuple[Move, ...]]
-    """By destination, in the order in which they are packed."""
-    receives: dict[int, tuple[Move, ...]]
-    """By source, likewise; the rank itself first, for what it holds."""
-
-    @property
-    def offsets(self) -> dict[int, int]:
-        """By source, where its boxes start in the bucket."""
-        out, end = {}, 0
-        for source, moves in self.receives.items():
-            out[source] = end
-            end += -(-message_bytes(moves) // ALIGNMENT) * ALIGNMENT
-        return out
+    copies: tuple[Copy, ...]
+    gathers: tuple[Gather, ...]
+    hops: tuple[Hop, ...]
+    bucket_bytes: int
 
     @property
-    def bucket_bytes(self) -> int:
-        """What the bucket takes, alignment included."""
-        return sum(-(-message_bytes(moves) // ALIGNMENT) * ALIGNMENT for moves in self.receives.values())
+    def slots(self) -> tuple[BoxSlot, ...]:
+        """Of everything in the bucket."""
+        return (
+            *(slot for gather in self.gathers for of_member in gather.slots for slot in of_member),
+            *(copy.slot for copy in self.copies),
+            *(slot for hop in self.hops for receive in hop.receives for slot in receive.slots),
+        )
 
     @property
-    def bytes_in(self) -> int:
-        """From other ranks."""
-        return sum(m.num_bytes for moves in self.receives.values() for m in moves if not m.is_local)
-
-    @property
-    def bytes_out(self) -> int:
-        """To other ranks."""
-        return sum(message_bytes(moves) for moves in self.sends.values())
+    def bytes_delivered(self) -> int:
+        """To the engine's rank."""
+        copied = sum(copy.part.num_bytes for copy in self.copies) + sum(gather.num_bytes for gather in self.gathers)
+        return copied + sum(receive.num_bytes for hop in self.hops for receive in hop.receives)
 
 
-def message_bytes(moves: Sequence[Move]) -> int:
-    """Of one message, or of what a rank keeps for itself."""
-    return sum(move.num_bytes for move in moves)
+def build_rounds(index: SyncIndex, plan: RankPlan) -> list[Round]:
+    """Every round, the empty ones included: all ranks have equally many."""
+    with no_collection():
+        return _Builder(index, plan).build()
 
 
-def cut_rounds(moves: Sequence[Move], rank: int, bucket_bytes: int) -> list[Round]:
-    """Rank `rank`'s rounds; every rank has the same number of them, empty ones included."""
-    return [
-        _arrange([move for move in of_round if rank in (move.source, move.destination)], rank)
-        for of_round in cut_moves(moves, bucket_bytes)
-    ]
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector stands still: it would search 100,000 new objects, of which none is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def cut_moves(moves: Sequence[Move], bucket_bytes: int) -> Iterator[list[Move]]:
-    """The moves of all ranks, round after round."""
-    of_round: list[Move] = []
-    into: dict[int, int] = defaultdict(int)
-    out_of: dict[int, int] = defaultdict(int)
-    for move in _split_large(moves, bucket_bytes):
-        full = into[move.destination] + move.num_bytes > bucket_bytes
-        if full or (not move.is_local and out_of[move.source] + move.num_bytes > bucket_bytes):
-            yield of_round
-            of_round = []
-            into.clear()
-            out_of.clear()
-        into[move.destination] += move.num_bytes
-        if not move.is_local:
-            out_of[move.source] += move.num_bytes
-        of_round.append(move)
-    yield of_round
+class _Builder:
+    """Turns rows of the plan into names, boxes and offsets."""
+
+    def __init__(self, index: SyncIndex, plan: RankPlan) -> None:
+        self._index, self._plan = index, plan
+        self._dims = [len(spec.shape) for spec in index.specs]
+        need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
+        self._need_locals, self._source_locals = need, index.held_by_rank(plan.rank)[2]
+        receives, sends, held = plan.receives, plan.sends, plan.held
+        self._held_row = dict(zip(plan.own.tolist(), range(len(plan.own)), strict=True))
+        self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)
+        self._held_boxes = _lists(receives.start[plan.own] + held.shift, receives.stop[plan.own] + held.shift)
+        self._send_boxes = _lists(sends.start + sends.shift, sends.stop + sends.shift)
+        self._tensor, self._size = receives.tensor.tolist(), receives.num_bytes.tolist()
+        self._peer, self._hop = receives.peer.tolist(), receives.hop.tolist()
+        self._local, self._item = receives.local.tolist(), receives.item.tolist()
+        self._gathered = plan.gathered.tolist()
+        self._send_hop, self._send_peer = sends.hop.tolist(), sends.peer.tolist()
+        self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
+        self._send_tensor = sends.tensor.tolist()
+
+    def build(self) -> list[Round]:
+        edges = np.arange(self._plan.num_rounds + 1)
+        received = np.searchsorted(self._plan.receives.round, edges).tolist()
+        sent = np.searchsorted(self._plan.sends.round, edges).tolist()
+        return [self._round(range(*received[k : k + 2]), range(*sent[k : k + 2])) for k in range(self._plan.num_rounds)]
+
+    def _round(self, received: Sequence[int], sent: Sequence[int]) -> Round:
+        rank = self._plan.rank
+        self._end = 0
+        self._lying: dict[int, int] = {}
+        gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
+        rest = [row for row in received if not self._gathered[row]]
+        copies = tuple(self._copy(row) for row in rest if self._peer[row] == rank)
+        receives: list[list[Receive]] = [[] for _ in range(HOPS)]
+        for hop, source, rows in _runs([row for row in rest if self._peer[row] != rank], self._hop, self._peer):
+            for message in _messages(rows, self._size):
+                receives[hop].append(self._receive(source, message))
+        sends: list[list[Send]] = [[] for _ in range(HOPS)]
+        if sent:
+            self._fill_sends(sends, sent, received)
+        hops = tuple(Hop(tuple(sends[hop]), tuple(receives[hop])) for hop in range(HOPS))
+        return Round(copies, gathers, hops, self._end)
+
+    def _gathers(self, rows: Sequence[int]) -> Iterator[Gather]:
+        """Large items on their own, the others together."""
+        members = self._plan.group
+        by_item: dict[int, list[int]] = {}
+        for row in rows:
+            by_item.setdefault(self._item[row], []).append(row)
+        bundles: list[list[int]] = [[]]
+        for of_item in by_item.values():
+            is_large = all(self._size[row] >= ALONE_BYTES for row in of_item)
+            if is_large and len(of_item) == len(members):  # one box of each member
+                bundles.append(of_item)
+            else:
+                bundles[0] += of_item
+        for bundle in bundles:
+            if bundle:
+                begin = self._end = _aligned(self._end)
+                of_members = [[row for row in bundle if self._peer[row] == member] for member in members]
+                slots = tuple(tuple(self._slot(row) for row in of_member) for of_member in of_members)
+                mine = members.index(self._plan.rank)
+                copies = tuple(
+                    Copy(self._held_part(row), slot) for row, slot in zip(of_members[mine], slots[mine], strict=True)
+                )
+                yield Gather(begin, self._end - begin, copies, slots)
+
+    def _copy(self, row: int) -> Copy:
+        return Copy(self._held_part(row), self._slot(row))
+
+    def _held_part(self, row: int) -> Part:
+        held = self._held_row[row]
+        local = self._source_locals[self._plan.held.local[held]]
+        return Part(local, self._held_boxes[held][: self._dims[self._tensor[row]]], self._size[row])
+
+    def _receive(self, source: int, rows: Sequence[int]) -> Receive:
+        begin = self._end = _aligned(self._end)
+        slots = tuple([self._slot(row) for row in rows])
+        return Receive(source, begin, self._end - begin, slots)
+
+    def _slot(self, row: int) -> BoxSlot:
+        """The next place in the bucket."""
+        offset, tensor = self._end, self._tensor[row]
+        self._end += self._size[row]
+        self._lying[row] = offset
+        box = self._boxes[row][: self._dims[tensor]]
+        return BoxSlot(self._need_locals[self._local[row]], box, self._index.specs[tensor].dtype, offset)
+
+    def _fill_sends(self, hops: Sequence[list[Send]], sent: Sequence[int], received: Sequence[int]) -> None:
+        hop, peer, size = self._send_hop, self._send_peer, self._send_size
+        lying = (
+            {self._key(self._plan.receives, row): self._lying[row] for row in received}
+            if any(hop[row] for row in sent)
+            else {}
+        )
+        for number, to, rows in _runs(sent, hop, peer):
+            for message in _messages(rows, size):
+                hops[number].append(Send(to, tuple([self._sent_part(row, size[row], lying) for row in message])))
+
+    def _sent_part(self, row: int, size: int, lying: dict[tuple[Any, ...], int]) -> Part:
+        local = self._send_local[row]
+        if local < 0:
+            return Part(None, (), size, lying[self._key(self._plan.sends, row)])
+        return Part(self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size)
+
+    def _key(self, moves: Moves, row: int) -> tuple[Any, ...]:
+        return int(moves.tensor[row]), *moves.start[row].tolist(), *moves.stop[row].tolist()
 
 
-def _arrange(moves: Sequence[Move], rank: int) -> Round:
-    sends: dict[int, list[Move]] = defaultdict(list)
-    receives: dict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        if move.destination == rank:
-            receives[move.source].append(move)
-        elif move.source == rank:
-            sends[move.destination].append(move)
-    for message in (*sends.values(), *receives.values()):
-        # wide elements first: every box then starts at a multiple of its element's size
-        message.sort(key=lambda move: -torch_dtype(move.dtype).itemsize)
-    own_first = sorted(receives, key=lambda source: (source != rank, source))
-    return Round(
-        {to: tuple(sends[to]) for to in sorted(sends)}, {source: tuple(receives[source]) for source in own_first}
-    )
+def _runs(rows: Sequence[int], hop: Sequence[int], peer: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Hop, peer and their rows; rows are sorted by both."""
+    for (number, other), group in groupby(rows, key=lambda row: (hop[row], peer[row])):
+        yield number, other, list(group)
 
 
-def _split_large(moves: Sequence[Move], bucket_bytes: int) -> Iterator[Move]:
-    """Moves that do not fit a bucket in parts along their first dimension (a single row travels whole)."""
-    for move in moves:
-        if move.num_bytes <= bucket_bytes:
-            yield move
-            continue
-        rows = move.box[0][1] - move.box[0][0]
-        row_bytes = move.num_bytes // rows
-        step = max(1, bucket_bytes // row_bytes)
-        for first in range(0, rows, step):
-            last = min(rows, first + step)
-            yield replace(
-                move,
-                box=_rows(move.box, first, last),
-                source_box=_rows(move.source_box, first, last),
-                local_box=_rows(move.local_box, first, last),
-                num_bytes=(last - first) * row_bytes,
-            )
+def _messages(rows: Sequence[int], size: Sequence[int]) -> Iterator[list[int]]:
+    """Small boxes together, then each large one."""
+    small = [row for row in rows if size[row] < ALONE_BYTES]
+    if small:
+        yield small
+    for row in rows:
+        if size[row] >= ALONE_BYTES:
+            yield [row]
 
 
-def _rows(box: Box, first: int, last: int) -> Box:
-    start = box[0][0]
-    return ((start + first, start + last), *box[1:])
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _lists(start: Ints, stop: Ints) -> list[Box]:
+    return [tuple(map(tuple, box)) for box in np.stack([start, stop], axis=-1).tolist()]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megarl.errors import ConfigError
 from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import GenerationPlace, consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.groups import (
+    GenerationPlace,
+    consecutive_places,
+    micro_dp_groups,
+    replica_cells,
+    strided_places,
+)
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.placement import overlapping_servers
-from megarl.reshard.plan import Topology
-from megarl.reshard.strategies.boxes import BoxStrategy
-from megarl.reshard.strategies.full_gather import FullGather
-from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.strategies.boxes import BoxStrategy, plan_boxes
+from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
+from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
 from megarl.reshard.strategy import Strategy, SyncContext
+from megarl.reshard.topology import Topology
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
 """In the order of reports."""
@@ -61,8 +67,8 @@ class Arrangement:
     needs: dict[int, WeightLayout]
     """Likewise."""
     groups: tuple[tuple[int, ...], ...] = ()
-    senders: tuple[int, ...] = field(default=())
-    """gather_hf: one rank per engine, the first."""
+    senders: tuple[int, ...] = ()
+    """gather_hf: ranks that take their engine rank's part of whole tensors, as all do that share a device with one."""
 
 
 def even_nodes(world: int, nodes: int) -> Topology:
@@ -102,40 +108,56 @@ def arrange(strategy: str, scenario: Scenario) -> Arrangement:
         places=placed,
         needs={rank: scenario.engine[place.pp][place.tp] for rank, place in placed.items()},
         groups=tuple(map(tuple, groups)),
-        senders=tuple(range(0, scenario.replicas * pp * tp, pp * tp)) if strategy == "gather_hf" else (),
+        senders=tuple(placed) if strategy == "gather_hf" else (),
     )
 
 
 def replica_groups(grid: RankGrid) -> list[tuple[int, ...]]:
     """The ranks of each training replica: all tensor ranks of all its stages."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(grid.size):
-        at = grid.coordinates(rank)
-        groups.setdefault((at.dp, at.cp), []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
+    return [tuple(rank for cell in cells for rank in cell) for cells in replica_cells(grid)[0]]
 
 
 def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
-    flat = [layout for stage in scenario.engine for layout in stage]
-    servers = overlapping_servers(scenario.sources, flat, replicas=scenario.replicas, topology=scenario.topology)
+    servers = overlapping_servers(
+        scenario.sources, scenario.engine, replicas=scenario.replicas, topology=scenario.topology
+    )
     placed = {
-        rank: GenerationPlace(replica, index // scenario.gen_tp, index % scenario.gen_tp)
-        for replica, ranks in enumerate(servers)
-        for index, rank in enumerate(ranks)
+        rank: GenerationPlace(replica, pp, tp)
+        for replica, stages in enumerate(servers)
+        for pp, ranks in enumerate(stages)
+        for tp, rank in enumerate(ranks)
     }
     return dict(sorted(placed.items()))
 
 
-def build_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> Strategy:
-    """The strategy as it runs on one rank."""
-    context = SyncContext(
+def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncContext:
+    """What the strategy plans from on one rank."""
+    return SyncContext(
         rank=rank,
         sources=scenario.sources,
         topology=scenario.topology,
         senders=arrangement.senders,
         needs=arrangement.needs,
         groups=arrangement.groups,
+        copies=replica_cells(scenario.grid),
     )
+
+
+def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> None:
+    """What a strategy does before its first push, but for process groups and buckets."""
+    context = sync_context(arrangement, scenario, rank)
+    match arrangement.strategy:
+        case "ds_chat" | "hybridflow_v" as method:
+            plan_full_gather(context, scenario.bucket_bytes, method)
+        case "gather_hf":
+            plan_replica(rank, context, scenario.bucket_bytes)
+        case _:
+            plan_boxes(context, scenario.bucket_bytes)
+
+
+def build_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> Strategy:
+    """The strategy as it runs on one rank."""
+    context = sync_context(arrangement, scenario, rank)
     match arrangement.strategy:
         case "ds_chat" | "hybridflow_v" as method:
             return FullGather(context, scenario.bucket_bytes, method)

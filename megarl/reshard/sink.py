@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from megarl.reshard.bucket import BoxBucket, WeightBucket
 
@@ -30,3 +33,11 @@ class BoxSink(Protocol):
             A function that blocks until the bucket may be overwritten; raises WeightSyncError on failure.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """One tensor-parallel rank of an engine whose parameters this process may write: no bucket lies in between."""
+
+    tensors: Mapping[str, Tensor]
+    """By the names that the rank's layout uses; seen with as many dimensions as the boxes have."""

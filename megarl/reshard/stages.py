@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+
+import numpy as np
 
 from megarl.errors import ConfigError
-from megarl.reshard.layout import Piece, WeightLayout
+from megarl.reshard.index import Ints
+from megarl.reshard.layout import PieceTable, WeightLayout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 EMBEDDING = "model.embed_tokens.weight"
@@ -21,24 +23,32 @@ def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
     Raises:
         ConfigError: the layers do not divide.
     """
-    layers = 1 + max((number for p in layout.pieces if (number := _layer(p)) is not None), default=-1)
+    if pp == 1:
+        return [layout]
+    table = layout.table
+    layer = np.array([_layer(name) for name in table.tensors], np.int64)[table.tensor]
+    layers = 1 + int(layer.max(initial=-1))
     if layers % pp:
         raise ConfigError(f"--gen pp needs to divide the layers, got {layers} % {pp} = {layers % pp}")
-    stages: list[list[Piece]] = [[] for _ in range(pp)]
-    tied = HEAD not in layout.tensors
-    for piece in layout.pieces:
-        number = _layer(piece)
-        if number is not None:
-            stages[number * pp // layers].append(piece)
-        elif piece.tensor != EMBEDDING:
-            stages[-1].append(piece)
-        else:
-            stages[0].append(piece)
-            if tied and pp > 1:
-                stages[-1].append(replace(piece, local=HEAD))
-    return [WeightLayout(layout.tensors, tuple(pieces)) for pieces in stages]
+    embeds = np.array([name == EMBEDDING for name in table.tensors], bool)[table.tensor]
+    stage = np.where(layer >= 0, layer * pp // max(layers, 1), np.where(embeds, 0, pp - 1))
+    stages = [_take(table, np.flatnonzero(stage == number)) for number in range(pp)]
+    if HEAD not in layout.tensors:
+        stages[-1] = PieceTable.join([stages[-1], _under(HEAD, _take(table, np.flatnonzero(embeds)))])
+    return [WeightLayout(layout.tensors, of_stage) for of_stage in stages]
 
 
-def _layer(piece: Piece) -> int | None:
-    found = _LAYER.search(piece.tensor)
-    return int(found[1]) if found else None
+def _take(table: PieceTable, rows: Ints) -> PieceTable:
+    arrays = (table.tensor, table.local, table.dims, table.boxes, table.local_boxes)
+    return PieceTable(table.tensors, table.locals, *(array[rows] for array in arrays))
+
+
+def _under(name: str, table: PieceTable) -> PieceTable:
+    """The same pieces in a local tensor `name`."""
+    one = np.zeros_like(table.local)
+    return PieceTable(table.tensors, (name,), table.tensor, one, table.dims, table.boxes, table.local_boxes)
+
+
+def _layer(tensor: str) -> int:
+    found = _LAYER.search(tensor)
+    return int(found[1]) if found else -1

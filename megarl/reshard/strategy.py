@@ -8,9 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megarl.reshard.groups import Cells
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.plan import Topology
-from megarl.reshard.sink import BoxSink, WeightSink
+from megarl.reshard.sink import BoxSink, Parameters, WeightSink
+from megarl.reshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,18 @@ class SyncStats:
     """Point-to-point messages received."""
     collectives: int = 0
 
+    def __add__(self, after: SyncStats) -> SyncStats:
+        """Of two parts of a sync, one after the other; the memory of one is free before the other begins."""
+        return SyncStats(
+            bytes_sent=self.bytes_sent + after.bytes_sent,
+            bytes_received=self.bytes_received + after.bytes_received,
+            bytes_delivered=self.bytes_delivered + after.bytes_delivered,
+            buckets=self.buckets + after.buckets,
+            peak_extra_bytes=max(self.peak_extra_bytes, after.peak_extra_bytes),
+            messages=self.messages + after.messages,
+            collectives=self.collectives + after.collectives,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
@@ -41,10 +54,14 @@ class SyncContext:
     topology: Topology
     senders: Sequence[int] = ()
     """Ranks that deliver whole tensors."""
+    whole: Sequence[str] = ()
+    """Tensors that engines take whole even where all others go as boxes; see `RolloutEngine.whole_tensors`."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
     """By trainer rank that serves one, the layout of an engine's rank."""
     groups: Sequence[Sequence[int]] = ()
     """Micro-DP groups, where the layouts have them."""
+    copies: Sequence[Sequence[Cells]] = ()
+    """See `replica_cells`; for `gather_hf`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +69,8 @@ class Outlets:
     """Where one trainer rank delivers; empty on ranks that do not."""
 
     whole: tuple[WeightSink, ...] = ()
-    """Engines that take whole tensors by name."""
-    boxes: BoxSink | None = None
+    """Engines that take whole tensors by name; beside boxes, where some tensors go this way and the others that."""
+    boxes: BoxSink | Parameters | None = None
     """The engine rank that this trainer rank serves."""
 
 

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.handover import Handover
 from megarl.reshard.layout import WeightLayout
+from megarl.reshard.process_groups import Meeting
+from megarl.reshard.strategy import SyncStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +80,20 @@ class RolloutEngine(GenerationEngine, Protocol):
         """Write the bucket's tensors (Hugging Face names) into the engine's parameters, on every TP rank.
 
         Raises:
-            WeightSyncError: a name is unknown to the model, a shape or dtype is wrong; nothing is written.
+            WeightSyncError: a name is unknown to the model, a shape or dtype is wrong; no rank writes anything.
         """
         ...
 
     async def layouts(self) -> list[WeightLayout]:
         """What each TP rank holds, by rank; `load_boxes` takes boxes of these local tensors."""
+        ...
+
+    async def whole_tensors(self) -> tuple[str, ...]:
+        """Tensors that have to arrive through `load_weights` in every update, and not as boxes.
+
+        The engine computes values of its own from them as it loads them, on which boxes of the layouts have no effect:
+        (1 + w) for a norm's weight, for one. Most models have none.
+        """
         ...
 
     async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
@@ -93,9 +104,41 @@ class RolloutEngine(GenerationEngine, Protocol):
 
         Raises:
             WeightSyncError: a parameter is unknown, a box is out of bounds, of another dtype, or was written before
-                in this update: its rank writes nothing of the round. Or another rank's part did not come in time.
-                The update is closed; the engine serves the old weights if no rank has written anything, and
-                otherwise nothing until an update succeeds.
+                in this update: no rank writes anything of the round. Or another rank's part did not come in time, or
+                the engine does not answer. The update is closed; the engine serves the old weights if nothing of the
+                update was written before, and otherwise nothing until an update succeeds.
+            WorkerError: the engine has ended.
+        """
+        ...
+
+    async def prepare_receive(self, handover: Handover, engine: int) -> None:
+        """Plan what this engine's TP ranks receive, as engine number `engine` of the handover.
+
+        Raises:
+            WeightSyncError: no trainer rank holds an element that they need.
+        """
+        ...
+
+    async def join_trainer(self, meeting: Meeting) -> None:
+        """Connect with the trainer's ranks, and with other engines'; all of them join at the same time.
+
+        Needed once before the first `receive_weights`, and after every one that failed.
+
+        Raises:
+            WeightSyncError: another rank did not join in time.
+        """
+        ...
+
+    async def receive_weights(self) -> list[SyncStats]:
+        """Receive the model's boxes straight into the parameters, while the trainer sends them.
+
+        Returns:
+            By TP rank, what it has counted.
+
+        Raises:
+            WeightSyncError: a box does not fit the engine's parameters, and no rank receives anything; or a rank of
+                either side is gone or late. The update is closed, as by `load_boxes`.
+            WorkerError: the engine has ended.
         """
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -47,11 +47,16 @@ class EngineTrace:
     """Tensors of which the loader computes something: they must go through `load_weights`, boxes are not enough."""
 
 
-def trace_live(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> EngineTrace:
+def trace_live(
+    model: nn.Module, tensors: Mapping[str, TensorSpec], *, must_cover: Collection[str] | None = None
+) -> EngineTrace:
     """What `model.load_weights` would do with tensors of these names and shapes; it does nothing.
 
+    Args:
+        must_cover: parameters that `tensors` must fill; None: all.
+
     Raises:
-        WeightSyncError: part of a parameter would stay as it is.
+        WeightSyncError: part of such a parameter would stay as it is.
     """
     targets = own_tensors(model)
     sources = {
@@ -62,7 +67,9 @@ def trace_live(model: nn.Module, tensors: Mapping[str, TensorSpec]) -> EngineTra
     with torch.no_grad(), _threads_inline(), recorder:
         load_weights(recorder.feed(sources))
     _refuse_replaced(model, targets)
-    return _read(model, tensors, targets, recorder)
+    parameters = {name for name, _ in model.named_parameters()}
+    filled = parameters if must_cover is None else parameters.intersection(must_cover)
+    return _read(model, tensors, targets, recorder, filled)
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -79,9 +86,12 @@ def fold(tensor: Tensor, num_dims: int) -> Tensor:
 
 
 def _read(
-    model: nn.Module, tensors: Mapping[str, TensorSpec], targets: Mapping[str, Tensor], recorder: Recorder
+    model: nn.Module,
+    tensors: Mapping[str, TensorSpec],
+    targets: Mapping[str, Tensor],
+    recorder: Recorder,
+    parameters: Collection[str],
 ) -> EngineTrace:
-    parameters = {name for name, _ in model.named_parameters()}
     pieces: list[Piece] = []
     padding: list[Padding] = []
     derived = set(recorder.derived)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import re
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megarl.errors import ConfigError, WorkerError
 from megarl.rollout.arguments import engine_arguments
@@ -91,6 +92,25 @@ class EngineHost:
             work.close()
             raise self.failure or WorkerError("the engine is not running")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._watched(work), self._loop))
+
+    async def watch(self) -> NoReturn:
+        """Wait for the engine's end.
+
+        Raises:
+            WorkerError: a scheduler process has ended, or the engine was shut down.
+        """
+        await self.call(asyncio.Event().wait())
+        raise AssertionError("nobody sets it")
+
+    def describe(self, rank: int) -> str:
+        """The scheduler process of a TP rank, and what the system says of it."""
+        pid = self.processes[rank].pid
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return f"TP rank {rank} (pid {pid}, ended)"
+        (state,) = re.findall(r"^State:\t\w \((.*)\)$", status, re.MULTILINE)
+        return f"TP rank {rank} (pid {pid}, {state})"
 
     async def stop(self) -> None:
         """End the engine's processes and thread; calls in progress fail."""

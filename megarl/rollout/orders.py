@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from megarl.reshard.bucket import BoxBucket, TensorSlot, WeightBucket
+from megarl.reshard.process_groups import Meeting
 from megarl.rollout.encoding import encode_boxes
 
 Order = Mapping[str, Any]
 """`op` and `reply` (a path; the rank is appended), and what the operation needs. Strings, numbers, lists and dicts
 only: SGLang unpickles nothing else."""
 
-WRITING = frozenset({"write", "write_boxes", "finish"})
-"""Operations that may touch parameters."""
+WRITING = frozenset({"write", "write_boxes", "receive", "finish"})
+"""Operations that may touch parameters: if one rank cannot execute its order, no rank does."""
 
 
 @dataclass
@@ -41,6 +42,26 @@ def write_boxes_order(bucket: BoxBucket | None, session: int) -> dict[str, Any]:
     return {"op": "write_boxes", "bucket": None if bucket is None else encode_boxes(bucket), "session": session}
 
 
+def prepare_order(handover: Path, engine: int) -> dict[str, Any]:
+    """The order to plan what the rank receives from now on.
+
+    Args:
+        handover: file of a pickled `Handover`, written by the engine's host.
+        engine: the engine's number in it.
+    """
+    return {"op": "prepare", "handover": str(handover), "engine": engine}
+
+
+def join_order(meeting: Meeting) -> dict[str, Any]:
+    """The order to connect with the trainer's ranks and other engines'."""
+    return {"op": "join", "meeting": asdict(meeting)}
+
+
+def receive_order(session: int) -> dict[str, Any]:
+    """The order to receive the boxes of the whole model, as it was prepared."""
+    return {"op": "receive", "session": session}
+
+
 def finish_order(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> dict[str, Any]:
     """The order to check that boxes and `arrived` (what came under Hugging Face names) make a whole model."""
     return {"op": "finish", "session": session, "arrived": list(arrived), "model_path": model_path, "dtype": dtype}
@@ -57,7 +78,7 @@ def hash_order(model_path: str, dtype: str) -> dict[str, Any]:
 
 
 def dump_order(directory: str) -> dict[str, Any]:
-    """The order to save the rank's parameters to `<directory>/rank<r>.pt`, name -> tensor."""
+    """The order to save the rank's parameters and buffers below `directory`: rank<r>.pt, rank<r>.buffers.pt."""
     return {"op": "dump", "directory": directory}
 
 
@@ -70,6 +91,11 @@ def read_bucket(fields: Mapping[str, Any]) -> WeightBucket:
 def reply_path(prefix: str, rank: int) -> Path:
     """Where a rank's reply to an order with `reply: prefix` lies."""
     return Path(f"{prefix}.{rank}")
+
+
+def mark_path(prefix: str, rank: int) -> Path:
+    """The file that says that a rank has checked its part of a writing order, and waits for the others."""
+    return Path(f"{prefix}.{rank}.checked")
 
 
 def send_reply(reply: Reply, order: Order) -> None:

@@ -2,7 +2,9 @@
 
 engine host                                  scheduler process of rank r
 order (plain data) --- SGLang's update call ---> load(model, [(order, placeholder)])
-reply file of rank r <---------------------------- OPERATIONS[order["op"]]
+                                                 WRITERS[op]: check <-- vote --> the other ranks' checks
+                                                              write, if all ranks can
+reply file of rank r <-------------------------- READERS[op]: no vote
 
 SGLang's own answer says nothing: it is `Success` after a caught error, and an uncaught one kills the engine. So an
 order names the file that the reply goes to, and `load` never raises.
@@ -16,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megarl.reshard.bucket import open_bucket
-from megarl.rollout import boxes
+from megarl.rollout import boxes, reception
+from megarl.rollout.ballot import Ballot
 from megarl.rollout.manifest import problems, read_manifest
-from megarl.rollout.orders import Order, Reply, read_bucket, send_reply
+from megarl.rollout.orders import WRITING, Order, Reply, mark_path, read_bucket, send_reply
 
 IMPORT_PATH = "megarl.rollout.receiver.load"
 """As SGLang's `custom_weight_loader` and `load_format` name it."""
@@ -33,13 +37,25 @@ def load(model: nn.Module, named_tensors: list[tuple[Order, Tensor]]) -> None:
         reply = Reply(_tp_rank())
         try:
             with torch.no_grad():
-                OPERATIONS[order["op"]](model, order, reply)
+                _execute(model, order, reply)
         except Exception as e:  # noqa: BLE001 -- one that gets out kills the engine and its host process
             reply.error = f"{type(e).__name__}: {e}"
         send_reply(reply, order)
 
 
-def _write(model: Any, order: Order, reply: Reply) -> None:
+def _execute(model: nn.Module, order: Order, reply: Reply) -> None:
+    if order["op"] not in WRITING:
+        READERS[order["op"]](model, order, reply)
+        return
+    ballot = Ballot(_tp_group(), mark_path(order["reply"], reply.rank))
+    try:
+        WRITERS[order["op"]](model, order, reply, ballot)
+    finally:
+        if not ballot.cast:
+            ballot.agree(ready=False)
+
+
+def _write(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
     bucket = read_bucket(order["bucket"])
     found = problems(bucket.slots, bucket.num_bytes, read_manifest(order["model_path"]), order["dtype"])
     size = os.path.getsize(bucket.path)
@@ -49,6 +65,8 @@ def _write(model: Any, order: Order, reply: Reply) -> None:
         reply.error = "; ".join(found)
         return
     tensors = open_bucket(bucket)
+    if not ballot.agree(ready=True):
+        return
     reply.wrote = True
     model.load_weights(list(tensors.items()))
     if torch.cuda.is_available():
@@ -58,12 +76,21 @@ def _write(model: Any, order: Order, reply: Reply) -> None:
 def _dump(model: nn.Module, order: Order, reply: Reply) -> None:
     parameters = {name: p.detach().cpu() for name, p in model.named_parameters(remove_duplicate=False)}
     torch.save(parameters, Path(order["directory"]) / f"rank{reply.rank}.pt")
+    buffers = {name: b.detach().cpu() for name, b in model.named_buffers(remove_duplicate=False)}
+    torch.save(buffers, Path(order["directory"]) / f"rank{reply.rank}.buffers.pt")
 
 
-OPERATIONS: dict[str, Callable[[Any, Order, Reply], None]] = {
+WRITERS: dict[str, Callable[[Any, Order, Reply, Ballot], None]] = {
     "write": _write,
     "write_boxes": boxes.write_boxes,
+    "receive": reception.receive,
     "finish": boxes.finish,
+}
+"""Each checks first, and writes only if the ballot agrees; the reply of a rank that found nothing wrong is no error."""
+
+READERS: dict[str, Callable[[Any, Order, Reply], None]] = {
+    "prepare": reception.prepare,
+    "join": reception.join,
     "trace": boxes.tell_trace,
     "hash": boxes.hash_boxes,
     "dump": _dump,
@@ -74,3 +101,10 @@ def _tp_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().tp_rank)
+
+
+def _tp_group() -> dist.ProcessGroup | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    return None if group.world_size == 1 else group.cpu_group

@@ -189,6 +189,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._compute(out, inputs)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        if _place(source) == _place(target):
+            return  # DeepSeek's w_vc is a view of a parameter where a rank has one head, and is copied to itself
         if _storage(source) in self._targets or _storage(source) in self._from_target:
             self._compute(target, [source])
             return
@@ -265,6 +267,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _offset(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
+
+
+def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    return _storage(tensor), _offset(tensor), tuple(tensor.shape), tensor.stride()
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Brings together what independent senders bring for the same round, one per TP rank.
 
 sender of rank 0 -- part of round 7 --.
-sender of rank 1 -- part of round 7 ---+--> execute(parts) -- the same answer --> every sender
+sender of rank 1 -- part of round 7 ---+--> execute(7, parts) -- the same answer --> every sender
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from megarl.errors import WeightSyncError
+from megarl.errors import MegarlError, WeightSyncError
 from megarl.reshard.bucket import BoxBucket
 
 Parts = list[BoxBucket | None]
@@ -27,8 +27,10 @@ class _Round:
 class Rendezvous:
     """Belongs to one event loop, and to one update of weights."""
 
-    def __init__(self, num_ranks: int, timeout_seconds: float, execute: Callable[[Parts], Awaitable[None]]) -> None:
-        """`execute` is called with each round's parts once they are all there."""
+    def __init__(
+        self, num_ranks: int, timeout_seconds: float, execute: Callable[[int, Parts], Awaitable[None]]
+    ) -> None:
+        """`execute` is called with each round's number and parts once they are all there."""
         self._num_ranks, self._timeout, self._execute = num_ranks, timeout_seconds, execute
         self._rounds: dict[int, _Round] = {}
         self._brought: set[tuple[int, int]] = set()
@@ -50,17 +52,17 @@ class Rendezvous:
         if len(this.parts) == self._num_ranks:
             del self._rounds[index]
             this.timer.cancel()
-            task = asyncio.ensure_future(self._run(this))  # goes on if this sender is cancelled
+            task = asyncio.ensure_future(self._run(index, this))  # goes on if this sender is cancelled
             self._running.add(task)
             task.add_done_callback(self._running.discard)
         await asyncio.shield(this.answer)
 
-    def dismiss(self, reason: str) -> None:
+    def dismiss(self, error: MegarlError) -> None:
         """Fail the rounds that are not whole."""
         rounds, self._rounds = self._rounds, {}
         for this in rounds.values():
             this.timer.cancel()
-            _fail(this.answer, WeightSyncError(reason))
+            _fail(this.answer, error)
 
     def _open(self, index: int) -> _Round:
         loop = asyncio.get_running_loop()
@@ -76,9 +78,9 @@ class Rendezvous:
         )
         _fail(this.answer, error)
 
-    async def _run(self, this: _Round) -> None:
+    async def _run(self, index: int, this: _Round) -> None:
         try:
-            await self._execute([this.parts[rank] for rank in range(self._num_ranks)])
+            await self._execute(index, [this.parts[rank] for rank in range(self._num_ranks)])
         except Exception as e:  # noqa: BLE001 -- raised again in every sender
             _fail(this.answer, e)
         else:

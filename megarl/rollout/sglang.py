@@ -21,12 +21,15 @@ import numpy as np
 
 from megarl.errors import WorkerError
 from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.handover import Handover
 from megarl.reshard.layout import Box, WeightLayout
+from megarl.reshard.process_groups import Meeting
+from megarl.reshard.strategy import SyncStats
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.engine_trace import EngineTrace
 from megarl.rollout.host import EngineHost
 from megarl.rollout.spec import EngineSpec, engine_spec, stop_token_ids
-from megarl.rollout.weights import WeightSession
+from megarl.rollout.weights import WeightSession, whole_tensors
 
 __all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "engine_spec", "stop_token_ids"]
 
@@ -110,9 +113,25 @@ class SglangEngine:
         """The layouts, with padding and with what must come through `load_weights`; raises as `layouts` does."""
         return await self._weights.traces()
 
+    async def whole_tensors(self) -> tuple[str, ...]:
+        """See `RolloutEngine.whole_tensors`; raises as `layouts` does."""
+        return whole_tensors(await self.traces())
+
     async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
         """Write one TP rank's part of round `index`; see `RolloutEngine.load_boxes`."""
         await self._weights.load_boxes(tp_rank, index, bucket)
+
+    async def prepare_receive(self, handover: Handover, engine: int) -> None:
+        """Plan what the TP ranks receive; see `RolloutEngine.prepare_receive`."""
+        await self._weights.prepare(handover, engine)
+
+    async def join_trainer(self, meeting: Meeting) -> None:
+        """Connect the TP ranks with the trainer's; see `RolloutEngine.join_trainer`."""
+        await self._weights.join(meeting)
+
+    async def receive_weights(self) -> list[SyncStats]:
+        """Have the TP ranks receive the model; see `RolloutEngine.receive_weights`."""
+        return await self._weights.receive()
 
     async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
         """By TP rank: tensor and box of each piece of its layout -> `digest` of what its parameter holds."""
@@ -131,7 +150,11 @@ class SglangEngine:
         await self._host.call(self._randomize())
 
     async def read_weights(self, directory: str) -> None:
-        """Every TP rank saves its parameters to `<directory>/rank<r>.pt`, a torch file: name -> tensor."""
+        """Every TP rank saves its parameters and its buffers: torch files, name -> tensor.
+
+        Args:
+            directory: where `rank<r>.pt` and `rank<r>.buffers.pt` go.
+        """
         await self._weights.dump(directory)
 
     async def health(self) -> EngineHealth:

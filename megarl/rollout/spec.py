@@ -44,6 +44,8 @@ class EngineSpec:
     start_timeout_seconds: float = 600.0
     round_timeout_seconds: float = 60.0
     """How long one TP rank's boxes of a round wait for the other ranks'."""
+    answer_timeout_seconds: float = 60.0
+    """How long the engine may take over one step of an update of weights."""
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Further `sglang.Engine` arguments."""
 
@@ -73,8 +75,9 @@ def engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
         stop_token_ids=stop_token_ids(config.model.path),
         log_dir=f"{config.run_dir}/logs/engine-{replica}",
         start_timeout_seconds=engine.start_timeout_seconds,
-        # less than the senders' own patience, so that they hear which rank is missing
+        # together no more than the senders' own patience, so that they hear which rank is missing
         round_timeout_seconds=config.weight_sync.timeout_seconds / 2,
+        answer_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         extra_args=dict(engine.extra_args),
     )
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,14 +23,17 @@ import torch
 
 from megarl.errors import DataError, WeightSyncError
 from megarl.reshard.layout import WeightLayout
-from megarl.rollout import coverage, encoding, engine_trace, recorder, trace_child
-from megarl.rollout.encoding import decode_traces
+from megarl.rollout import coverage, engine_trace, layer_kinds, recorder, trace_child, trace_file
 from megarl.rollout.engine_trace import EngineTrace, trace_live
 from megarl.rollout.environment import engine_environment
 from megarl.rollout.manifest import read_manifest
 from megarl.rollout.spec import EngineSpec
+from megarl.rollout.trace_file import read_traces
 
 __all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
+
+CODE = (coverage, engine_trace, layer_kinds, recorder, trace_child, trace_file)
+"""Modules that decide what a trace is, and how it is stored."""
 
 CHILD_SECONDS = 600.0
 LAST_LINES = 15
@@ -68,12 +72,8 @@ def trace_engine(
         extra_args={"ep_size": ep} if ep > 1 else {},
     )
     request = {"spec": asdict(spec), "tensors": tensors}
-    cached = _cache_folder() / f"{_key(config, request)}.json"
-    data = _read_json(cached)
-    if data is None:
-        data = _ask_child(config, request)
-        _store(cached, data)
-    return decode_traces(data)
+    cached = _cache_folder() / f"{_key(config, request)}.npz"
+    return read_traces(cached) or _ask_child(config, request, cached)
 
 
 def _read_model(model_path: str) -> tuple[str, list[Any]]:
@@ -91,27 +91,28 @@ def _read_model(model_path: str) -> tuple[str, list[Any]]:
     return config, [[name, list(e.shape), e.dtype] for name, e in manifest.items() if e.required]
 
 
-def _ask_child(config: str, request: dict[str, Any]) -> Any:
+def _ask_child(config: str, request: dict[str, Any], cached: Path) -> list[EngineTrace]:
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
         (Path(folder) / "config.json").write_text(config)
         spec = request["spec"] | {"model_path": folder}
-        request_file, reply_file = Path(folder) / "request", Path(folder) / "reply"
+        request_file, traces_file, error_file = (Path(folder) / name for name in ("request", "traces.npz", "error"))
         request_file.write_text(json.dumps(request | {"spec": spec}))
         environment = os.environ | engine_environment(_machine(spec["device"]), spec["tp"])
-        command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(reply_file)]
+        command = [sys.executable, "-m", trace_child.__name__, str(request_file), str(traces_file), str(error_file)]
         try:
             child = subprocess.run(  # noqa: S603 -- this interpreter, a module of ours
                 command, env=environment, capture_output=True, timeout=CHILD_SECONDS, check=False
             )
         except subprocess.TimeoutExpired as e:
             raise WeightSyncError(f"SGLang's weight layout was not traced within {CHILD_SECONDS:.0f} s") from e
-        reply = _read_json(reply_file)
-    if reply is None:
-        words = "\n".join(child.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:])
-        raise DataError(f"SGLang could not build the model of config.json (exit code {child.returncode}):\n{words}")
-    if "error" in reply:
-        raise WeightSyncError(reply["error"])
-    return reply["traces"]
+        if error_file.exists():
+            raise WeightSyncError(error_file.read_text())
+        traces = read_traces(traces_file)
+        if traces is None:
+            words = "\n".join(child.stderr.decode(errors="replace").strip().splitlines()[-LAST_LINES:])
+            raise DataError(f"SGLang could not build the model of config.json (exit code {child.returncode}):\n{words}")
+        _store(cached, traces_file)
+    return traces
 
 
 def _key(config: str, request: dict[str, Any]) -> str:
@@ -120,7 +121,7 @@ def _key(config: str, request: dict[str, Any]) -> str:
         "request": request,
         "packages": {name: importlib.metadata.version(name) for name in ("sglang", "transformers", "torch")},
         "machine": _machine(request["spec"]["device"]),
-        "code": [_text(module) for module in (coverage, encoding, engine_trace, recorder, trace_child)],
+        "code": [_text(module) for module in CODE],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -138,18 +139,11 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "layouts"
 
 
-def _read_json(file: Path) -> Any:
+def _store(cached: Path, traces_file: Path) -> None:
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _store(file: Path, data: Any) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f"{file.name}.{os.getpid()}")
-        partial.write_text(json.dumps(data, separators=(",", ":")))
-        partial.rename(file)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_name(f"{cached.name}.{os.getpid()}")
+        shutil.copyfile(traces_file, partial)
+        partial.rename(cached)
     except OSError:
         return  # a folder that cannot be written costs a trace each time

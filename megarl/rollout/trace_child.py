@@ -2,28 +2,32 @@
 
 Every rank's model is built on the meta device: it takes no memory, and its process groups know ranks and sizes only.
 
-    python -m megarl.rollout.trace_child <request file> <reply file>
+    python -m megarl.rollout.trace_child <request file> <file for the traces> <file for an error>
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from megarl.errors import MegarlError
 from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import TensorSpec
+from megarl.reshard.layout import TensorSpec, WeightLayout
 from megarl.rollout.arguments import engine_arguments
-from megarl.rollout.encoding import encode_traces
 from megarl.rollout.engine_trace import EngineTrace, trace_live
+from megarl.rollout.layer_kinds import layers_alike, trace_one_of_each
 from megarl.rollout.spec import EngineSpec
+from megarl.rollout.trace_file import write_traces
+
+WHOLE_TRACES = 2
+"""Up to as many ranks are traced layer by layer."""
 
 
 class PaperGroup:
@@ -90,21 +94,48 @@ def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
 
 
 def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = None) -> list[EngineTrace]:
-    """The trace of every TP rank."""
+    """The trace of every TP rank.
+
+    With many ranks, those between the first and the last trace one layer of each kind, provided that this is as good as
+    a whole trace on these two.
+    """
     tensors = tensors or checkpoint_tensors(spec.model_path, spec.dtype)
-    return [trace_live(build_model(spec, rank), tensors) for rank in range(spec.tp)]
+    if spec.tp <= WHOLE_TRACES:
+        return [trace_live(build_model(spec, rank), tensors) for rank in range(spec.tp)]
+    build_model(spec, 0)
+    gc.freeze()  # SGLang and transformers have made millions of objects: none of them is garbage
+    first, last = (_trace_both_ways(spec, rank, tensors) for rank in (0, spec.tp - 1))
+    alike = first[1] and last[1]
+    between = [_trace_between(spec, rank, tensors, whole=not alike) for rank in range(1, spec.tp - 1)]
+    return [first[0], *between, last[0]]
 
 
-def main(request_file: str, reply_file: str) -> None:
-    """Execute the request; an error of ours is the reply's `error`."""
+def _trace_both_ways(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec]) -> tuple[EngineTrace, bool]:
+    """The whole trace, and whether tracing one layer of each kind gives the same."""
+    model = build_model(spec, rank)
+    whole = packed(trace_live(model, tensors))
+    return whole, trace_one_of_each(model, tensors, layers_alike(model, tensors)) == whole
+
+
+def _trace_between(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec], *, whole: bool) -> EngineTrace:
+    model = build_model(spec, rank)
+    trace = None if whole else trace_one_of_each(model, tensors, layers_alike(model, tensors))
+    return trace or packed(trace_live(model, tensors))
+
+
+def packed(trace: EngineTrace) -> EngineTrace:
+    """The same with its pieces as arrays."""
+    return replace(trace, layout=WeightLayout(trace.layout.tensors, trace.layout.table))
+
+
+def main(request_file: str, traces_file: str, error_file: str) -> None:
+    """Execute the request; an error of ours is written to a file of its own."""
     request = json.loads(Path(request_file).read_text())
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in request["tensors"]}
-    reply: dict[str, Any]
     try:
-        reply = {"traces": encode_traces(trace_ranks(EngineSpec(**request["spec"]), tensors))}
+        write_traces(Path(traces_file), trace_ranks(EngineSpec(**request["spec"]), tensors))
     except MegarlError as e:
-        reply = {"error": str(e)}
-    Path(reply_file).write_text(json.dumps(reply, separators=(",", ":")))
+        Path(error_file).write_text(str(e))
 
 
 if __name__ == "__main__":

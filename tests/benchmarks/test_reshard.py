@@ -4,54 +4,145 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.reshard.__main__ import CONTENDERS
 from benchmarks.reshard.content import Shard, content
+from benchmarks.reshard.megatron_limits import megatron_grids, require_served
+from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.controller.resharding import make_scenario
+from megarl.errors import ConfigError
+from megarl.placement.grid import RankGrid
 from megarl.reshard.report import SyncReport, explain
 from megarl.reshard.scenario import STRATEGIES
+from tests.reshard.scenarios import scenario
+from tests.reshard.test_report import FIELDS
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
+LAYOUTS = {"1-4-1 -> 1-2": ("tp=4", "tp=2"), "1-1-4 -> 1-2": ("dp=4", "tp=2")}
+COMMON = ("--model=synthetic:1", "--bucket-mb=0.25", "--repeats=3")
 
 
 def run(world, *args):
     command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(world), "-m", "benchmarks.reshard", *args]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        command, capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
     )
 
 
-def test_all_strategies_on_four_ranks(tmp_path):
-    sizes = {"train": "tp=4", "gen": "tp=2", "nodes": 2}
-    args = [f"--{name}={value}" for name, value in sizes.items()]
-    picture = tmp_path / "out.png"
-    done = run(4, "--model=synthetic:1", *args, "--bucket-mb=0.25", "--json", f"--plot={picture}")
+@pytest.fixture(scope="module")
+def done():
+    trains, gens = zip(*LAYOUTS.values(), strict=True)
+    return run(4, *COMMON, "--nodes=2", "--json", "--train", *trains, "--gen", *gens)
+
+
+@pytest.fixture(scope="module")
+def reports(done):
+    """By layout and strategy."""
     assert done.returncode == 0, done.stderr
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["strategy"] for r in reports] == list(STRATEGIES)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {layout: {r["strategy"]: r for r in found if f"{r['train']} -> {r['gen']}" == layout} for layout in LAYOUTS}
+
+
+def test_json_has_the_fields_of_the_design_and_every_bit_is_right(reports):
+    for of_layout in reports.values():
+        for report in of_layout.values():
+            assert list(report) == FIELDS.split()
+            assert report["mismatched_bytes"] == 0
+            assert 0 < report["sync_seconds_p50"] <= report["sync_seconds_max"]
+
+
+def test_what_is_counted_is_what_was_planned(reports):
     model = synthetic_model(1)
-    case = make_scenario(
-        "synthetic:1", model, "bfloat16", **sizes, bucket_bytes=2**18, engine=lambda *x: engine_layouts(model, *x)
+    for layout, (train, gen) in LAYOUTS.items():
+        case = make_scenario(
+            "synthetic:1",
+            model,
+            "bfloat16",
+            train=train,
+            gen=gen,
+            nodes=2,
+            bucket_bytes=2**18,
+            engine=lambda *x, **named: engine_layouts(model, *x, **named),
+        )
+        for name, report in reports[layout].items():
+            if name in STRATEGIES:
+                planned = explain(name, case).as_json()
+                counted = {field for field in report if "seconds" not in field and field != "mismatched_bytes"}
+                assert {n: report[n] for n in counted} == {n: planned[n] for n in counted}
+
+
+def test_the_peer_receives_at_least_the_bound_and_holds_what_it_receives(reports):
+    peer, ours = (reports["1-4-1 -> 1-2"][name] for name in ("megatron_core", "exact"))
+    assert peer["bytes_in_max"] >= peer["bytes_in_bound_max"] > 0
+    assert peer["peak_extra_bytes"] >= peer["bytes_in_max"]
+    assert peer["bytes_total"] >= ours["bytes_total"]
+    assert peer["messages"] > ours["messages"]
+    assert 0 < peer["bytes_cross_node"] < peer["bytes_total"]
+
+
+def test_all_leaves_out_what_cannot_serve_and_says_why(done, reports):
+    first, second = reports.values()
+    assert list(first) == list(CONTENDERS)
+    assert list(second) == [name for name in CONTENDERS if name != "micro_dp"]
+    assert "1-1-4 -> 1-2: micro_dp left out: micro_dp needs the training sizes" in done.stderr
+
+
+def test_refusals_and_a_picture(tmp_path):
+    assert (
+        "--train takes 4 ranks, torchrun started 1"
+        in run(1, *COMMON, "--skip=megatron_core", "--train=tp=4", "--gen=tp=2").stderr
     )
-    for report in reports:
-        assert list(report) == [f.name for f in fields(SyncReport)]
-        assert report["mismatched_bytes"] == 0
-        assert 0 < report["sync_seconds_p50"] <= report["sync_seconds_max"]
-        planned = explain(report["strategy"], case).as_json()
-        counted = {name for name in report if "seconds" not in name and name != "mismatched_bytes"}
-        assert {n: report[n] for n in counted} == {n: planned[n] for n in counted}
+    picture = tmp_path / "out.png"
+    args = ("--train=tp=1", "--gen=tp=1", "--strategies", "exact", "gather_hf", f"--plot={picture}")
+    done = run(1, *COMMON, *args)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["strategy", "gather_hf", "exact"]
     assert picture.stat().st_size > 1000
 
 
-def test_the_wrong_number_of_ranks_is_told():
-    done = run(2, "--model=synthetic:1", "--train=tp=4", "--gen=tp=2")
-    assert done.returncode != 0
-    assert "--train takes 4 ranks, torchrun started 2" in done.stderr
+MODEL = synthetic_model(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "why"),
+    [
+        (MODEL, (1, 3, 1, 1, 2), r"every rank in an engine, got 3 ranks % \(gen pp 1 \* tp 2\) = 1"),
+        (replace(MODEL, num_kv_heads=2), (1, 2, 2, 1, 4), r"key-value heads of a Megatron model, got 2 % 4 = 2"),
+        (replace(MODEL, vocab_size=300), (1, 4, 1, 1, 2), r"vocabulary padded alike on both sides, got 512 and 384"),
+        (replace(MODEL, ffn_hidden_size=3), (1, 3, 2, 1, 2), r"linear_fc1 to be cut in 12 tiles, got 6 % 12"),
+        (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"a tied head"),
+    ],
+)
+def test_what_the_peer_does_not_serve(model, layout, why):
+    with pytest.raises(ConfigError, match=why):
+        require_served(model, *megatron_grids(scenario(*layout)))
+
+
+def test_the_peer_serves_what_divides():
+    train, gen = megatron_grids(scenario(2, 2, 2, 1, 2))
+    assert (train, gen) == (RankGrid(pp=2, tp=2, dp=2), RankGrid(tp=2, dp=4))
+    assert require_served(MODEL, train, gen) is MODEL
+
+
+def test_tables_compare_with_the_baselines_of_the_same_layout():
+    def report(strategy, seconds, gen="1-2"):
+        sizes = dict.fromkeys(FIELDS.split(), 0) | {"train": "1-4-2", "gen": gen, "strategy": strategy}
+        return SyncReport(**{**sizes, "sync_seconds_p50": seconds, "bytes_in_max": seconds * 10**6})
+
+    reports = [report("gather_hf", 8), report("micro_dp", 2), report("exact", 4), report("exact", 1, "1-4")]
+    by_gather = COLUMNS.index("x gather_hf")
+    assert [row[by_gather] for row in rows(reports)] == ["1.00", "4.00", "2.00", ""]
+    first, second = summary_rows(reports)
+    assert first[:5] == ["1-4-2 -> 1-2", "micro_dp", "2.000", "4.00", ""]
+    assert first[5:8] == ["2.0", "8.0", ""]
+    assert second[:4] == ["1-4-2 -> 1-4", "exact", "1.000", ""]
+    assert markdown(SUMMARY, [first]).count("\n") == 3
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.main import main
 from megarl.controller.resharding import read_model
+from megarl.reshard import forecast
 from megarl.reshard.layout import WeightLayout
 from megarl.rollout import trace
 
@@ -31,6 +32,9 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
+BY_PLANS = ("peak_extra_bytes", "messages", "collectives")
+TIMES = ("plan_seconds_cold", "plan_seconds_cached")
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
@@ -44,7 +48,8 @@ def model(tmp_path: Path) -> str:
 def untraced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's layout by rule: SGLang takes seconds to import."""
 
-    def layouts(path: str, *, tp: int, dtype: str) -> list[WeightLayout]:
+    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+        assert (ep, device) == (1, "cuda")
         return engine_layouts(read_model(path)[0], tp, dtype)
 
     monkeypatch.setattr(trace, "trace_layouts", layouts)
@@ -59,7 +64,7 @@ def test_json_of_every_strategy(model: str, capsys: pytest.CaptureFixture[str]) 
     assert explain(model, "--train", "tp=4,dp=2", "--gen", "tp=2", "--nodes", "2", "--bucket-mb", "0.1", "--json") == 0
     rows = {row["strategy"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert list(rows) == ["ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto"]
-    expected = {"ds_chat": 0.875, "hybridflow_v": 0.75, "gather_hf": 1.0, "micro_dp": 0.25, "exact": 0.25}
+    expected = {"ds_chat": 0.875, "hybridflow_v": 0.75, "gather_hf": 0.75, "micro_dp": 0.25, "exact": 0.25}
     for name, fraction in expected.items():  # norms, which every tensor rank holds, are what differs
         assert rows[name]["fraction_in_max"] == pytest.approx(fraction, abs=2e-3)
         assert (rows[name]["world"], rows[name]["train"], rows[name]["gen"]) == (8, "1-4-2", "1-2")
@@ -84,19 +89,113 @@ def test_a_table_and_what_is_left_out(model: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("train", "gen", "message"),
     [
-        ("tp=4,dp=x", "tp=2", "--train needs pp=N,tp=N,cp=N,dp=N, got 'tp=4,dp=x' at 'dp=x'"),
+        ("tp=4,dp=x", "tp=2", "--train needs pp=N,vpp=N,tp=N,cp=N,dp=N,ep=N,etp=N, got 'tp=4,dp=x' at 'dp=x'"),
         ("tp=4,tp=2", "tp=2", "got 'tp=4,tp=2' at 'tp=2'"),
-        ("tp=4", "dp=2", "--gen needs pp=N,tp=N, got 'dp=2'"),
+        ("tp=4", "dp=2", "--gen needs pp=N,tp=N,ep=N, got 'dp=2'"),
         ("tp=0", "tp=2", "--train needs sizes of at least 1, got tp=0"),
         ("pp=3", "tp=1", "--train pp=3: layers that do not divide, 4 % 3 = 1; the nearest that can be served: 2 and 4"),
         ("tp=3", "tp=1", "k_proj.weight has key-value heads that do not divide, 4 % 3 = 1; the nearest"),
         ("tp=4,dp=2", "tp=5", "q_proj.weight has query heads that do not divide, 12 % 5 = 2; the nearest"),
+        ("pp=3", "tp=1", "; --first-stage-layers and --last-stage-layers give those two a number of their own"),
+        ("pp=2,vpp=4", "tp=1", "--train pp=2: vpp needs to divide the layers of every stage, got 2 % 4 = 2 on stage 0"),
+        ("tp=2,ep=2", "tp=2", "--train tp=2,ep=2: etp 2 * ep 2 = 4 needs to divide the ranks of a pipeline stage"),
+        ("tp=2,ep=2,etp=1", "tp=2", "--train ep=2: Qwen3ForCausalLM has no experts; it can only be 1"),
+        ("tp=2", "tp=2,ep=2", "--gen ep=2: Qwen3ForCausalLM has no experts; it can only be 1"),
         ("tp=2", "tp=2,pp=2", "an engine takes pp 2 * tp 2 = 4 ranks, --train has 2"),
     ],
 )
 def test_refusals(model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", train, "--gen", gen) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_stage_of_its_own_size_that_does_not_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", "pp=3", "--last-stage-layers", "1", "--gen", "tp=1") == 2
+    expected = (
+        "--train pp=3: pp needs to divide the layers, got (4 - 1) % 2 = 1; the nearest that can be served: 2 and 4"
+    )
+    assert expected in capsys.readouterr().err
+
+
+def test_rows_by_which_heads_would_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 100}))
+    assert explain(model, "--train", "tp=4,dp=3", "--gen", "tp=12") == 2
+    expected = "--gen tp=12: model.layers.0.mlp.gate_proj.weight has rows that do not divide, 100 % 12 = 4; the nearest"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("untraced")
+def test_what_takes_every_plan_is_left_out_where_they_are_too_many(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--train", "tp=4,dp=2", "--gen", "tp=2", "--nodes", "2", "--strategy", "exact", "gather_hf")
+    assert explain(model, *sizes, "--json") == 0
+    planned = {row["strategy"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    monkeypatch.setattr(forecast, "PLANNED_PIECES", 100)
+    assert explain(model, *sizes, "--json") == 0
+    out, err = capsys.readouterr()
+    summed = {row["strategy"]: row for row in map(json.loads, out.splitlines())}
+    assert {name for name, value in summed["exact"].items() if value is None} == set(BY_PLANS)
+    for name, row in planned.items():
+        differs = {*TIMES, *(BY_PLANS if name == "exact" else ())}
+        assert {k: v for k, v in summed[name].items() if k not in differs} == {
+            k: v for k, v in row.items() if k not in differs
+        }
+    assert err.splitlines()[:3] == ["laying out both sides", "exact: placing engine ranks", "exact: adding up 8 ranks"]
+    assert explain(model, *sizes) == 0
+    out = capsys.readouterr().out
+    assert "exact: - would take the plans of all 8 ranks; rank 0, into which the most goes, has" in out
+    assert " - " in next(line for line in out.splitlines() if line.startswith("exact  "))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_an_engine_that_no_machine_holds_is_priced_and_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--nodes", "2", "--strategy", "exact") == 0
+    assert "exact: an engine's tensor ranks lie on 2 machines; a run needs them on one" in capsys.readouterr().out
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "message"),
+    [
+        (
+            "dp=3,ep=3",
+            "tp=1",
+            "--train ep=3: model.layers.0.mlp has experts that do not divide, 8 % 3 = 2; the nearest",
+        ),
+        ("tp=4", "tp=4,ep=3", "--gen ep=3: model.layers.0.mlp has experts that do not divide"),
+        ("tp=4", "tp=4,ep=8", "--gen ep=8: tp ranks that do not divide, 4 % 8 = 4; the nearest"),
+        ("dp=5,etp=5", "tp=1", "--train etp=5: model.layers.0.mlp.experts.0.gate_proj.weight has rows that do not div"),
+    ],
+)
+def test_sizes_by_which_experts_do_not_divide(
+    model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
+    assert explain(model, "--train", train, "--gen", gen) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_experts_of_a_traced_engine(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
+    sizes = ("--train", "pp=2,tp=2,dp=2,ep=2,etp=1", "--first-stage-layers", "3", "--gen", "tp=2,ep=2")
+    assert explain(model, *sizes, "--strategy", "exact", "--json") == 0
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["world"] == 8
+    assert 0 < row["bytes_in_bound_max"] <= row["bytes_in_max"] < row["model_bytes"]
 
 
 @pytest.mark.usefixtures("untraced")

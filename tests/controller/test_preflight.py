@@ -322,3 +322,31 @@ def test_wandb_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     (problem,) = run_problems(tree, tracking={"wandb": {"project": "p"}})
     assert problem == "tracking.wandb: needs the package wandb, which is not installed"
+
+
+def test_engines_that_fit_no_node(tree: dict[str, Any]) -> None:
+    tree["rollout"] |= {"tp": 2, "replicas": 3}
+    problems = run_problems(tree, placement={"nodes": 2, "slots_per_node": 3})
+    assert problems == [
+        "rollout.replicas: engines need rollout.tp = 2 slots of one node each, got replicas = 3 > "
+        "nodes * (slots_per_node // tp) = 2 * (3 // 2) = 2"
+    ]
+
+
+def test_sizes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> None:
+    tree["rollout"] |= {"tp": 2, "replicas": 1}
+    tree["weight_sync"] = {"strategy": "micro_dp"}
+    trainer = {"parallel": {"tp": 2}}
+    assert run_problems(tree, placement={"slots_per_node": 2}, trainer=trainer) == []
+    (problem,) = run_problems(tree, placement={"slots_per_node": 2})
+    assert problem.startswith("weight_sync.strategy: micro_dp needs the training sizes to be multiples ")
+    assert "tp 1 % 2 = 1" in problem
+
+
+def test_engines_that_micro_dp_would_spread_over_nodes(tree: dict[str, Any]) -> None:
+    hf(tree, num_key_value_heads=4)
+    tree["rollout"] |= {"tp": 2, "replicas": 1}
+    tree["weight_sync"] = {"strategy": "micro_dp"}
+    problems = run_problems(tree, placement={"nodes": 2, "slots_per_node": 2}, trainer={"parallel": {"tp": 4}})
+    (problem,) = [p for p in problems if p.startswith("weight_sync")]
+    assert problem.startswith("weight_sync.strategy: micro_dp puts engine 0 on the slots of trainer ranks [0, 2]")

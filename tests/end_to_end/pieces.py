@@ -14,9 +14,10 @@ from torch import Tensor
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.controller.batches import grpo_advantages, policy_work
-from megarl.controller.build import choose_servers, trainer_spec
+from megarl.controller.build import trainer_spec
 from megarl.controller.engines import EngineGroup
 from megarl.controller.rollout_group import FinishedGroup, RolloutGroup
+from megarl.controller.servers import choose_servers
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts

@@ -1,13 +1,29 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.multiprocessing.reductions
 
-from megarl.reshard.bucket import ALIGNMENT, SharedBuffer, dtype_name, lay_out, open_bucket, torch_dtype
+from megarl.reshard.bucket import (
+    ALIGNMENT,
+    IPC_STORAGE,
+    BoxBucket,
+    DeviceBuffer,
+    SharedBuffer,
+    dtype_name,
+    identify_memory,
+    lay_out,
+    make_buffer,
+    map_bucket,
+    open_bucket,
+    torch_dtype,
+)
 
 SHAPES = [
     ("a", torch.float32, (3, 5)),
@@ -69,3 +85,34 @@ def test_another_process_reads_it_and_after_closing_none_does() -> None:
     buffer.close()
     assert not os.path.exists(buffer.path)
     assert subprocess.run(command, capture_output=True).returncode != 0
+
+
+def test_device_memory_is_known_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's handles of device memory are made without one here: what is checked is what crosses the processes."""
+    made: dict[bytes, torch.Tensor] = {}
+
+    def reduce_tensor(tensor: torch.Tensor) -> tuple[None, tuple[object, ...]]:
+        made[b"\x00handle\xff"] = tensor
+        known = (torch.Tensor, tensor.shape, tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
+        return None, (*known, 3, b"\x00handle\xff", tensor.nbytes, 0, False, b"count", 16, b"event", True)
+
+    def rebuild_cuda_tensor(*arguments: object) -> torch.Tensor:
+        assert len(arguments) == len(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
+        assert arguments[1:7] == ((4096,), (1,), 0, torch.UntypedStorage, torch.uint8, 0)
+        assert arguments[8:] == (4096, 0, False, b"count", 16, b"event", True)
+        return made[arguments[7]]
+
+    reductions = torch.multiprocessing.reductions
+    real = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    assert list(real)[IPC_STORAGE][:2] == ["storage_device", "storage_handle"]
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(
+        reductions, "rebuild_cuda_tensor", functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    buffer = DeviceBuffer(10, torch.device("cpu"))
+    bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
+    buffer.bytes[:3] = torch.tensor([7, 8, 9])
+    assert map_bucket(bucket)[:3].tolist() == [7, 8, 9]
+    assert identify_memory(bucket) == ((buffer.path,), 4096)
+    assert isinstance(make_buffer(10, torch.device("cpu")), SharedBuffer)

@@ -6,9 +6,11 @@ import torch
 
 from megarl.placement.grid import RankGrid
 from megarl.reshard.bucket import map_bucket, torch_dtype
-from megarl.reshard.groups import micro_dp_groups, strided_places
+from megarl.reshard.cache import cached_index
+from megarl.reshard.groups import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout import extent, slices
-from megarl.reshard.plan import Topology, plan_moves
+from megarl.reshard.plan import plan_rank
+from megarl.reshard.topology import Topology
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 
@@ -43,58 +45,76 @@ def value(tensor, sync):
     return torch.from_numpy(rng.random(synthetic.TENSORS[tensor].shape, dtype=np.float32))
 
 
-def reshard(grid, gen_pp, gen_tp):
-    """On every rank: three syncs with changed weights; what each rank counted and how many elements are wrong."""
+def reshard(grid, gen_pp, gen_tp, nodes, direct, alone):
+    """On every rank: three syncs with changed weights; what each rank counted and how many elements are wrong.
+
+    Args:
+        nodes: by rank, its machine; more than one: anybody asks anybody, else micro-DP groups.
+        direct: the engine's parameters are in this process.
+        alone: bytes from which a box is a message of its own.
+    """
     import torch.distributed as dist
 
+    from megarl.reshard import rounds
+    from megarl.reshard.sink import Parameters
     from megarl.reshard.strategies.boxes import BoxStrategy
     from megarl.reshard.strategy import Outlets, SyncContext
 
+    rounds.ALONE_BYTES = alone
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     sources = synthetic.trainers(grid)
-    needs = synthetic.needs(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp)
-    context = SyncContext(
-        rank=rank,
-        sources=sources,
-        needs=needs,
-        topology=Topology.single(grid.size),
-        groups=micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp),
-    )
+    needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
+    context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
     strategy, sink = BoxStrategy(context, BUCKET_BYTES), MemorySink(needs[rank])
     mismatched, books = 0, []
     for sync in range(3):
         mine = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
         sink.poison()
-        books.append(strategy.push(mine, Outlets(boxes=sink)))
+        books.append(strategy.push(mine, Outlets(boxes=Parameters(sink.tensors) if direct else sink)))
         for piece in needs[rank].pieces:
             got, want = sink.tensors[piece.local][slices(piece.local_box)], value(piece.tensor, sync)[slices(piece.box)]
             mismatched += int((got != want).sum())
+    strategy.close()
     out = [None] * grid.size
     dist.all_gather_object(out, (mismatched, books))
     dist.destroy_process_group()
     return out
 
 
+def arrangement(grid, gen_pp, gen_tp, nodes):
+    """Strided on one machine; on several, every machine as one engine after another."""
+    if len(set(nodes)) == 1:
+        groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp)
+        return synthetic.needs(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp), groups
+    return synthetic.needs(consecutive_places(grid.size, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp), []
+
+
 @pytest.mark.parametrize(
-    ("p", "t", "d", "pg", "tg"), [(1, 4, 1, 1, 2), (2, 2, 1, 1, 2), (2, 2, 1, 1, 1), (1, 2, 2, 1, 1)]
+    ("layout", "nodes", "direct", "alone"),
+    [
+        ((1, 4, 1, 1, 2), 1, False, 1 << 18),
+        ((1, 4, 1, 1, 2), 1, True, 512),
+        ((2, 2, 1, 1, 1), 1, False, 512),
+        ((2, 2, 1, 1, 2), 1, True, 1 << 18),
+        ((1, 4, 1, 1, 1), 2, False, 512),
+        ((1, 4, 1, 1, 1), 2, True, 512),
+    ],
 )
-def test_three_syncs_are_bitwise_and_counted(p, t, d, pg, tg, tmp_path):
+def test_three_syncs_are_bitwise_and_counted(layout, nodes, direct, alone, tmp_path):
+    p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
-    results = run_ranks(reshard, grid.size, tmp_path, grid, pg, tg)
+    machines = tuple(rank * nodes // grid.size for rank in range(grid.size))
+    results = run_ranks(reshard, grid.size, tmp_path, grid, pg, tg, machines, direct, alone)
     assert [mismatched for mismatched, _ in results] == [0] * grid.size
+    needs, groups = arrangement(grid, pg, tg, machines)
+    index = cached_index(synthetic.trainers(grid), needs, Topology(machines), BUCKET_BYTES, groups=groups)
     closed_form = (t * p - tg * pg) / (tg * pg * t * p) * synthetic.MODEL_BYTES
-    moves = plan_moves(
-        synthetic.trainers(grid),
-        synthetic.needs(strided_places(grid, gen_tp=tg, gen_pp=pg), pg, tg),
-        Topology.single(grid.size),
-        groups=micro_dp_groups(grid, gen_tp=tg, gen_pp=pg),
-    )
+    sent = [stats.bytes_sent for _, books in results for stats in books]
+    assert sum(sent) == 3 * grid.size * closed_form
     for rank, (_, books) in enumerate(results):
         for stats in books:
-            assert stats.bytes_received == closed_form
-            assert stats.bytes_received == sum(m.num_bytes for m in moves if m.destination == rank and not m.is_local)
-            assert stats.bytes_sent == sum(m.num_bytes for m in moves if m.source == rank and not m.is_local)
+            assert stats.bytes_received == plan_rank(index, rank).bytes_received == closed_form
             assert stats.bytes_delivered == synthetic.MODEL_BYTES / (tg * pg)
             assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
             assert stats.buckets > 2

@@ -5,10 +5,11 @@ from dataclasses import fields
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reshard.cache import cached_moves, forget_plans
+from megarl.reshard.cache import cached_plan, forget_plans
 from megarl.reshard.layout import Piece, TensorSpec, WeightLayout
-from megarl.reshard.report import SyncReport, explain, explain_cheapest
-from megarl.reshard.scenario import STRATEGIES, arrange, even_nodes
+from megarl.reshard.placement import fits_strided
+from megarl.reshard.report import SyncReport, explain, explain_auto
+from megarl.reshard.scenario import arrange, even_nodes
 from megarl.reshard.stages import split_stages
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
@@ -52,25 +53,57 @@ def test_bytes_between_machines():
     assert explain("hybridflow_v", scenario(1, 4, 2, 1, 2, nodes=2)).report.bytes_cross_node == 0
 
 
-def test_gather_hf_sends_the_model_to_one_rank_of_each_engine():
+def test_gather_hf_brings_the_model_to_every_rank():
     report = explain("gather_hf", scenario(1, 4, 1, 1, 2)).report
-    assert report.bytes_total == 2 * 0.75 * MODEL_BYTES
+    assert report.bytes_total == 4 * 0.75 * MODEL_BYTES
     assert report.bytes_in_max == 0.75 * MODEL_BYTES
+    assert (report.messages, report.collectives) == (0, 4 * 48)
 
 
 def test_small_buckets_take_more_messages_and_less_memory():
     few, many = (explain("micro_dp", scenario(1, 4, 2, 1, 2, bucket_bytes=b)).report for b in (1 << 20, 1 << 14))
     assert few.bytes_total == many.bytes_total
-    assert few.messages < many.messages
+    assert few.collectives < many.collectives
     assert many.peak_extra_bytes <= 2 << 14 < few.peak_extra_bytes
 
 
-def test_the_cheapest_has_the_least_into_one_rank():
-    assert explain_cheapest(scenario(1, 4, 2, 1, 2)).report.strategy == "micro_dp"
-    grown = explain_cheapest(scenario(1, 2, 2, 1, 4))
-    assert grown.report.strategy == "exact"
-    case = scenario(1, 2, 2, 1, 4)
-    assert grown.report.bytes_in_max < min(explain(s, case).report.bytes_in_max for s in STRATEGIES[:3])
+AUTO = {
+    (1, 4, 2, 1, 2): "micro_dp",
+    (1, 8, 1, 1, 8): "micro_dp",
+    (2, 2, 2, 1, 2): "micro_dp",
+    (4, 2, 1, 2, 1): "micro_dp",
+    (2, 4, 2, 2, 2): "micro_dp",
+    (1, 2, 2, 1, 4): "exact",
+    (1, 1, 4, 1, 2): "exact",
+    (1, 3, 2, 1, 2): "exact",
+    (3, 2, 1, 2, 1): "exact",
+    (2, 3, 1, 1, 6): "exact",
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("layout", AUTO, ids=str)
+def test_nothing_that_a_run_can_do_instead_of_auto_brings_fewer_bytes_into_one_rank(layout, nodes):
+    p, t, d, pg, tg = layout
+    if p * t * d % nodes or p * t * d // nodes // tg * nodes < p * t * d // (pg * tg) * pg:
+        pytest.skip("engines fit no machine")
+    case = scenario(*layout, nodes=nodes)
+    found = explain_auto(case).report
+    strided = fits_strided(case.grid, case.topology, gen_tp=tg, gen_pp=pg)
+    assert found.strategy == (AUTO[layout] if nodes == 1 or strided else "exact")
+    for name in ("gather_hf", "exact", *(("micro_dp",) if strided else ())):
+        assert found.bytes_in_max <= explain(name, case).report.bytes_in_max
+
+
+def test_auto_is_exact_where_a_strided_engine_would_span_machines():
+    one, two = scenario(1, 4, 1, 1, 2), scenario(1, 4, 1, 1, 2, nodes=2)
+    assert [explain_auto(case).report.strategy for case in (one, two)] == ["micro_dp", "exact"]
+
+
+def test_auto_takes_what_is_known():
+    case = scenario(1, 4, 2, 1, 2)
+    known = [explain(name, case) for name in ("gather_hf", "micro_dp")]
+    assert explain_auto(case, known) is known[1]
 
 
 def test_json_has_no_field_of_a_run():
@@ -88,10 +121,10 @@ def test_nodes_that_do_not_divide_show_the_arithmetic():
 def test_a_plan_is_made_once():
     forget_plans()
     case, same = scenario(1, 4, 2, 1, 2), scenario(1, 4, 2, 1, 2)
-    plans = [cached_moves(c.sources, arrange("exact", c).needs, c.topology) for c in (case, same)]
+    plans = [cached_plan(c.sources, arrange("exact", c).needs, c.topology, 0, 1 << 20) for c in (case, same)]
     assert plans[0] is plans[1]
     other = scenario(1, 2, 4, 1, 2)
-    assert cached_moves(other.sources, arrange("exact", other).needs, other.topology) is not plans[0]
+    assert cached_plan(other.sources, arrange("exact", other).needs, other.topology, 0, 1 << 20) is not plans[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])

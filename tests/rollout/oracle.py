@@ -11,8 +11,9 @@ import torch
 
 from megarl.reshard.layout import slices
 from megarl.rollout.engine_trace import fold, own_tensors, trace_live
+from megarl.rollout.layer_kinds import layers_alike, trace_one_of_each
 from megarl.rollout.spec import EngineSpec
-from megarl.rollout.trace_child import build_model, checkpoint_tensors
+from megarl.rollout.trace_child import build_model, checkpoint_tensors, packed
 
 UNTOUCHED = -7.0
 
@@ -28,7 +29,9 @@ def compare(folder, device, tp, ep):
         first += n
     out = []
     for rank in range(tp):
-        trace = trace_live(build_model(spec, rank), tensors)
+        on_paper = build_model(spec, rank)
+        trace = trace_live(on_paper, tensors)
+        assert trace_one_of_each(on_paper, tensors, layers_alike(on_paper, tensors)) == packed(trace)
         model = build_model(spec, rank, device="cpu")
         for p in model.parameters():
             p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)

@@ -46,6 +46,18 @@ def test_a_value_is_followed_through_intermediate_tensors():
     }
 
 
+def test_a_view_that_is_copied_to_itself_changes_nothing():
+    def write(model, weights):
+        for name, t in weights:
+            if name == "a":
+                model.w.data.copy_(t)
+        model.w.data[1:2].copy_(model.w.data[1:2])
+
+    trace = traced((4, 6), write)
+    assert pieces(trace) == {("a", ((0, 4), (0, 6)), ((0, 4), (0, 6)))}
+    assert trace.derived == ()
+
+
 def test_the_last_write_counts():
     def write(model, weights):
         model.w.data.zero_()

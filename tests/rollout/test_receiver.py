@@ -33,6 +33,7 @@ class Engine(nn.Module):
 @pytest.fixture
 def model(monkeypatch):
     monkeypatch.setattr(receiver, "_tp_rank", lambda: 1)
+    monkeypatch.setattr(receiver, "_tp_group", lambda: None)
     return Engine()
 
 
@@ -110,6 +111,7 @@ def test_a_reply_that_cannot_be_written_is_left_out(model, order, tmp_path):
 def test_parameters_are_dumped_by_name(model, tmp_path):
     execute(model, dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
     assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}
+    assert torch.load(tmp_path / "rank1.buffers.pt").keys() == set()
 
 
 @pytest.fixture
@@ -156,4 +158,4 @@ def test_a_bucket_that_is_wrong_is_refused_and_does_not_count(model, boxes, chan
     assert re.search(message, reply.error)
     assert model.a.tolist() == [0.0] * 4
     assert execute(model, boxes(200)).error is None
-    receiver.boxes._open_session(201)
+    receiver.boxes.open_session(201)

@@ -9,9 +9,9 @@ from megarl.rollout.rendezvous import Rendezvous
 def run(main, seconds=0.05, error=None):
     executed = []
 
-    async def execute(parts):
+    async def execute(index, parts):
         await asyncio.sleep(0)
-        executed.append(parts)
+        executed.append((index, parts))
         if error is not None:
             raise error
 
@@ -33,7 +33,7 @@ def test_a_round_is_executed_once_every_rank_s_part_is_there():
         await rendezvous.bring(0, 1, "c")
         await ahead
 
-    assert run(main) == [["a", "b"], ["c", None]]
+    assert run(main) == [(0, ["a", "b"]), (1, ["c", None])]
 
 
 def test_every_sender_hears_of_a_failure():
@@ -59,7 +59,7 @@ def test_a_sender_that_is_gone_takes_nobody_with_it():
         gone.cancel()
         await rendezvous.bring(1, 0, "b")
 
-    assert run(main) == [["a", "b"]]
+    assert run(main) == [(0, ["a", "b"])]
 
 
 def test_dismissed_rounds_fail_and_a_part_comes_once():
@@ -68,7 +68,7 @@ def test_dismissed_rounds_fail_and_a_part_comes_once():
         await asyncio.sleep(0)
         with pytest.raises(WeightSyncError, match="round 0 of TP rank 0 came twice"):
             await rendezvous.bring(0, 0, None)
-        rendezvous.dismiss("closed")
+        rendezvous.dismiss(WeightSyncError("closed"))
         with pytest.raises(WeightSyncError, match="closed"):
             await waiting
         await asyncio.sleep(0.1)

@@ -25,11 +25,44 @@ SIZES = {
     "dtype": "float32",
 }
 EXPERTS = {"head_dim": 32, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_intermediate_size": 32,
+    "num_nextn_predict_layers": 1,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 512,
+    },
+}
 MODELS = {
     "qwen2": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "llama": ("llama", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS | {"decoder_sparse_step": 1}),
+    "deepseek_v3": ("deepseek_v3", LATENT),
     "gemma2": ("gemma2", {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}),
 }
 ARCHITECTURES = {
@@ -37,6 +70,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
 }
 CASES = {
@@ -46,7 +80,7 @@ CASES = {
     for tp in (1, 2, 4)
     if model != "gemma2" or tp == 2
 }
-CASES |= {f"qwen3_moe tp {tp} ep 2": ("qwen3_moe", "cpu", tp, 2) for tp in (2, 4)}
+CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_moe", "deepseek_v3") for tp in (2, 4)}
 
 
 @pytest.fixture(scope="module")

@@ -126,20 +126,67 @@ def test_a_rank_whose_boxes_do_not_come_is_named(engine, layouts, uneven_dir, se
     buffer, bucket = box_bucket(boxes_of(layouts[0], served))
     with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from TP rank 1 of 2 within 1 s"):
         engine.call("load_boxes", 0, 0, bucket)
-    with pytest.raises(WeightSyncError, match="needs begin_weights first"):
+    with pytest.raises(WeightSyncError, match=r"needs begin_weights first; .* round 0 .* did not come from TP rank 1"):
         engine.call("load_boxes", 1, 0, bucket)
     buffer.close()
     assert_serves(engine, uneven_dir, served, 5, tmp_path)
 
 
-def test_what_one_rank_refuses_leaves_the_engine_mixed_until_a_whole_update(
-    engine, layouts, uneven_dir, served, tmp_path
-):
+def test_an_update_does_not_end_while_boxes_are_waited_for(engine, layouts, uneven_dir, served, tmp_path):
+    """Even if all that the model needs has come."""
+    weights = reference.changed(uneven_dir, seed=15)
+    engine.call("begin_weights")
+    send_round(engine, 0, [boxes_of(layout, weights) for layout in layouts])
+    waiting = engine.submit("load_boxes", 0, 1, None)
+    with pytest.raises(WeightSyncError, match="ended before all TP ranks' boxes of the round had come"):
+        engine.call("end_weights", 6)
+    with pytest.raises(WeightSyncError, match="ended before all TP ranks' boxes of the round had come"):
+        waiting.result(30)
+    assert engine.call("health").policy_version == 5
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync_boxes(engine, layouts, served, 5)
+    assert_serves(engine, uneven_dir, served, 5, tmp_path)
+
+
+BAD_BOX = {
+    "a parameter that is none": (("nonsense", ((0, 1),), torch.zeros(1)), "nonsense is no parameter of the engine"),
+    "a box twice": (("model.norm.weight", ((0, 8),), torch.zeros(8)), r"\[0:8\] was written before, as part of"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BOX)
+def test_what_one_rank_refuses_no_rank_writes(engine, layouts, uneven_dir, served, tmp_path, case):
+    bad, message = BAD_BOX[case]
     weights = reference.changed(uneven_dir, seed=13)
     first, second = (boxes_of(layout, weights) for layout in layouts)
     engine.call("begin_weights")
-    with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine$"):
-        send_round(engine, 0, [first, [*second, ("nonsense", ((0, 1),), torch.zeros(1))]])
+    with pytest.raises(WeightSyncError, match=rf"^TP rank 1: [^;]*{message}[^;]*$"):
+        send_round(engine, 0, [first, [*second, bad]])
+    assert_serves(engine, uneven_dir, served, 5, tmp_path)
+    sync_boxes(engine, layouts, weights, 13)
+    assert_serves(engine, uneven_dir, weights, 13, tmp_path)
+
+
+def test_a_buffer_that_one_rank_cannot_open_is_written_by_none(engine, layouts, uneven_dir, served, tmp_path):
+    first, second = (box_bucket(boxes_of(layout, reference.changed(uneven_dir, seed=13))) for layout in layouts)
+    second[0].close()
+    engine.call("begin_weights")
+    calls = [engine.submit("load_boxes", rank, 0, bucket) for rank, (_, bucket) in enumerate((first, second))]
+    for call in calls:
+        with pytest.raises(WeightSyncError, match=r"^TP rank 1: FileNotFoundError"):
+            call.result(30)
+    first[0].close()
+    assert_serves(engine, uneven_dir, served, 5, tmp_path)
+
+
+def test_what_one_rank_refuses_after_a_good_round_stops_the_engine(engine, layouts, uneven_dir, served, tmp_path):
+    weights = reference.changed(uneven_dir, seed=13)
+    first, second = (boxes_of(layout, weights) for layout in layouts)
+    engine.call("begin_weights")
+    send_round(engine, 0, [first[:1], None])
+    with pytest.raises(WeightSyncError, match=r"^TP rank 0: .* was written before"):
+        send_round(engine, 1, [first, second])
     with pytest.raises(WeightSyncError, match="parts of version 5"):
         engine.generate(PROMPTS)
     sync_boxes(engine, layouts, weights, 13)

@@ -162,7 +162,9 @@ def test_an_aborted_update_that_wrote_nothing_resumes(engine, model_dir, served,
 
 def test_requests_that_arrive_during_an_update_wait_for_it(engine, model_dir, served):
     weights = reference.changed(model_dir, seed=9)
-    engine.call("begin_weights")
+    begin = engine.submit("begin_weights")
+    along = engine.submit("generate_many", requests(PROMPTS))
+    begin.result(30)
     early = engine.submit("generate_many", requests(PROMPTS))
     send_bucket(engine, weights)
     end = engine.submit("end_weights", 6)
@@ -172,6 +174,7 @@ def test_requests_that_arrive_during_an_update_wait_for_it(engine, model_dir, se
         generations = pending.result(30)
         assert {v for g in generations for v in g.policy_versions} == {6}
         assert reference.worst_difference(reference.load(model_dir, weights), PROMPTS, generations) <= 1e-4
+    assert len(along.result(30)) == len(PROMPTS)
 
 
 def test_an_update_in_flight_splits_sequences_between_versions(engine, model_dir, served):

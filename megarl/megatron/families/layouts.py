@@ -1,72 +1,105 @@
-"""Every trainer rank's layout from sizes alone: no model is built, so any scale can be planned."""
+"""Every trainer rank's layout from sizes alone: no model is built, so any scale can be planned.
+
+What a rank holds depends on its stage, its tensor rank and, of the routed experts, its expert-parallel and its expert
+tensor rank. Each such share is made once, and ranks that hold the same have the same layout object.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.dense import DenseModel
-from megarl.megatron.families.mapping import ParameterMap, pieces
+from megarl.megatron.families.decoder import EMBEDDING, HEAD, Decoder, tensors_of
+from megarl.megatron.families.mapping import ParameterMap, local_shape, pieces
+from megarl.megatron.families.stages import EVEN, PipelineSplit, stage_layers
 from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import Piece, WeightLayout
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this times tp, as Megatron-LM does."""
 
+Maps = Mapping[str, ParameterMap]
 
-def padded_vocab(model: DenseModel, tp: int) -> int:
+
+def padded_vocab(model: Decoder, tp: int) -> int:
     """Rows of the embedding over all tensor-parallel ranks."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-model.vocab_size // multiple) * multiple
 
 
-def trainer_layouts(model: DenseModel, grid: RankGrid, dtype: str) -> list[WeightLayout]:
-    """By rank, what megatron-core holds of `model` when its layers are split evenly over the pipeline stages.
+def trainer_layouts(model: Decoder, grid: RankGrid, dtype: str, split: PipelineSplit = EVEN) -> list[WeightLayout]:
+    """By rank, what megatron-core holds of `model`; local names number layers and experts globally.
 
     Raises:
-        ConfigError: the layers do not divide.
+        ConfigError: layers or experts do not divide.
     """
-    if model.num_layers % grid.pp:
-        raise ConfigError(
-            f"pp needs to divide the layers, got {model.num_layers} % {grid.pp} = {model.num_layers % grid.pp}"
+    _require_experts(model, grid.ep)
+    maps = model.maps()
+    tensors = tensors_of(maps.values(), dtype)
+    vocab = padded_vocab(model, grid.tp)
+    everywhere: dict[tuple[int, int], tuple[Piece, ...]] = {}
+    routed: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
+    for stage, names in enumerate(_names_of_stages(model, maps, grid.pp, split)):
+        others, by_ep = _deal_experts({name: maps[name] for name in names}, model.num_experts // grid.ep, grid.ep)
+        for tp in range(grid.tp):
+            everywhere[stage, tp] = tuple(_pieces(others, tp, grid.tp, vocab))
+        for ep, experts in enumerate(by_ep):
+            for etp in range(grid.expert_tp):
+                routed[stage, ep, etp] = tuple(_pieces(experts, etp, grid.expert_tp, vocab))
+    layouts: dict[tuple[int, int, int, int], WeightLayout] = {}
+    by_rank = []
+    for rank in range(grid.size):
+        at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
+        key = (at.pp, at.tp, expert.ep, expert.etp)
+        if key not in layouts:
+            layouts[key] = WeightLayout(tensors, everywhere[at.pp, at.tp] + routed[at.pp, expert.ep, expert.etp])
+        by_rank.append(layouts[key])
+    return by_rank
+
+
+def _require_experts(model: Decoder, ep: int) -> None:
+    if ep > 1 and (not model.num_experts or model.num_experts % ep):
+        got = (
+            f"{model.num_experts} % {ep} = {model.num_experts % ep}" if model.num_experts else f"ep {ep} and no experts"
         )
-    tensors = model.tensors(dtype)
-    by_shard = {
-        (pp, tp): WeightLayout(tensors, tuple(_stage_pieces(model, grid, pp, tp)))
-        for pp in range(grid.pp)
-        for tp in range(grid.tp)
+        raise ConfigError(f"ep needs to divide the experts of {model.architecture}, got {got}")
+
+
+def _deal_experts(maps: Maps, per_rank: int, ep: int) -> tuple[Maps, list[Maps]]:
+    """What all expert-parallel ranks hold, and by expert-parallel rank its experts."""
+    others = {name: mapping for name, mapping in maps.items() if mapping.expert is None}
+    dealt: list[dict[str, ParameterMap]] = [{} for _ in range(ep)]
+    for name, mapping in maps.items():
+        if mapping.expert is not None:
+            dealt[mapping.expert // per_rank][name] = mapping
+    return others, list(dealt)
+
+
+def _pieces(maps: Maps, rank: int, size: int, vocab: int) -> Iterator[Piece]:
+    for name, mapping in maps.items():
+        shape = local_shape(mapping, size, rows=vocab if name in (EMBEDDING, HEAD) else None)
+        yield from pieces(name, mapping, shape, rank=rank, size=size)
+
+
+def _names_of_stages(model: Decoder, maps: Maps, pp: int, split: PipelineSplit) -> Sequence[list[str]]:
+    """[stage] -> its parameters; the embedding and the head may lie on two."""
+    stage_of = {
+        str(layer): stage
+        for stage, chunks in enumerate(stage_layers(model.num_layers, pp, split))
+        for layers in chunks
+        for layer in layers
     }
-    at = [grid.coordinates(rank) for rank in range(grid.size)]
-    return [by_shard[c.pp, c.tp] for c in at]
-
-
-def _stage_pieces(model: DenseModel, grid: RankGrid, pp: int, tp: int) -> Iterator[Piece]:
-    per_stage = model.num_layers // grid.pp
-    for name in model.parameter_names():
-        if _on_stage(name, pp, grid.pp, per_stage, model.tie_embeddings):
-            mapping = model.parameter_map(name)
-            yield from pieces(name, mapping, _local_shape(name, mapping, model, grid.tp), rank=tp, size=grid.tp)
-
-
-def _on_stage(name: str, pp: int, stages: int, per_stage: int, tied: bool) -> bool:
-    match name.split("."):
-        case ["embedding", *_]:
-            return pp == 0
-        case ["decoder", "layers", number, *_]:
-            return int(number) // per_stage == pp
-        case ["output_layer", *_]:
-            # tied and on the embedding's stage, it is the embedding
-            return pp == stages - 1 and not (tied and stages == 1)
-        case _:
-            return pp == stages - 1
-
-
-def _local_shape(name: str, mapping: ParameterMap, model: DenseModel, tp: int) -> tuple[int, ...]:
-    first = mapping.parts[0][0]
-    rows = sum(r.stop - r.start for part in mapping.parts for r in part)
-    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        rows = padded_vocab(model, tp)
-    shape = [rows, *first.shape[1:]]
-    if mapping.shard_dim is not None:
-        shape[mapping.shard_dim] //= tp
-    return tuple(shape)
+    names: list[list[str]] = [[] for _ in range(pp)]
+    for name in maps:
+        match name.split(".", 3):
+            case ["embedding", *_]:
+                # layers that predict a further token embed it, and they lie on the last stage
+                for stage in {0, pp - 1} if model.num_mtp_layers else {0}:
+                    names[stage].append(name)
+            case ["decoder", "layers", number, _]:
+                names[stage_of[number]].append(name)
+            case ["output_layer", *_] if model.tie_embeddings and pp == 1:
+                pass  # it is the embedding
+            case _:
+                names[-1].append(name)
+    return names

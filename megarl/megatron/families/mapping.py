@@ -35,12 +35,49 @@ class ParameterMap:
     parts: tuple[tuple[Rows, ...], ...]
     shard_dim: int | None
     """Dimension that tensor-parallel ranks split; None: every rank holds all of it."""
+    expert: int | None = None
+    """The routed expert that it belongs to, counted over all expert-parallel ranks: it lies on one of these, where the
+    *expert* tensor-parallel ranks split it."""
+    dtype: str | None = None
+    """As torch names it; None: the model's."""
+
+
+def whole(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
+    """A tensor that every tensor-parallel rank holds all of."""
+    return ParameterMap(((Rows.all(tensor, shape),),), None, dtype=dtype)
+
+
+def split_rows(*tensors: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
+    """Tensors [height, width] of which every rank holds its share of rows, one tensor's after another's."""
+    return ParameterMap(tuple((Rows.all(tensor, (height, width)),) for tensor in tensors), 0, expert)
+
+
+def split_columns(tensor: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
+    """A tensor [height, width] of which every rank holds its share of columns."""
+    return ParameterMap(((Rows.all(tensor, (height, width)),),), 1, expert)
+
+
+def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) -> tuple[int, ...]:
+    """Of the parameter on one of `size` ranks that split it.
+
+    Args:
+        rows: over all ranks where padding makes them more than the tensors have.
+    """
+    first = mapping.parts[0][0]
+    held = sum(r.stop - r.start for part in mapping.parts for r in part)
+    shape = [rows or held, *first.shape[1:]]
+    if mapping.shard_dim is not None:
+        shape[mapping.shard_dim] //= size
+    return tuple(shape)
 
 
 def pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, rank: int, size: int) -> Iterator[Piece]:
-    """The pieces that tensor-parallel rank `rank` of `size` holds in its parameter `local` of shape `local_shape`."""
+    """The pieces that tensor-parallel rank `rank` of `size` holds in its parameter `local` of shape `local_shape`.
+
+    Of a routed expert, `rank` and `size` are those of expert tensor parallelism.
+    """
     if mapping.shard_dim == 1:
-        yield from _split_columns(local, mapping, local_shape, rank)
+        yield from _column_pieces(local, mapping, local_shape, rank)
         return
     shards = size if mapping.shard_dim == 0 else 1
     index = rank if mapping.shard_dim == 0 else 0
@@ -60,7 +97,7 @@ def pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, r
         assert at <= shards * rows_per_part, f"{local}: {at} rows do not fit {shards} shards of {rows_per_part}"
 
 
-def _split_columns(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[Piece]:
+def _column_pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[Piece]:
     ((rows,),) = mapping.parts
     height, width = local_shape
     assert rows.shape[0] == height, (local, rows.shape, local_shape)

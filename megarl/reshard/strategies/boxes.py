@@ -2,16 +2,26 @@
 
 They differ in who serves whom (`megarl.reshard.placement`) and in whom a rank prefers to ask: `micro_dp` its micro-DP
 group, HybridFlow's all-gather; `exact` anyone, which also serves sizes that do not divide.
+
+Tensors of which engines compute values of their own go first, whole, by way of `gather_hf`:
+
+    all ranks                   whole tensors, to every engine from the first of its servers
+    then all ranks              boxes of all other tensors, to every engine rank from its server
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
-from megarl.reshard.cache import cached_moves, cached_rounds
+from megarl.reshard.cache import Planned, cached_plan
 from megarl.reshard.executor import BoxExecutor
+from megarl.reshard.layout import PieceTable, WeightLayout
+from megarl.reshard.process_groups import free_group, make_group
+from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
 
 
@@ -19,25 +29,48 @@ class BoxStrategy:
     """Plans once, from layouts alone, and runs the plan at every push."""
 
     def __init__(self, context: SyncContext, bucket_bytes: int) -> None:
-        moves = cached_moves(context.sources, context.needs, context.topology, context.groups)
-        # Two buckets to receive into, and what is packed to be sent: within two of the configured size
-        self._rounds = cached_rounds(moves, context.rank, bucket_bytes // 2)
         self._rank = context.rank
+        self._whole = GatherHf(context, bucket_bytes, only=context.whole) if context.whole else None
+        self._plan = plan_boxes(context, bucket_bytes)
+        self._group = make_group(context.rank, context.groups)
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
-        executor = BoxExecutor(self._rank, self._rounds)
+        whole = self._whole.push(tensors, outlets) if self._whole else None
+        executor = BoxExecutor(self._rank, self._plan.rounds, self._plan.memory, self._group)
         executor.run(tensors, outlets.boxes)
-        books = executor.ledger
-        return SyncStats(
-            bytes_sent=books.bytes_sent,
-            bytes_received=books.bytes_received,
-            bytes_delivered=books.bytes_delivered,
-            buckets=books.buckets,
-            peak_extra_bytes=books.peak_extra_bytes,
-            messages=books.messages,
-            collectives=books.collectives,
-        )
+        boxes = executor.ledger.stats()
+        if self._whole is None or whole is None:
+            return boxes
+        held = boxes.peak_extra_bytes + self._whole.held_bytes
+        return replace(whole + boxes, peak_extra_bytes=max(whole.peak_extra_bytes, held))
 
     def close(self) -> None:
-        """Buffers live for one push only."""
+        """Free the process groups, and the buffers of whole tensors; those of boxes live for one push only."""
+        if self._whole:
+            self._whole.close()
+        free_group(self._group)
+
+
+def plan_boxes(context: SyncContext, bucket_bytes: int) -> Planned:
+    """The rounds of `context.rank`."""
+    distinct = {id(need): need for need in context.needs.values()}
+    needs = {key: without(need, context.whole) for key, need in distinct.items()}
+    return cached_plan(
+        context.sources,
+        {rank: needs[id(need)] for rank, need in context.needs.items()},
+        context.topology,
+        context.rank,
+        bucket_bytes,
+        groups=context.groups,
+    )
+
+
+def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
+    """The layout without its pieces of some tensors."""
+    if not names:
+        return layout
+    table = layout.table
+    rows = np.flatnonzero(~np.isin(table.tensor, [i for i, name in enumerate(table.tensors) if name in names]))
+    columns = (getattr(table, name)[rows] for name in ("tensor", "local", "dims", "boxes", "local_boxes"))
+    return WeightLayout(layout.tensors, PieceTable(table.tensors, table.locals, *columns))

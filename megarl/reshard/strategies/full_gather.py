@@ -8,19 +8,21 @@ Both are baselines, HybridFlow's table 2 (arXiv 2409.19256): M is allocated on e
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megarl.reshard.bucket import BoxBucket, map_bucket, torch_dtype
-from megarl.reshard.cache import cached_moves, cached_rounds
+from megarl.reshard.bucket import torch_dtype
+from megarl.reshard.cache import Planned, cached_plan
 from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import Box, Piece, WeightLayout, extent, slices, volume
-from megarl.reshard.plan import Topology, index_sources
+from megarl.reshard.layout import Box, Piece, WeightLayout, volume
+from megarl.reshard.process_groups import free_group, make_group
+from megarl.reshard.sink import Parameters
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.topology import Topology
 
 
 def whole_layout(tensors: WeightLayout) -> WeightLayout:
@@ -36,23 +38,18 @@ def model_bytes(layout: WeightLayout) -> int:
 
 def owned_parts(sources: Sequence[WeightLayout]) -> list[WeightLayout]:
     """By rank, what it alone owns: a box that n ranks hold is cut by rows into n parts, equal to within a row."""
-    owned: dict[int, list[Piece]] = defaultdict(list)
-    for tensor, holdings in index_sources(sources).items():
-        for holding in holdings:
-            holders = sorted(holding.pieces)
-            for index, rank in enumerate(holders):
-                piece = holding.pieces[rank]
-                first, last = _share(piece.box, index, len(holders))
-                if first < last:
-                    owned[rank].append(
-                        Piece(
-                            tensor,
-                            _rows(piece.box, first, last),
-                            piece.local,
-                            _rows(piece.local_box, first, last),
-                        )
-                    )
-    return [WeightLayout(layout.tensors, tuple(owned[rank])) for rank, layout in enumerate(sources)]
+    holders: dict[tuple[str, Box], dict[int, Piece]] = {}
+    for rank, layout in enumerate(sources):
+        for piece in layout.pieces:
+            holders.setdefault((piece.tensor, piece.box), {})[rank] = piece
+    owned: list[list[Piece]] = [[] for _ in sources]
+    for (tensor, box), pieces in holders.items():
+        for index, (rank, piece) in enumerate(pieces.items()):
+            first, last = _share(box, index, len(pieces))
+            if first < last:
+                local = _rows(piece.local_box, first, last)
+                owned[rank].append(Piece(tensor, _rows(box, first, last), piece.local, local))
+    return [WeightLayout(layout.tensors, tuple(mine)) for layout, mine in zip(sources, owned, strict=True)]
 
 
 def _share(box: Box, index: int, parts: int) -> tuple[int, int]:
@@ -65,60 +62,48 @@ def _rows(box: Box, first: int, last: int) -> Box:
     return ((start + first, start + last), *box[1:])
 
 
-class WholeModel:
-    """The gathered model: a sink for its boxes."""
-
-    def __init__(self, layout: WeightLayout) -> None:
-        self.tensors = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in layout.tensors.items()
-        }
-
-    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """See `BoxSink.load_boxes`; done when it returns."""
-        data = map_bucket(bucket) if bucket else torch.empty(0)
-        for slot in bucket.slots if bucket else ():
-            flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
-            self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
-        return _nothing
-
-
 class FullGather:
     """The strategies `ds_chat` and `hybridflow_v`; `context.groups` are the training replicas for the latter."""
 
     def __init__(self, context: SyncContext, bucket_bytes: int, method: Literal["ds_chat", "hybridflow_v"]) -> None:
-        self._rank = rank = context.rank
+        self._rank = context.rank
         self._whole = whole_layout(context.sources[0])
-        sources = owned_parts(context.sources) if method == "ds_chat" else context.sources
-        everyone = dict.fromkeys(range(len(context.sources)), self._whole)
-        gather = cached_moves(sources, everyone, context.topology, context.groups)
-        self._gather = cached_rounds(gather, rank, bucket_bytes // 2)
-        keep = (
-            cached_moves([self._whole], {0: context.needs[rank]}, Topology.single(1)) if rank in context.needs else ()
-        )
-        self._keep = cached_rounds(keep, 0, bucket_bytes // 2) if keep else []
+        self._gather, self._keep = plan_full_gather(context, bucket_bytes, method)
+        self._group = make_group(context.rank, context.groups)
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
-        gather = BoxExecutor(self._rank, self._gather)
+        gather = BoxExecutor(self._rank, self._gather.rounds, self._gather.memory, self._group)
         gather.ledger.allocate(model_bytes(self._whole))
-        whole = WholeModel(self._whole)
-        gather.run(tensors, whole)
-        keep = BoxExecutor(0, self._keep)  # a plan of one rank: all moves are local
+        specs = self._whole.tensors
+        whole = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
+        gather.run(tensors, Parameters(whole))
+        books = gather.ledger.stats()
+        if self._keep is None or outlets.boxes is None:
+            return replace(books, bytes_delivered=0, buckets=0)
+        keep = BoxExecutor(0, self._keep.rounds, self._keep.memory)
         keep.ledger.allocate(model_bytes(self._whole))
-        if outlets.boxes is not None:
-            keep.run(whole.tensors, outlets.boxes)
-        return SyncStats(
-            bytes_sent=gather.ledger.bytes_sent,
-            bytes_received=gather.ledger.bytes_received,
-            bytes_delivered=keep.ledger.bytes_delivered,
-            buckets=keep.ledger.buckets,
-            peak_extra_bytes=max(gather.ledger.peak_extra_bytes, keep.ledger.peak_extra_bytes),
-            messages=gather.ledger.messages,
-            collectives=gather.ledger.collectives,
-        )
+        keep.run(whole, outlets.boxes)
+        kept = keep.ledger.stats()
+        peak = max(books.peak_extra_bytes, kept.peak_extra_bytes)
+        return replace(books, bytes_delivered=kept.bytes_delivered, buckets=kept.buckets, peak_extra_bytes=peak)
 
     def close(self) -> None:
         """The model is whole for one push only."""
+        free_group(self._group)
 
 
-def _nothing() -> None: ...
+def plan_full_gather(
+    context: SyncContext, bucket_bytes: int, method: Literal["ds_chat", "hybridflow_v"]
+) -> tuple[Planned, Planned | None]:
+    """How `context.rank` gets the whole model, and what it then keeps."""
+    rank, whole = context.rank, whole_layout(context.sources[0])
+    sources = owned_parts(context.sources) if method == "ds_chat" else context.sources
+    everyone = dict.fromkeys(range(len(context.sources)), whole)
+    gather = cached_plan(sources, everyone, context.topology, rank, bucket_bytes, groups=context.groups, relay=False)
+    return gather, keep_plan(whole, context.needs[rank], bucket_bytes) if rank in context.needs else None
+
+
+def keep_plan(whole: WeightLayout, need: WeightLayout, bucket_bytes: int) -> Planned:
+    """A rank's own part of the whole model: a plan of one rank, of which every move is local."""
+    return cached_plan([whole], {0: need}, Topology.single(1), 0, bucket_bytes)

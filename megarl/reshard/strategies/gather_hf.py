@@ -1,10 +1,18 @@
-r"""Whole Hugging Face tensors, gathered on the sending ranks, handed over in bounded buckets.
+"""`gather_hf`: whole Hugging Face tensors on every rank of a training replica, as verl and slime move weights.
 
-ranks          r0 r1 r2 r3          each packs its boxes of the bucket's tensors
-\ |  | /
-sender            bucket            one shared-memory buffer of two, filled box by box
-|
-engines          load(bucket)       while the next bucket is gathered
+    stage 0, which holds tensor a    r0 [a0 a1] <--- all-gather ---> r1 [a0 a1]
+                                          |                               |
+                                      broadcast                       broadcast
+                                          v                               v
+    stage 1, which does not          r2 [a0 a1]                      r3 [a0 a1]
+
+Tensor by tensor. Where the parts of a tensor differ in size, all travel padded to the largest; what every rank of a
+stage holds needs no gather. Routed experts travel likewise, in cells of their own. A rank that delivers copies each
+tensor into one of two buckets, which an engine reads while the other is filled. Copies of the model that no delivering
+rank is part of stay idle.
+
+Peak extra memory: two buckets and one tensor, with its padding, whatever the model. Bytes into a rank: (tp - 1) / tp of
+what its own stage holds, where parts are equal, and all of what the other stages hold.
 """
 
 from __future__ import annotations
@@ -18,56 +26,171 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.bucket import SharedBuffer, TensorSlot, lay_out, torch_dtype
+from megarl.reshard.groups import Cells
 from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
+from megarl.reshard.ledger import Ledger
+from megarl.reshard.process_groups import free_group, make_group
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+
+Layouts = Sequence[Sequence[WeightLayout]]
+"""[cell][rank] of one copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGather:
+    """How one tensor gets to all ranks that hold a copy of the model."""
+
+    slot: TensorSlot
+    """In the bucket."""
+    kind: int
+    """Which of `SyncContext.copies`."""
+    cell: int
+    """Of the copy, the one that holds the tensor."""
+    parts: tuple[tuple[Piece, ...], ...]
+    """By rank of the cell, what it packs, in that order."""
+    is_gathered: bool
+    """False: each of `parts` is the whole tensor."""
+    part_bytes: int
+    """Of the largest part, to which the others are padded."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed tensor, padding included."""
+        return self.part_bytes * (len(self.parts) if self.is_gathered else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Which tensors travel together, and who sends what of them."""
+    """Which tensors are handed over together."""
 
-    slots: tuple[TensorSlot, ...]
+    gathers: tuple[TensorGather, ...]
     num_bytes: int
-    pieces: tuple[tuple[Piece, ...], ...]
-    """By rank: what it contributes, in the order in which it packs them."""
+
+    @property
+    def slots(self) -> tuple[TensorSlot, ...]:
+        """Of all tensors."""
+        return tuple(gather.slot for gather in self.gathers)
 
 
-def plan_buckets(layouts: Sequence[WeightLayout], bucket_bytes: int) -> list[BucketPlan]:
-    """The same list on every rank; each element of each tensor is sent by exactly one rank, the lowest that holds it.
+def plan_replica(
+    rank: int, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None
+) -> list[BucketPlan]:
+    """The plan of the copies that `rank` is part of, of all tensors or `only` some; raises as `plan_buckets` does."""
+    held = []
+    for copies in context.copies:
+        mine = copy_of(rank, copies)
+        # tensors that are dealt otherwise show in other copies, and only there
+        others = [cells for cells in copies if cells != mine] if len(context.copies) > 1 else []
+        held.append([_layouts(cells, context.sources) for cells in (mine, *others)])
+    return plan_buckets([_distinct(copies) for copies in held], bucket_bytes, only)
+
+
+def _layouts(cells: Cells, sources: Sequence[WeightLayout]) -> Layouts:
+    return [[sources[rank] for rank in cell] for cell in cells]
+
+
+def _distinct(copies: Sequence[Layouts]) -> list[Layouts]:
+    return list({tuple(id(layout) for cell in cells for layout in cell): cells for cells in copies}.values())
+
+
+def copy_of(rank: int, copies: Sequence[Cells]) -> Cells:
+    """The copy that `rank` is part of."""
+    return next(cells for cells in copies if any(rank in cell for cell in cells))
+
+
+def plan_buckets(
+    held: Sequence[Sequence[Layouts]], bucket_bytes: int, only: Sequence[str] | None = None
+) -> list[BucketPlan]:
+    """The same plan on all ranks of the copies.
+
+    Args:
+        held: [kind] -> copies, first the one that is planned for; of the others, those that differ. See
+            `replica_cells`.
+        bucket_bytes: a tensor larger than this travels in a bucket of its own.
+        only: tensors to plan for. None: all.
 
     Raises:
-        WeightSyncError: the ranks together do not hold all of a tensor.
+        WeightSyncError: no cell holds all of a tensor, or the model has none of a name in `only`.
     """
-    tensors = layouts[0].tensors
-    owners = _choose_owners(layouts)
+    layouts = {id(layout): layout for copies in held for cells in copies for cell in cells for layout in cell}
+    by_tensor = {key: _by_tensor(layout) for key, layout in layouts.items()}
+    pieces = [[[[by_tensor[id(layout)] for layout in cell] for cell in cells] for cells in copies] for copies in held]
+    tensors = _choose(next(iter(layouts.values())).tensors, only)
     plans = []
     for names in _split_into_buckets(tensors, bucket_bytes):
         slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), tensors[n].shape) for n in names)
-        wanted = set(names)
-        pieces = tuple(tuple(p for p in of_rank if p.tensor in wanted) for of_rank in owners)
-        plans.append(BucketPlan(slots, num_bytes, pieces))
+        plans.append(BucketPlan(tuple(_plan_gather(slot, tensors[slot.name], pieces) for slot in slots), num_bytes))
     return plans
 
 
-def _choose_owners(layouts: Sequence[WeightLayout]) -> list[list[Piece]]:
-    taken: dict[str, list[Box]] = {}
-    owners: list[list[Piece]] = []
-    for layout in layouts:
+def _choose(tensors: Mapping[str, TensorSpec], only: Sequence[str] | None) -> Mapping[str, TensorSpec]:
+    """In the model's order."""
+    if only is None:
+        return tensors
+    for name in only:
+        if name not in tensors:
+            raise WeightSyncError(f"{name}: the engine takes it whole, and the trainer's model has no such tensor")
+    chosen = set(only)
+    return {name: spec for name, spec in tensors.items() if name in chosen}
+
+
+def _by_tensor(layout: WeightLayout) -> dict[str, list[Piece]]:
+    out: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        out.setdefault(piece.tensor, []).append(piece)
+    return out
+
+
+def _plan_gather(
+    slot: TensorSlot, spec: TensorSpec, held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[Piece]]]]]]
+) -> TensorGather:
+    """By the cell that holds the tensor in every copy; of several, one whose ranks all hold some of it."""
+    whole, most, possible = volume(spec.box), 0, []
+    for kind, copies in enumerate(held):
+        for number in (n for n, cell in enumerate(copies[0]) if any(slot.name in of_rank for of_rank in cell)):
+            of_copies = [[of_rank.get(slot.name, ()) for of_rank in cells[number]] for cells in copies]
+            parts = [_owned(slot.name, of_ranks) for of_ranks in of_copies]
+            least = min(sum(map(_elements, of_copy)) for of_copy in parts)
+            most = max(most, least)
+            if least == whole:
+                possible.append(_gather_in(slot, kind, number, of_copies[0], parts[0]))
+    if not possible:
+        raise WeightSyncError(f"{slot.name}: the tensor-parallel ranks of a stage hold {most} of {whole} elements")
+    return next((gather for gather in possible if all(gather.parts)), possible[0])
+
+
+def _gather_in(
+    slot: TensorSlot,
+    kind: int,
+    cell: int,
+    of_ranks: Sequence[Sequence[Piece]],
+    parts: tuple[tuple[Piece, ...], ...],
+) -> TensorGather:
+    each_has_all = all(_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
+    kept = tuple(map(tuple, of_ranks)) if each_has_all else parts
+    part_bytes = max(map(_elements, kept)) * torch_dtype(slot.dtype).itemsize
+    return TensorGather(slot, kind, cell, kept, not each_has_all, part_bytes)
+
+
+def _owned(tensor: str, of_ranks: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece, ...], ...]:
+    """By rank, the pieces that no lower rank holds."""
+    taken: list[Box] = []
+    owned = []
+    for pieces in of_ranks:
         mine = []
-        for piece in layout.pieces:
-            boxes = taken.setdefault(piece.tensor, [])
-            if piece.box in boxes:
+        for piece in pieces:
+            if piece.box in taken:
                 continue
-            overlap = next((b for b in boxes if intersect(b, piece.box)), None)
-            assert overlap is None, f"{piece.tensor}: boxes {overlap} and {piece.box} overlap in part"
-            boxes.append(piece.box)
+            overlap = next((box for box in taken if intersect(box, piece.box)), None)
+            assert overlap is None, f"{tensor}: boxes {overlap} and {piece.box} overlap in part"
+            taken.append(piece.box)
             mine.append(piece)
-        owners.append(mine)
-    for name, spec in layouts[0].tensors.items():
-        held, whole = sum(map(volume, taken.get(name, []))), volume(spec.box)
-        if held != whole:
-            raise WeightSyncError(f"{name}: the trainer ranks hold {held} of {whole} elements")
-    return owners
+        owned.append(tuple(mine))
+    return tuple(owned)
+
+
+def _elements(pieces: Sequence[Piece]) -> int:
+    return sum(volume(piece.box) for piece in pieces)
 
 
 def _split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
@@ -83,77 +206,126 @@ def _split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) ->
     return buckets
 
 
-class GatherHf:
-    """The strategy `gather_hf`."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One rank's place in its copy of one kind."""
 
-    def __init__(self, context: SyncContext, bucket_bytes: int) -> None:
-        self._rank, self._senders = context.rank, tuple(context.senders)
-        self._plans = plan_buckets(context.sources, bucket_bytes)
+    cells: Cells
+    cell: int
+    index: int
+    """In the cell."""
+    takes_part: bool
+    """False: no rank of the copy delivers."""
+    within: dist.ProcessGroup | None
+    """The cell."""
+    across: dist.ProcessGroup | None
+    """The ranks at the same index of all cells."""
+
+
+class GatherHf:
+    """The strategy `gather_hf`, or its part of a strategy that moves `only` some tensors whole.
+
+    Made on all ranks together.
+    """
+
+    def __init__(self, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None) -> None:
+        self._is_sender = context.rank in context.senders
+        self._plans = plan_replica(context.rank, context, bucket_bytes, only)
+        self._places = {
+            kind: _find_place(context.rank, context.copies[kind], context.senders)
+            for kind in sorted({gather.kind for plan in self._plans for gather in plan.gathers})
+        }
         largest = max(plan.num_bytes for plan in self._plans)
-        self._buffers = [SharedBuffer(largest) for _ in range(2)] if self._rank in self._senders else []
+        self._buffers = [SharedBuffer(largest) for _ in range(2)] if self._is_sender else []
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that stays allocated between pushes."""
+        return sum(buffer.num_bytes for buffer in self._buffers)
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
-        sent = received = delivered = largest_packed = messages = 0
+        ledger = Ledger()
+        largest = max((g.num_bytes for plan in self._plans for g in plan.gathers if self._takes_part(g)), default=0)
+        scratch = torch.empty(largest, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+        ledger.allocate(largest + self.held_bytes)
         pending: list[list[Callable[[], None]]] = [[], []]
-        for index, plan in enumerate(self._plans):
-            which = index % 2
+        for number, plan in enumerate(self._plans):
+            which = number % 2
             for wait in pending[which]:
                 wait()
-            mine = [tensors[p.local][slices(p.local_box)] for p in plan.pieces[self._rank]]
-            for sender in self._senders:
-                if sender == self._rank:
-                    sizes = self._fill(plan, mine, self._buffers[which])
-                    received += sum(sizes)
-                    messages += len(sizes)
-                    largest_packed = max(largest_packed, *sizes, 0)
-                elif mine:
-                    packed = torch.cat([m.reshape(-1) for m in mine])
-                    dist.send(packed, sender)
-                    largest_packed = max(largest_packed, packed.nbytes)
-                    sent += packed.nbytes
-            if self._rank in self._senders:
+            for gather in filter(self._takes_part, plan.gathers):
+                packed = self._gather(gather, tensors, scratch, ledger)
+                if self._is_sender:
+                    _unpack(self._parts(gather), gather.part_bytes, packed, self._buffers[which].view(gather.slot))
+            if self._is_sender:
                 bucket = self._buffers[which].describe(plan.slots)
                 pending[which] = [sink.load(bucket) for sink in outlets.whole]
-                delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
+                ledger.buckets += 1
+                ledger.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
         for wait in [*pending[0], *pending[1]]:
             wait()
         return SyncStats(
-            bytes_sent=sent,
-            bytes_received=received,
-            bytes_delivered=delivered,
-            buckets=len(self._plans),
-            peak_extra_bytes=sum(buffer.num_bytes for buffer in self._buffers) + largest_packed,
-            messages=messages,
+            bytes_sent=ledger.bytes_sent,
+            bytes_received=ledger.bytes_received,
+            bytes_delivered=ledger.bytes_delivered,
+            buckets=ledger.buckets,
+            peak_extra_bytes=ledger.peak_extra_bytes,
+            messages=ledger.messages,
+            collectives=ledger.collectives,
         )
 
-    def _fill(self, plan: BucketPlan, mine: Sequence[Tensor], buffer: SharedBuffer) -> list[int]:
-        """Bytes of each message received."""
-        views = {slot.name: buffer.view(slot) for slot in plan.slots}
-        received = []
-        for rank, pieces in enumerate(plan.pieces):
-            if rank == self._rank:
-                for piece, box in zip(pieces, mine, strict=True):
-                    views[piece.tensor][slices(piece.box)].copy_(box)
-                continue
-            if not pieces:
-                continue
-            dtype, device = views[pieces[0].tensor].dtype, _device(mine)
-            packed = torch.empty(sum(volume(p.box) for p in pieces), dtype=dtype, device=device)
-            dist.recv(packed, rank)
-            received.append(packed.nbytes)
-            at = 0
-            for piece in pieces:
-                target = views[piece.tensor][slices(piece.box)]
-                target.copy_(packed[at : at + target.numel()].view(target.shape))
-                at += target.numel()
-        return received
+    def _takes_part(self, gather: TensorGather) -> bool:
+        return self._places[gather.kind].takes_part
+
+    def _gather(self, gather: TensorGather, tensors: Mapping[str, Tensor], scratch: Tensor, ledger: Ledger) -> Tensor:
+        """uint8 [gather.num_bytes], the packed tensor, in `scratch`."""
+        packed, place = scratch[: gather.num_bytes], self._places[gather.kind]
+        if place.cell == gather.cell:
+            first = place.index * gather.part_bytes if gather.is_gathered else 0
+            part = packed[first : first + gather.part_bytes]
+            _pack(gather.parts[place.index], tensors, part)
+            if gather.is_gathered:
+                assert place.within is not None, gather.slot.name
+                ledger.all_gather(packed, part, place.within)
+        if place.across is not None:
+            ledger.broadcast(packed, place.cells[gather.cell][place.index], place.across)
+        return packed
+
+    def _parts(self, gather: TensorGather) -> Sequence[Sequence[Piece]]:
+        """What lies in the packed tensor."""
+        return gather.parts if gather.is_gathered else (gather.parts[self._places[gather.kind].index],)
 
     def close(self) -> None:
-        """Free the shared memory."""
+        """Free the shared memory and the process groups."""
         for buffer in self._buffers:
             buffer.close()
+        for place in self._places.values():
+            free_group(place.within)
+            free_group(place.across)
 
 
-def _device(mine: Sequence[Tensor]) -> torch.device:
-    return mine[0].device if mine else torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def _find_place(rank: int, copies: Sequence[Cells], senders: Sequence[int]) -> _Place:
+    cells = copy_of(rank, copies)
+    number = next(i for i, cell in enumerate(cells) if rank in cell)
+    within = make_group(rank, [cell for of_copy in copies for cell in of_copy])
+    across = make_group(rank, [column for of_copy in copies for column in zip(*of_copy, strict=True)])
+    takes_part = any(sender in cell for cell in cells for sender in senders)
+    return _Place(cells, number, cells[number].index(rank), takes_part, within, across)
+
+
+def _pack(pieces: Sequence[Piece], tensors: Mapping[str, Tensor], part: Tensor) -> None:
+    at = 0
+    for piece in pieces:
+        box = tensors[piece.local][slices(piece.local_box)]
+        part[at : at + box.nbytes].view(box.dtype).view(box.shape).copy_(box)
+        at += box.nbytes
+
+
+def _unpack(parts: Sequence[Sequence[Piece]], part_bytes: int, packed: Tensor, whole: Tensor) -> None:
+    for number, pieces in enumerate(parts):
+        at = number * part_bytes
+        for piece in pieces:
+            target = whole[slices(piece.box)]
+            target.copy_(packed[at : at + target.nbytes].view(target.dtype).view(target.shape))
+            at += target.nbytes

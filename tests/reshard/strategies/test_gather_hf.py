@@ -1,82 +1,211 @@
+"""Whole tensors on every rank of a replica: the plan, its closed forms, and real ranks against it."""
+
 from __future__ import annotations
+
+import mmap
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import lay_out, torch_dtype
+from megarl.placement.grid import RankGrid
+from megarl.reshard.bucket import lay_out, open_bucket, torch_dtype
+from megarl.reshard.forecast import forecast
+from megarl.reshard.groups import replica_cells
 from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices
-from megarl.reshard.strategies.gather_hf import plan_buckets
+from megarl.reshard.scenario import Scenario, arrange, even_nodes
+from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
+from megarl.reshard.strategy import Outlets, SyncContext
+from tests.megatron.ranks import run_ranks
+from tests.reshard.scenarios import scenario
+from tests.reshard.synthetic import MODEL_BYTES
 
 TENSORS = {
     "rows": TensorSpec((8, 6), "float32"),
-    "columns": TensorSpec((4, 12), "float32"),
+    "columns": TensorSpec((4, 12), "bfloat16"),
     "norm": TensorSpec((33,), "float32"),
-    "large": TensorSpec((100, 20), "float32"),
-    "last": TensorSpec((5, 3), "float32"),
+    "large": TensorSpec((101, 20), "float32"),
+    "last": TensorSpec((5, 3), "bfloat16"),
+    "expert.0": TensorSpec((6, 4), "bfloat16"),
+    "expert.1": TensorSpec((6, 4), "bfloat16"),
 }
+WHOLE_EVERYWHERE = ("norm", "last")
+EXPERTS = ("expert.0", "expert.1")
+DENSE = tuple(name for name in TENSORS if name not in EXPERTS)
 
 
-def split(rank: int, size: int, *, without: str = "") -> WeightLayout:
-    """Rows, or columns for one tensor, over `size` ranks; the vector whole on each."""
+def split(rank: int, size: int, names=DENSE) -> list[Piece]:
+    """Rows, or columns for one tensor, over `size` ranks, the last part shorter; vectors whole on each."""
     pieces = []
-    for name, spec in TENSORS.items():
-        if name == without:
-            continue
-        box = list(spec.box)
-        if name not in ("norm", "last"):
+    for name in names:
+        box = list(TENSORS[name].box)
+        if name not in WHOLE_EVERYWHERE:
             dim = 1 if name == "columns" else 0
-            part = spec.shape[dim] // size
-            box[dim] = (rank * part, (rank + 1) * part)
+            length = TENSORS[name].shape[dim]
+            part = -(-length // size)
+            box[dim] = (min(rank * part, length), min((rank + 1) * part, length))
         local = tuple((0, stop - start) for start, stop in box)
         pieces.append(Piece(name, tuple(box), name, local))
-    return WeightLayout(TENSORS, tuple(pieces))
+    return pieces
+
+
+def cell(size: int, names=DENSE) -> list[WeightLayout]:
+    return [WeightLayout(TENSORS, tuple(split(rank, size, names))) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1000, 10**9])
-def test_every_element_is_sent_once_in_buckets_within_the_bound(size: int, bucket_bytes: int) -> None:
-    plans = plan_buckets([split(rank, size) for rank in range(size)], bucket_bytes)
+def test_every_tensor_travels_whole_in_buckets_within_the_bound(size: int, bucket_bytes: int) -> None:
+    plans = plan_buckets([[[cell(size, tuple(TENSORS))]]], bucket_bytes)
     assert [slot.name for plan in plans for slot in plan.slots] == list(TENSORS)
-    sent = {name: np.zeros(spec.shape, int) for name, spec in TENSORS.items()}
     for plan in plans:
         assert plan.num_bytes <= bucket_bytes or len(plan.slots) == 1
         assert plan.num_bytes == lay_out((s.name, torch_dtype(s.dtype), s.shape) for s in plan.slots)[1]
-        assert len(plan.pieces) == size
-        names = {slot.name for slot in plan.slots}
-        for piece in (p for rank in plan.pieces for p in rank):
-            assert piece.tensor in names
-            sent[piece.tensor][slices(piece.box)] += 1
-    assert all((count == 1).all() for count in sent.values())
+    for gather in (gather for plan in plans for gather in plan.gathers):
+        name = gather.slot.name
+        assert gather.is_gathered == (size > 1 and name not in WHOLE_EVERYWHERE)
+        assert len(gather.parts) == size
+        for parts in [gather.parts] if gather.is_gathered else [(part,) for part in gather.parts]:
+            seen = np.zeros(TENSORS[name].shape, int)
+            for piece in (piece for part in parts for piece in part):
+                assert piece.tensor == name
+                seen[slices(piece.box)] += 1
+            assert (seen == 1).all()
 
 
 def test_buckets_are_filled() -> None:
-    layout = split(0, 1)
     sizes = [lay_out([(n, torch_dtype(s.dtype), s.shape)])[1] for n, s in TENSORS.items()]
-    assert len(plan_buckets([layout], sum(sizes))) == 1
-    assert len(plan_buckets([layout], sum(sizes) - 1)) == 2
-    assert len(plan_buckets([layout], 1)) == len(TENSORS)
+    held = [[[cell(1, tuple(TENSORS))]]]
+    assert [len(plan_buckets(held, size)) for size in (sum(sizes), sum(sizes) - 1, 1)] == [1, 2, len(TENSORS)]
 
 
-def test_what_several_ranks_hold_is_sent_by_the_lowest() -> None:
-    (plan,) = plan_buckets([split(rank, 2) for rank in (0, 1)], 10**9)
-    assert [p.tensor for p in plan.pieces[1]] == ["rows", "columns", "large"]
-
-
-def test_data_parallel_copies_send_nothing() -> None:
-    (plan,) = plan_buckets([split(0, 1)] * 3, 10**9)
-    assert [len(rank) for rank in plan.pieces] == [len(TENSORS), 0, 0]
+def test_stages_and_experts_are_found_where_they_are_held() -> None:
+    stages = [cell(2, DENSE[:2]), cell(2, DENSE[1:])]
+    expert_cells = [cell(1, EXPERTS[:1]), cell(1, EXPERTS[1:])]
+    (plan,) = plan_buckets([[stages], [expert_cells]], 10**9)
+    assert [(g.kind, g.cell) for g in plan.gathers] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_tensor_that_the_ranks_do_not_hold_whole_is_named() -> None:
-    with pytest.raises(WeightSyncError, match=r"^rows: the trainer ranks hold 24 of 48 elements$"):
-        plan_buckets([split(0, 2)], 10**9)
-    with pytest.raises(WeightSyncError, match=r"^norm: the trainer ranks hold 0 of 33 elements$"):
-        plan_buckets([split(0, 1, without="norm")], 10**9)
+    lacks_norm = cell(1, tuple(name for name in DENSE if name != "norm"))
+    for tensor, found, held in (("rows", "24 of 48", cell(2)[:1]), ("norm", "0 of 33", lacks_norm)):
+        with pytest.raises(WeightSyncError, match=rf"^{tensor}: the tensor-parallel ranks .* hold {found} elements$"):
+            plan_buckets([[[held]]], 10**9)
 
 
 def test_boxes_that_overlap_in_part_are_a_mistake() -> None:
     spec = {"w": TensorSpec((4,), "float32")}
     layouts = [WeightLayout(spec, (Piece("w", (box,), "w", ((0, 3),)),)) for box in ((0, 3), (1, 4))]
     with pytest.raises(AssertionError, match="overlap in part"):
-        plan_buckets(layouts, 10**9)
+        plan_buckets([[[layouts]]], 10**9)
+
+
+@pytest.mark.parametrize(("p", "t", "d"), [(1, 4, 2), (1, 8, 1), (2, 4, 2), (4, 2, 1), (1, 1, 2)])
+def test_a_rank_receives_the_closed_form(p, t, d):
+    """(t - 1) / t of what its stage holds, and all of what the others hold."""
+    case = scenario(p, t, d, 1, 1, bucket_bytes=8192)
+    stats = forecast(arrange("gather_hf", case), case).stats
+    fraction = (t - 1) / t / p + (p - 1) / p
+    assert {of_rank.bytes_received for of_rank in stats} == {fraction * MODEL_BYTES}
+    assert {of_rank.bytes_delivered for of_rank in stats} == {MODEL_BYTES}
+    one_tensor = MODEL_BYTES // 48
+    assert {of_rank.peak_extra_bytes for of_rank in stats} == {2 * (8192 // one_tensor) * one_tensor + one_tensor}
+
+
+def test_replicas_that_nobody_delivers_from_stay_idle():
+    case = scenario(1, 2, 3, 1, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a replica of their own
+    stats = forecast(arrange("gather_hf", case), case).stats
+    assert [s.bytes_received for s in stats] == [MODEL_BYTES / 2] * 4 + [0, 0]
+    assert [s.peak_extra_bytes > 0 for s in stats] == [True] * 4 + [False] * 2
+
+
+def value(tensor: str, sync: int) -> torch.Tensor:
+    rng = np.random.default_rng([sync, list(TENSORS).index(tensor)])
+    spec = TENSORS[tensor]
+    return torch.from_numpy(rng.random(spec.shape)).to(torch_dtype(spec.dtype))
+
+
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def load(self, bucket):
+        self.tensors.update({name: tensor.clone() for name, tensor in open_bucket(bucket).items()})
+        return lambda: None
+
+
+def make_sources(grid: RankGrid) -> list[WeightLayout]:
+    """Dense tensors over tensor ranks, the first two on the first stage; one expert on each expert-parallel rank."""
+    layouts = []
+    for rank in range(grid.size):
+        at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
+        names = DENSE if grid.pp == 1 else (DENSE[:2], DENSE[2:])[at.pp]
+        held = split(at.tp, grid.tp, names)
+        if at.pp == grid.pp - 1:
+            held += split(expert.etp, grid.expert_tp, EXPERTS if grid.ep == 1 else EXPERTS[expert.ep : expert.ep + 1])
+        layouts.append(WeightLayout(TENSORS, tuple(held)))
+    return layouts
+
+
+def push_on_rank(grid: RankGrid, senders: list[int]):
+    """On every rank: two syncs with changed weights; which tensors were wrong, and the books."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sources = make_sources(grid)
+    context = SyncContext(
+        rank=rank,
+        sources=sources,
+        topology=even_nodes(grid.size, 1),
+        senders=senders,
+        copies=replica_cells(grid),
+    )
+    strategy = GatherHf(context, 4000)
+    wrong, books = [], []
+    for sync in range(2):
+        held = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
+        sink = Sink()
+        books.append(strategy.push(held, Outlets(whole=(sink,)) if rank in senders else Outlets()))
+        if rank in senders:
+            wrong += [name for name in TENSORS if not torch.equal(sink.tensors[name], value(name, sync))]
+    strategy.close()
+    out = [None] * grid.size
+    dist.all_gather_object(out, (wrong, books))
+    dist.destroy_process_group()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "senders"),
+    [
+        ({"tp": 3}, [0, 1, 2]),
+        ({"tp": 2, "pp": 2}, [0, 3]),
+        ({"tp": 2, "dp": 2}, [1]),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, [0, 2]),
+        ({"tp": 1, "dp": 2, "ep": 2}, [0]),
+        ({"tp": 1}, [0]),
+    ],
+    ids=str,
+)
+def test_real_ranks_get_every_bit_and_count_what_was_planned(sizes, senders, tmp_path):
+    grid = RankGrid(**sizes)
+    case = Scenario(
+        model="odd sizes",
+        grid=grid,
+        gen_pp=1,
+        gen_tp=1,
+        sources=tuple(make_sources(grid)),
+        engine=((make_sources(RankGrid())[0],),),
+        topology=even_nodes(grid.size, 1),
+        bucket_bytes=4000,
+    )
+    planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
+    for rank, (wrong, books) in enumerate(run_ranks(push_on_rank, grid.size, tmp_path, grid, senders)):
+        assert wrong == []
+        assert books == [planned[rank]] * 2
+        assert books[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720

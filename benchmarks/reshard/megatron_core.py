@@ -1,0 +1,152 @@
+"""The peer: megatron-core's own resharding, between two of its models on the same ranks.
+
+Import after `megarl.megatron.platform.prepare()`.
+
+Both sides are real GPTModels, the destination in Megatron's layout for the sizes of one engine (as in Megatron's own
+inference), its stages placed in Megatron's order. What is reported is what `swap_model_weights` does: bytes and
+messages are counted where its copy service is about to post them, planning is `build_centralized_reshard_plan` (rank 0
+plans for all and broadcasts; nothing is left to do once the destination holds the plan), and memory is a lower bound of
+what it allocates before anything travels: every slice that is copied to be sent, and every receive buffer once.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.resharding import build_centralized_reshard_plan
+from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+from megatron.core.resharding.refit import swap_model_weights
+from torch import Tensor
+
+from benchmarks.reshard.content import Shard
+from benchmarks.reshard.megatron_limits import megatron_grids, require_served
+from benchmarks.reshard.show import MEGATRON_CORE
+from megarl.config.trainer import ParallelConfig
+from megarl.megatron.families.decoder import Decoder
+from megarl.megatron.families.dense import DenseModel
+from megarl.megatron.families.layouts import trainer_layouts
+from megarl.megatron.model import build_model, transformer_config
+from megarl.placement.grid import RankGrid
+from megarl.reshard.bucket import torch_dtype
+from megarl.reshard.groups import GenerationPlace
+from megarl.reshard.layout import WeightLayout, volume
+from megarl.reshard.scenario import Arrangement, Scenario
+from megarl.reshard.strategy import SyncStats
+
+
+class MegatronCore:
+    """A `Contender`."""
+
+    def __init__(self, model: Decoder, scenario: Scenario) -> None:
+        """Build both models.
+
+        Raises:
+            ConfigError: sizes that megatron-core's planner, or one of the two models, does not take.
+        """
+        train, gen = megatron_grids(scenario)
+        dense = require_served(model, train, gen)
+        rank, dtype = dist.get_rank(), next(iter(scenario.sources[0].tensors.values())).dtype
+        needs = trainer_layouts(dense, gen, dtype)
+        self.arrangement = Arrangement(strategy=MEGATRON_CORE, places=_places(gen), needs=dict(enumerate(needs)))
+        self._source, self._held = _build(dense, train, scenario.sources[rank], dtype)
+        self._target, self._served = _build(dense, gen, needs[rank], dtype)
+        self._service = CountingService(self._source)
+        dist.barrier()
+        start = time.perf_counter()
+        self._target._cached_reshard_plan = build_centralized_reshard_plan(self._source, self._target)
+        self.plan_seconds = time.perf_counter() - start, 0.0
+        self._delivered = sum(volume(piece.box) for piece in needs[rank].pieces) * torch_dtype(dtype).itemsize
+
+    def fill(self, sync: int) -> None:
+        """See `Contender`."""
+        with torch.no_grad():
+            self._held.fill(sync)
+            self._served.poison()
+
+    def push(self) -> SyncStats:
+        """See `Contender`."""
+        swap_model_weights(self._source, self._target, self._service)
+        service = self._service
+        return SyncStats(
+            bytes_sent=service.bytes_sent,
+            bytes_received=sum(service.received_from.values()),
+            bytes_delivered=self._delivered,
+            buckets=0,
+            peak_extra_bytes=service.allocated_bytes,
+            messages=service.messages,
+        )
+
+    def mismatched_bytes(self, sync: int) -> int:
+        """See `Contender`."""
+        with torch.no_grad():
+            return self._served.mismatched_bytes(sync)
+
+    def received_from(self) -> dict[int, int]:
+        """See `Contender`."""
+        return self._service.received_from
+
+    def close(self) -> None:
+        """See `Contender`; the models go with the object."""
+        ours = [*vars(self._source.pg_collection).values(), *vars(self._target.pg_collection).values()]
+        groups = {id(group): group for group in [*ours, self._service.gloo_pg]}
+        for group in groups.values():
+            if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
+
+class CountingService(GlooCopyService):  # type: ignore[misc]
+    """megatron-core's service for gloo, which counts what the last run sent and received."""
+
+    def __init__(self, source: torch.nn.Module) -> None:
+        super().__init__()
+        self._parameters = {p.untyped_storage().data_ptr() for p in source.parameters()}
+        self.bytes_sent = self.messages = self.allocated_bytes = 0
+        self.received_from: dict[int, int] = {}
+
+    def run(self) -> None:
+        """See `CopyService`; transfers from a rank to itself are allocated for, not sent."""
+        sends = [(op.dest_rank, op.tensor) for op in self.send_ops]
+        receives = [(op.src_rank, target) for op, target in self.recv_ops]
+        self.bytes_sent = sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
+        self.received_from = {}
+        for peer, tensor in receives:
+            if peer != self.rank:
+                self.received_from[peer] = self.received_from.get(peer, 0) + tensor.nbytes
+        self.messages = sum(peer != self.rank for peer, _ in receives)
+        copies = [tensor for _, tensor in sends if tensor.untyped_storage().data_ptr() not in self._parameters]
+        self.allocated_bytes = sum(tensor.nbytes for tensor in copies) + sum(tensor.nbytes for _, tensor in receives)
+        super().run()
+
+
+def _places(gen: RankGrid) -> dict[int, GenerationPlace]:
+    at = {rank: gen.coordinates(rank) for rank in range(gen.size)}
+    return {rank: GenerationPlace(c.dp, c.pp, c.tp) for rank, c in at.items()}
+
+
+def _build(model: DenseModel, grid: RankGrid, layout: WeightLayout, dtype: str) -> tuple[torch.nn.Module, Shard]:
+    """This rank's stage, and its parameters as the layout names them."""
+    parallel_state.initialize_model_parallel(grid.tp, grid.pp, create_gloo_process_groups=False)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = transformer_config(model, ParallelConfig(tp=grid.tp, pp=grid.pp), torch_dtype(dtype))
+    # values come from `fill`; initialisation still has to run, since it is what marks parameters as sharded
+    config.init_method = config.output_layer_init_method = config.embedding_init_method = _leave
+    stage = build_model(model, config, groups, temperature=1.0)
+    stage.pg_collection = groups
+    parallel_state.destroy_model_parallel()  # the other side has groups of its own
+    offset = stage.decoder.layers[0].layer_number - 1
+    return stage, Shard(layout, {_global_name(name, offset): p.data for name, p in stage.named_parameters()})
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _global_name(name: str, offset: int) -> str:
+    match name.split(".", 3):
+        case ["decoder", "layers", number, rest]:
+            return f"decoder.layers.{int(number) + offset}.{rest}"
+    return name

@@ -1,0 +1,80 @@
+"""Which trainer rank serves which rank of which engine in a run: what `megarl reshard explain` plans for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megarl.config import RunConfig
+from megarl.controller.resharding import read_model
+from megarl.errors import ConfigError
+from megarl.megatron.families.layouts import trainer_layouts
+from megarl.placement.grid import RankGrid
+from megarl.placement.pool import SlotPool
+from megarl.reshard.placement import (
+    Servers,
+    TensorGroup,
+    consecutive_servers,
+    fits_strided,
+    overlapping_servers,
+    resolve_strategy,
+    spanning_group,
+    strided_servers,
+)
+from megarl.reshard.topology import Topology
+from megarl.rollout.spec import engine_spec
+from megarl.rollout.trace import trace_layouts
+
+
+def machines(pool: SlotPool) -> Topology:
+    """By trainer rank, the machine of its slot."""
+    number: dict[str, int] = {}
+    return Topology(tuple(number.setdefault(slot.node, len(number)) for slot in pool.slots))
+
+
+def choose_servers(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[TensorGroup]:
+    """[engine][tensor rank] -> trainer rank that serves it, on the same machine: buckets cross in shared memory.
+
+    Raises:
+        ConfigError: `micro_dp` does not serve these sizes on these machines, or an engine fits no machine.
+    """
+    tp, replicas, topology = config.rollout.tp, config.rollout.replicas, machines(pool)
+    strategy = resolve_strategy(config.weight_sync.strategy, grid, topology, gen_tp=tp)
+    match strategy:
+        case "gather_hf":
+            servers = consecutive_servers(replicas, gen_tp=tp)
+        case "exact" if not fits_strided(grid, topology, gen_tp=tp):
+            return _groups(_overlapping_servers(config, pool.device, grid, topology))
+        case _:
+            servers = strided_servers(grid, gen_tp=tp)[:replicas]
+    require_one_machine(strategy, servers, topology)
+    return _groups(servers)
+
+
+def require_one_machine(strategy: str, servers: Iterable[Servers], topology: Topology) -> None:
+    """Return if every engine is on one machine.
+
+    Raises:
+        ConfigError: `strategy` has put one on several.
+    """
+    found = spanning_group(servers, topology)
+    if found is None:
+        return
+    engine, ranks = found
+    nodes = {topology.nodes[rank] for rank in ranks}
+    raise ConfigError(
+        f"weight_sync.strategy: {strategy} puts engine {engine} on the slots of trainer ranks {list(ranks)}, which are "
+        f"on {len(nodes)} machines; an engine and the ranks that serve it share one, as they do with exact"
+    )
+
+
+def _groups(servers: Iterable[Servers]) -> list[TensorGroup]:
+    return [group for (group,) in servers]
+
+
+def _overlapping_servers(config: RunConfig, device: str, grid: RankGrid, topology: Topology) -> list[Servers]:
+    """By both sides' layouts, before either is built: the trainer's from its family's table, the engine's traced."""
+    model, _ = read_model(config.model.path)
+    tp, dtype = config.rollout.tp, engine_spec(config, 0, device).dtype
+    engine = trace_layouts(config.model.path, tp=tp, device=device, dtype=dtype)
+    sources = trainer_layouts(model, grid, dtype)
+    return overlapping_servers(sources, [engine], replicas=config.rollout.replicas, topology=topology)

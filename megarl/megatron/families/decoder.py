@@ -1,0 +1,141 @@
+"""What the families have in common: embedding, numbered layers, final norm, head, layers that predict further tokens.
+
+    megatron-core                            Hugging Face
+    embedding.word_embeddings.weight         model.embed_tokens.weight
+    decoder.layers.7.<part of a layer>       model.layers.7.<...>            parts.py
+    decoder.final_layernorm.weight           model.norm.weight
+    output_layer.weight                      lm_head.weight, or the embedding where they are tied
+    mtp.layers.0.transformer_layer.<part>    model.layers.61.<...>           numbered after the decoder's
+    mtp.layers.0.enorm.weight                model.layers.61.enorm.weight
+
+Layers and experts are numbered globally on both sides, so that no two model chunks of a rank share a name.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+from megarl.megatron.families.mapping import ParameterMap, Rows, split_rows, whole
+from megarl.megatron.families.parts import LayerPart, Units
+from megarl.reshard.layout import TensorSpec
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
+_OF_MTP = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
+_IN_MTP = "transformer_layer."
+
+
+class Decoder(ABC):
+    """A model's table: every megatron-core parameter in Hugging Face terms."""
+
+    __slots__ = ()
+
+    architecture: str
+    num_layers: int
+    """Without those that predict further tokens."""
+    hidden_size: int
+    vocab_size: int
+    tie_embeddings: bool
+
+    @abstractmethod
+    def layer(self, number: int) -> tuple[LayerPart, ...]:
+        """The parts of decoder layer `number`; from `num_layers` on, of a layer that predicts a further token."""
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers that predict a further token each (multi-token prediction)."""
+        return 0
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer that has any; 0: dense."""
+        return 0
+
+    def maps(self) -> dict[str, ParameterMap]:
+        """By megatron-core's name in its first spelling, every parameter, in the order of the layers."""
+        maps = {EMBEDDING: self.parameter_map(EMBEDDING)}
+        for i in range(self.num_layers):
+            maps |= self._layer_maps(f"decoder.layers.{i}.", i)
+        rest = ["decoder.final_layernorm.weight", HEAD]
+        for i in range(self.num_mtp_layers):
+            maps |= self._layer_maps(f"mtp.layers.{i}.{_IN_MTP}", self.num_layers + i)
+            rest += [f"mtp.layers.{i}.{name}" for name in _OF_MTP]
+        return maps | {name: self.parameter_map(name) for name in rest}
+
+    def parameter_names(self) -> list[str]:
+        """megatron-core's names of all parameters, and of the buffers that a checkpoint holds."""
+        return list(self.maps())
+
+    def tensors(self, dtype: str) -> dict[str, TensorSpec]:
+        """Every Hugging Face tensor, in the order of the layers; tied embeddings appear once."""
+        return tensors_of(self.maps().values(), dtype)
+
+    def parameter_map(self, name: str) -> ParameterMap:
+        """How the megatron-core parameter `name` (layers and experts numbered globally) is made of tensors."""
+        hidden = self.hidden_size
+        match name:
+            case "embedding.word_embeddings.weight":
+                return split_rows("model.embed_tokens.weight", height=self.vocab_size, width=hidden)
+            case "output_layer.weight":
+                head = "model.embed_tokens.weight" if self.tie_embeddings else "lm_head.weight"
+                return split_rows(head, height=self.vocab_size, width=hidden)
+            case "decoder.final_layernorm.weight":
+                return whole("model.norm.weight", hidden)
+        in_layer = _LAYER.fullmatch(name)
+        assert in_layer, name
+        if in_layer[1] == "decoder":
+            return self._in_layer(int(in_layer[2]), in_layer[3])
+        number = self.num_layers + int(in_layer[2])
+        if in_layer[3].startswith(_IN_MTP):
+            return self._in_layer(number, in_layer[3].removeprefix(_IN_MTP))
+        return self._of_mtp(f"model.layers.{number}.", in_layer[3])
+
+    def units(self) -> list[Units]:
+        """What tensor- and expert-parallel ranks must divide, each named by the first layer that has it."""
+        first: dict[tuple[str, int], Units] = {}
+        for i in range(self.num_layers):
+            for part in self.layer(i):
+                for at_zero, units in zip(part.units(""), part.units(f"model.layers.{i}."), strict=True):
+                    first.setdefault((at_zero.what, units.total), units)
+        return list(first.values())
+
+    def _layer_maps(self, ours: str, number: int) -> Iterator[tuple[str, ParameterMap]]:
+        theirs = f"model.layers.{number}."
+        for part in self.layer(number):
+            for name in part.names():
+                mapping = part.map(theirs, name)
+                assert mapping, name
+                yield ours + name, mapping
+
+    def _in_layer(self, number: int, name: str) -> ParameterMap:
+        prefix = f"model.layers.{number}."
+        for part in self.layer(number):
+            mapping = part.map(prefix, name)
+            if mapping:
+                return mapping
+        raise AssertionError(f"no mapping for megatron-core parameter {prefix}{name}")
+
+    def _of_mtp(self, prefix: str, name: str) -> ParameterMap:
+        hidden = self.hidden_size
+        match name:
+            case "enorm.weight" | "hnorm.weight":
+                return whole(prefix + name, hidden)
+            case "eh_proj.weight":
+                return split_rows(prefix + name, height=hidden, width=2 * hidden)
+            case "final_layernorm.weight":
+                return whole(prefix + "shared_head.norm.weight", hidden)
+        raise AssertionError(f"no mapping for megatron-core parameter {prefix}{name}")
+
+
+def tensors_of(maps: Iterable[ParameterMap], dtype: str) -> dict[str, TensorSpec]:
+    """Every Hugging Face tensor that parameters are made of."""
+    rows_of: dict[str, tuple[Rows, str]] = {}
+    for mapping in maps:
+        for part in mapping.parts:
+            for rows in part:
+                rows_of[rows.tensor] = (rows, mapping.dtype or dtype)
+    return {name: TensorSpec(rows.shape, of) for name, (rows, of) in rows_of.items()}

@@ -1,0 +1,149 @@
+"""Where a run puts its engines, without starting one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import RunConfig
+from megarl.controller import servers
+from megarl.controller.engines import gpu_environment
+from megarl.controller.resharding import make_scenario, read_model
+from megarl.controller.servers import choose_servers, machines
+from megarl.data.tiny import write_tiny_model
+from megarl.errors import ConfigError
+from megarl.megatron.families.layouts import trainer_layouts
+from megarl.placement.grid import RankGrid
+from megarl.placement.pool import Slot, SlotPool
+from megarl.reshard.layout import WeightLayout
+from megarl.reshard.placement import spanning_group
+from megarl.reshard.report import explain_auto
+from megarl.reshard.scenario import arrange
+
+HEADS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("servers") / "model"
+    write_tiny_model(folder, ["1 + 1 = 2"], seed=0, num_heads=HEADS, num_kv_heads=HEADS, head_dim=8, ffn_size=96)
+    return str(folder)
+
+
+def pool(nodes: int, per_node: int) -> SlotPool:
+    """Ray numbers machines by long random ids."""
+    slots = [Slot(i, 1.0, 0.0, f"{7 - i // per_node}f", None) for i in range(nodes * per_node)]
+    return SlotPool(None, tuple(slots), "cpu")
+
+
+def config(model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen_tp: int, replicas: int) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": "unused",
+            "model": {"path": model},
+            "data": {"path": "unused"},
+            "trainer": {"parallel": {"tp": tp}},
+            "rollout": {"tp": gen_tp, "replicas": replicas},
+            "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
+            "weight_sync": {"strategy": strategy},
+            "placement": {"nodes": nodes, "slots_per_node": per_node},
+        }
+    )
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """SGLang's layouts are the trainer's at the same size; sizes that were asked for."""
+    sizes: list[int] = []
+
+    def layouts(path: str, *, tp: int, device: str, dtype: str) -> list[WeightLayout]:
+        assert (device, dtype) == ("cpu", "float32")
+        sizes.append(tp)
+        return trainer_layouts(read_model(path)[0], RankGrid(tp=tp), dtype)
+
+    monkeypatch.setattr(servers, "trace_layouts", layouts)
+    return sizes
+
+
+CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]]]] = {
+    "strided": ({"nodes": 1, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 2}, [(0, 2), (1, 3)]),
+    "one of two": ({"nodes": 1, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 1}, [(0, 2)]),
+    "strided on each machine": (
+        {"nodes": 2, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 4},
+        [(0, 2), (1, 3), (4, 6), (5, 7)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", ["auto", "micro_dp", "exact"])
+def test_where_sizes_divide_engines_are_strided_and_nothing_is_traced(
+    case: str, strategy: str, model: str, traced: list[int]
+) -> None:
+    sizes, expected = CASES[case]
+    run = config(model, strategy, **sizes)
+    found = choose_servers(run, pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
+    assert found == expected
+    assert traced == []
+
+
+OTHERS = [
+    {"nodes": 1, "per_node": 6, "tp": 3, "gen_tp": 2, "replicas": 3},
+    {"nodes": 1, "per_node": 4, "tp": 2, "gen_tp": 4, "replicas": 1},
+    {"nodes": 2, "per_node": 4, "tp": 2, "gen_tp": 4, "replicas": 2},
+    {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2},
+    {"nodes": 4, "per_node": 3, "tp": 4, "gen_tp": 3, "replicas": 4},
+]
+
+
+@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+@pytest.mark.parametrize("strategy", ["auto", "exact"])
+def test_elsewhere_a_run_places_engines_as_explain_does(
+    sizes: dict[str, int], strategy: str, model: str, traced: list[int]
+) -> None:
+    run = config(model, strategy, **sizes)
+    slots = pool(sizes["nodes"], sizes["per_node"])
+    found = choose_servers(run, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
+    assert traced == [sizes["gen_tp"]]
+    assert spanning_group([(group,) for group in found], machines(slots)) is None
+    decoder, _ = read_model(model)
+    scenario = make_scenario(
+        "tiny",
+        decoder,
+        "float32",
+        train=f"tp={sizes['tp']},dp={run.dp}",
+        gen=f"tp={sizes['gen_tp']}",
+        nodes=sizes["nodes"],
+        bucket_bytes=1 << 20,
+        engine=lambda tp, dtype, *, ep=1: trainer_layouts(decoder, RankGrid(tp=tp), dtype),
+    )
+    assert explain_auto(scenario).report.strategy == "exact"
+    places = arrange("exact", scenario).places
+    assert {(i, tp): rank for i, group in enumerate(found) for tp, rank in enumerate(group)} == {
+        (place.replica, place.tp): rank for rank, place in places.items()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["micro_dp", "gather_hf"])
+def test_an_engine_over_two_machines_is_refused(strategy: str, model: str) -> None:
+    sizes = {"nodes": 2, "per_node": 3, "tp": 3, "gen_tp": 3, "replicas": 1}
+    if strategy == "micro_dp":
+        sizes = {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2}
+    run = config(model, strategy, **sizes)
+    split = pool(2, 2) if strategy == "micro_dp" else pool(3, 2)
+    ranks = r"\[0, 2\]" if strategy == "micro_dp" else r"\[0, 1, 2\]"
+    says = rf"^weight_sync\.strategy: {strategy} puts engine 0 on the slots of trainer ranks {ranks}, which are on 2 "
+    with pytest.raises(ConfigError, match=says):
+        choose_servers(run, split, RankGrid(tp=sizes["tp"], dp=run.dp))
+
+
+def test_micro_dp_is_refused_where_sizes_do_not_divide(model: str) -> None:
+    run = config(model, "micro_dp", nodes=1, per_node=4, tp=2, gen_tp=4, replicas=1)
+    with pytest.raises(ConfigError, match=r"tp 2 % 4 = 2"):
+        choose_servers(run, pool(1, 4), RankGrid(tp=2, dp=2))
+
+
+def test_an_engine_sees_its_gpus_in_the_order_of_its_ranks() -> None:
+    assert gpu_environment([3, 0, 5]) == {"CUDA_VISIBLE_DEVICES": "3,0,5"}
+    assert gpu_environment([None, None]) == {}

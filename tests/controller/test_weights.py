@@ -1,0 +1,104 @@
+"""Which trainer rank hands what to whom, with engines that only say what they would take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import RunConfig
+from megarl.controller.weights import sync_setup
+from megarl.placement.grid import RankGrid
+from megarl.placement.pool import Slot, SlotPool
+from megarl.reshard.layout import TensorSpec, WeightLayout
+
+GRID = RankGrid(tp=4, dp=2)
+SPECS = {"norm": TensorSpec((4,), "float32")}
+
+
+class Engines:
+    """In the place of an EngineGroup: sinks are named by what they lead to."""
+
+    def __init__(self, servers: list[tuple[int, ...]], whole: tuple[str, ...]) -> None:
+        self.servers, self._whole = servers, whole
+        self._layouts = [WeightLayout(SPECS, ()) for _ in servers[0]]
+
+    def layouts(self) -> list[WeightLayout]:
+        return self._layouts
+
+    def whole_tensors(self) -> tuple[str, ...]:
+        return self._whole
+
+    def sinks(self) -> tuple[Any, ...]:
+        return tuple(f"engine {i}" for i in range(len(self.servers)))
+
+    def rank_sink(self, replica: int, tp_rank: int) -> Any:
+        return f"engine {replica} rank {tp_rank}"
+
+
+def setup_of(strategy: str, engines: Engines, *, machines: int = 2) -> Any:
+    config = RunConfig.model_validate(
+        {
+            "run_dir": "unused",
+            "model": {"path": "unused"},
+            "data": {"path": "unused"},
+            "trainer": {"parallel": {"tp": 4}},
+            "rollout": {"tp": 2, "replicas": len(engines.servers)},
+            "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
+            "weight_sync": {"strategy": strategy},
+            "placement": {"nodes": 2, "slots_per_node": 4},
+        }
+    )
+    slots = tuple(Slot(i, 1.0, 0.0, f"node {i * machines // 8}", None) for i in range(8))
+    return sync_setup(config, GRID, engines, SlotPool(None, slots, "cpu"))  # type: ignore[arg-type]
+
+
+STRIDED = [(0, 2), (1, 3), (4, 6)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "micro_dp", "exact"])
+def test_every_engine_rank_is_served_by_the_rank_beside_it(strategy: str) -> None:
+    engines = Engines(STRIDED, ())
+    setup = setup_of(strategy, engines)
+    assert setup.config.strategy == ("exact" if strategy == "exact" else "micro_dp")
+    assert {rank: outlets.boxes for rank, outlets in setup.outlets.items()} == {
+        0: "engine 0 rank 0",
+        2: "engine 0 rank 1",
+        1: "engine 1 rank 0",
+        3: "engine 1 rank 1",
+        4: "engine 2 rank 0",
+        6: "engine 2 rank 1",
+    }
+    assert not any(outlets.whole for outlets in setup.outlets.values())
+    assert setup.needs.keys() == setup.outlets.keys()
+    assert all(setup.needs[rank] is engines.layouts()[ranks.index(rank)] for ranks in STRIDED for rank in ranks)
+    assert setup.nodes == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert bool(setup.groups) == (setup.config.strategy == "micro_dp")
+    assert setup.whole == ()
+
+
+@pytest.mark.parametrize("strategy", ["micro_dp", "exact"])
+def test_what_engines_compute_with_comes_whole_from_their_first_servers(strategy: str) -> None:
+    setup = setup_of(strategy, Engines(STRIDED, ("norm",)))
+    assert setup.whole == ("norm",)
+    assert {rank: outlets.whole for rank, outlets in setup.outlets.items() if outlets.whole} == {
+        0: ("engine 0",),
+        1: ("engine 1",),
+        4: ("engine 2",),
+    }
+    assert all(outlets.boxes for outlets in setup.outlets.values())
+
+
+def test_gather_hf_brings_everything_whole() -> None:
+    setup = setup_of("gather_hf", Engines([(0, 1), (2, 3)], ("norm",)))
+    assert {rank: (outlets.whole, outlets.boxes) for rank, outlets in setup.outlets.items()} == {
+        0: (("engine 0",), None),
+        2: (("engine 1",), None),
+    }
+    assert (setup.needs, setup.whole) == ({}, ())
+
+
+def test_auto_is_exact_where_strided_engines_would_span_machines() -> None:
+    setup = setup_of("auto", Engines([(0, 1), (2, 3)], ()), machines=4)
+    assert setup.config.strategy == "exact"
+    assert setup.groups == ()

@@ -1,0 +1,91 @@
+"""Runs whose sizes do not divide: engines are placed by traced layouts, and get boxes from whoever holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.util.placement_group import remove_placement_group
+from safetensors.torch import load_file
+
+from megarl.config import RunConfig
+from megarl.controller.servers import machines
+from megarl.data.tiny import write_tiny_model
+from megarl.reshard.bucket import digest
+from megarl.reshard.layout import slices
+from megarl.reshard.placement import fits_strided
+from tests.end_to_end.pieces import Pieces, build
+from tests.end_to_end.tiny_world import run_tree
+
+
+@dataclass(frozen=True)
+class Case:
+    tp: int
+    slots: int
+    strategy: str
+    heads: int
+    servers: tuple[int, ...]
+    moves_nothing: bool
+
+
+CASES = {
+    "1-1-2 -> 1-2": Case(1, 2, "exact", heads=4, servers=(0, 1), moves_nothing=True),
+    "1-3-1 -> 1-2": Case(3, 3, "auto", heads=12, servers=(0, 2), moves_nothing=False),
+}
+
+
+def make_pieces(case: Case, world: Path, folder: Path) -> Pieces:
+    write_tiny_model(
+        folder / "model",
+        (world / "data" / "train.jsonl").read_text().splitlines(),
+        seed=0,
+        vocab_size=300,
+        hidden_size=48,
+        num_layers=2,
+        num_heads=case.heads,
+        num_kv_heads=case.heads // 2,
+        head_dim=8,
+        ffn_size=96,
+        context_length=160,
+    )
+    sections: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "trainer": {"steps": 2, "optimizer": {"lr": 1e-3}, "parallel": {"tp": case.tp}},
+        "rollout": {"tp": 2, "max_new_tokens": 12},
+        "weight_sync": {"strategy": case.strategy, "bucket_bytes": 60_000},
+        "placement": {"slots_per_node": case.slots},
+    }
+    return build(RunConfig.model_validate(run_tree(world, folder / "run", **sections)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_leave_every_bit_of_the_trainer_in_the_engine(
+    name: str, cluster: None, world: Path, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    pieces = make_pieces(case, world, tmp_path)
+    assert not fits_strided(pieces.trainer.grid, machines(pieces.pool), gen_tp=2)
+    assert [tuple(ranks) for ranks in pieces.engines.servers] == [case.servers]
+    try:
+        for version in (0, 1, 2):
+            exported = pieces.exported(tmp_path / f"exported-{version}")
+            pieces.engines.call("randomize_weights")
+            stats = pieces.weights.push(version).stats
+            (by_rank,) = pieces.engines.call("piece_hashes")
+            assert len(by_rank) == 2
+            for hashes in by_rank:
+                assert hashes == {key: digest(exported[key[0]][slices(key[1])]) for key in hashes}
+            assert {tensor for hashes in by_rank for tensor, _ in hashes} == exported.keys()
+            assert (stats.bytes_received == 0) == case.moves_nothing
+            assert stats.bytes_received < stats.bytes_delivered
+            groups = pieces.sample(f"version-{version}")
+            if version < 2:
+                assert 0 < pieces.train(groups).metrics["mismatch/logprob_abs_max"] <= 1e-4
+        first, last = (load_file(tmp_path / f"exported-{n}" / "model.safetensors") for n in (0, 2))
+        assert not any(digest(first[tensor]) == digest(last[tensor]) for tensor in first)
+    finally:
+        pieces.engines.shutdown()
+        pieces.trainer.stop()
+        remove_placement_group(pieces.pool.group)  # the cluster has few slots

@@ -1,0 +1,153 @@
+"""Ranks of a handover in processes of their own, which tests stop, kill and replace."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.handover import HandoverRank
+from megarl.reshard.layout import slices
+from megarl.reshard.sink import Parameters
+
+CALL_SECONDS = 60
+
+
+@dataclass
+class Outcome:
+    """Of one call."""
+
+    value: object
+    error: str | None
+    seconds: float
+    buffers: int
+    """Byte tensors that are alive after it."""
+
+
+class RankProcess:
+    """Runs methods of a member one after another."""
+
+    def __init__(self, member, rank, *arguments):
+        context = multiprocessing.get_context("spawn")
+        self.rank, (self._end, end) = rank, context.Pipe()
+        self.process = context.Process(target=_serve, args=(end, member, rank, arguments), daemon=True)
+        self.process.start()
+        end.close()
+
+    def wait_started(self):
+        assert self.result(CALL_SECONDS) == "started"
+
+    def begin(self, method, *arguments):
+        self._end.send((method, arguments))
+
+    def result(self, seconds=CALL_SECONDS) -> Outcome:
+        assert self._end.poll(seconds), f"rank {self.rank} does not answer"
+        return self._end.recv()
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def close(self):
+        self.process.kill()
+        self.process.join()
+
+
+def call(ranks, method, *arguments):
+    """The same call on all of them; values, or the first error."""
+    for rank in ranks:
+        rank.begin(method, *arguments)
+    outcomes = [rank.result() for rank in ranks]
+    assert [outcome.error for outcome in outcomes] == [None] * len(ranks)
+    return [outcome.value for outcome in outcomes]
+
+
+class HandoverMember:
+    """A rank of a handover; engines' ranks poison their parameters before each sync."""
+
+    def __init__(self, rank, handover, value):
+        self._rank, self._value = rank, value
+        self.prepare(handover)
+
+    def prepare(self, handover):
+        rank = self._rank
+        self._handover, self._mine = handover, HandoverRank(handover, rank)
+        engine_rank = rank - len(handover.sources)
+        self._need = handover.needs[engine_rank % len(handover.needs)] if engine_rank >= 0 else None
+        self._parameters = {} if self._need is None else empty_parameters(self._need)
+
+    def join(self, meeting):
+        self._mine.join(meeting)
+
+    def sync(self, number, fault=None):
+        """The books, and how many elements are wrong.
+
+        Args:
+            fault: what one rank does in the middle of the sync, see `Fragile`, and the rank.
+        """
+        for tensor in self._parameters.values():
+            tensor.fill_(float("nan"))
+        held = {}
+        if self._need is None:
+            held = {
+                p.local: self._value(p.tensor, number)[slices(p.box)].clone()
+                for p in self._handover.sources[self._rank].pieces
+            }
+        parameters = self._parameters
+        if fault is not None and fault[1] == self._rank:
+            held, parameters = Fragile(held, fault[0]), Fragile(parameters, fault[0])
+        target = None if self._need is None else Parameters(parameters)
+        books = self._mine.run(held, target)
+        mismatched = 0
+        for piece in self._need.pieces if self._need is not None else ():
+            got = self._parameters[piece.local][slices(piece.local_box)]
+            mismatched += int((got != self._value(piece.tensor, number)[slices(piece.box)]).sum())
+        return books, mismatched
+
+
+class Fragile(dict):
+    """Signals its own process when half of its tensors have been used; or given seconds, sleeps for each."""
+
+    def __init__(self, tensors, fault):
+        super().__init__(tensors)
+        self._left, self._fault = len(tensors) // 2, fault
+
+    def __getitem__(self, name):
+        self._left -= 1
+        if isinstance(self._fault, float):
+            time.sleep(self._fault)
+        elif self._left == 0:
+            os.kill(os.getpid(), self._fault)
+        return super().__getitem__(name)
+
+
+def empty_parameters(layout):
+    sizes = {}
+    for piece in layout.pieces:
+        have = sizes.get(piece.local, [0] * len(piece.local_box))
+        sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
+    return {name: torch.full(size, float("nan")) for name, size in sizes.items()}
+
+
+def _serve(end, make_member, rank, arguments):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    member = make_member(rank, *arguments)
+    end.send("started")
+    while True:
+        try:
+            method, arguments = end.recv()
+        except EOFError:
+            return
+        start, result, error = time.monotonic(), None, None
+        try:
+            result = getattr(member, method)(*arguments)
+        except WeightSyncError as e:
+            error = str(e)
+        seconds = time.monotonic() - start
+        gc.collect()
+        buffers = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and o.dtype == torch.uint8]
+        end.send(Outcome(result, error, seconds, len(buffers)))

@@ -1,0 +1,82 @@
+"""Every rank's rounds, run in one process on NumPy arrays: what a plan means, without an executor."""
+
+import numpy as np
+
+from megarl.reshard.cache import cached_index
+from megarl.reshard.layout import slices
+from megarl.reshard.plan import plan_rank
+from megarl.reshard.rounds import build_rounds
+
+
+def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):
+    """By rank, its rounds."""
+    index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
+    return [build_rounds(index, plan_rank(index, rank)) for rank in range(len(sources))]
+
+
+def run(rounds, held, targets, groups=()):
+    """Carry out all ranks' rounds.
+
+    Args:
+        rounds: by rank.
+        held: by rank, name -> array.
+        targets: by rank, name -> array; written.
+
+    Returns:
+        By (source, destination, tensor bytes): what crossed the wire, as (source, destination, bytes) per message.
+    """
+    wire = []
+    group_of = {rank: sorted(group) for group in groups for rank in group}
+    for number in range(len(rounds[0])):
+        buckets = [np.full(of_rank[number].bucket_bytes, 0xEE, np.uint8) for of_rank in rounds]
+        for rank, of_rank in enumerate(rounds):
+            for copy in of_rank[number].copies:
+                _put(buckets[rank], copy.slot, _bytes(held[rank], copy.part))
+        _gather(rounds, number, held, buckets, group_of, wire)
+        for hop in range(len(rounds[0][number].hops)):
+            sent = {}
+            for rank, of_rank in enumerate(rounds):
+                for send in of_rank[number].hops[hop].sends:
+                    data = [
+                        buckets[rank][p.offset : p.offset + p.num_bytes] if p.local is None else _bytes(held[rank], p)
+                        for p in send.parts
+                    ]
+                    sent.setdefault((rank, send.to), []).append(np.concatenate(data))
+            for rank, of_rank in enumerate(rounds):
+                for message in of_rank[number].hops[hop].receives:
+                    data = sent[message.source, rank].pop(0)
+                    assert len(data) == message.num_bytes == sum(slot.num_bytes for slot in message.slots)
+                    buckets[rank][message.offset : message.offset + message.num_bytes] = data
+                    wire.append((message.source, rank, message.num_bytes))
+            assert not any(sent.values())
+        for rank, of_rank in enumerate(rounds):
+            for slot in of_rank[number].slots:
+                target = targets[rank][slot.local][slices(slot.local_box)]
+                assert slot.offset % target.itemsize == 0
+                data = buckets[rank][slot.offset : slot.offset + slot.num_bytes]
+                target[...] = data.view(target.dtype).reshape(target.shape)
+    return wire
+
+
+def _gather(rounds, number, held, buckets, group_of, wire):
+    for rank, of_rank in enumerate(rounds):
+        for index, gather in enumerate(of_rank[number].gathers):
+            group = group_of[rank]
+            assert len(gather.slots) == len(group)
+            for member, slots in zip(group, gather.slots, strict=True):
+                theirs = rounds[member][number].gathers[index]
+                assert (theirs.offset, theirs.num_bytes) == (gather.offset, gather.num_bytes)
+                for copy, slot in zip(theirs.mine, slots, strict=True):
+                    _put(buckets[rank], slot, _bytes(held[member], copy.part))
+                if member != rank:
+                    assert sum(slot.num_bytes for slot in slots) == gather.share
+                    wire.append((member, rank, gather.share))
+
+
+def _put(bucket, slot, data):
+    assert len(data) == slot.num_bytes
+    bucket[slot.offset : slot.offset + slot.num_bytes] = data
+
+
+def _bytes(tensors, part):
+    return np.ascontiguousarray(tensors[part.local][slices(part.box)]).reshape(-1).view(np.uint8)

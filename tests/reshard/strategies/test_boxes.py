@@ -1,0 +1,162 @@
+"""Boxes and whole tensors in one sync, on real ranks."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.placement.grid import RankGrid
+from megarl.reshard.bucket import map_bucket, open_bucket, torch_dtype
+from megarl.reshard.groups import micro_dp_groups, replica_cells
+from megarl.reshard.layout import WeightLayout, extent, slices, volume
+from megarl.reshard.overlap import layout_bytes
+from megarl.reshard.placement import Servers, overlapping_servers, strided_servers
+from megarl.reshard.scenario import even_nodes
+from megarl.reshard.strategies.boxes import BoxStrategy, without
+from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+from tests.megatron.ranks import run_ranks
+from tests.reshard.strategies.test_gather_hf import TENSORS, cell, make_sources, split, value
+
+BUCKET_BYTES = 4000
+DERIVED = ("columns", "norm", "expert.1")
+"""One split by columns, one that every tensor rank holds, one that only some ranks hold."""
+DERIVED_BYTES = sum(value(name, 0).nbytes for name in DERIVED)
+
+
+def engine_layouts(tp: int) -> list[WeightLayout]:
+    return cell(tp, tuple(TENSORS))
+
+
+def servers(grid: RankGrid, gen_tp: int, *, micro_dp: bool) -> list[Servers]:
+    replicas = grid.size // gen_tp
+    if micro_dp:
+        return strided_servers(grid, gen_tp=gen_tp)
+    topology = even_nodes(grid.size, 1)
+    return overlapping_servers(make_sources(grid), [engine_layouts(gen_tp)], replicas=replicas, topology=topology)
+
+
+def make_context(grid: RankGrid, gen_tp: int, *, micro_dp: bool, rank: int, whole=DERIVED) -> SyncContext:
+    engine, placed = engine_layouts(gen_tp), servers(grid, gen_tp, micro_dp=micro_dp)
+    return SyncContext(
+        rank=rank,
+        sources=make_sources(grid),
+        topology=even_nodes(grid.size, 1),
+        needs={server: engine[tp] for (group,) in placed for tp, server in enumerate(group)},
+        groups=micro_dp_groups(grid, gen_tp=gen_tp) if micro_dp else (),
+        senders=sorted(group[0] for (group,) in placed),
+        whole=whole,
+        copies=replica_cells(grid),
+    )
+
+
+class Engine:
+    """One rank of an engine, which notes what comes to it and in which way."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.whole: dict[str, torch.Tensor] = {}
+        self.boxes: dict[str, torch.Tensor] = {}
+
+    def load(self, bucket):
+        self.calls.append("whole")
+        self.whole.update({name: tensor.clone() for name, tensor in open_bucket(bucket).items()})
+        return lambda: None
+
+    def load_boxes(self, index, bucket):
+        self.calls.append("boxes")
+        data = map_bucket(bucket) if bucket else None
+        for slot in bucket.slots if bucket else ():
+            flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
+            full = self.boxes.setdefault(slot.local, torch.full(TENSORS[slot.local].shape, torch.nan, dtype=flat.dtype))
+            full[slices(slot.local_box)] = flat.view(extent(slot.local_box))
+        return lambda: None
+
+
+def push_on_rank(grid: RankGrid, gen_tp: int, micro_dp: bool):
+    """On every rank: two syncs with changed weights; what was wrong, the order of calls, and the books."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    context = make_context(grid, gen_tp, micro_dp=micro_dp, rank=rank)
+    strategy = BoxStrategy(context, BUCKET_BYTES)
+    wrong: list[str] = []
+    books: list[SyncStats] = []
+    calls: list[list[str]] = []
+    for sync in range(2):
+        held = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in context.sources[rank].pieces}
+        engine = Engine()
+        sinks = (engine,) if rank in context.senders else ()
+        serves = rank in context.needs
+        books.append(strategy.push(held, Outlets(whole=sinks, boxes=engine if serves else None)))
+        calls.append(engine.calls)
+        if sinks:
+            wrong += [f"{n} came whole" for n in set(engine.whole) ^ set(DERIVED)]
+            wrong += [n for n in DERIVED if not torch.equal(engine.whole[n], value(n, sync))]
+        for piece in (p for p in (context.needs[rank].pieces if serves else ()) if volume(p.box)):
+            if piece.tensor in DERIVED:
+                wrong += [f"{piece.tensor} came as boxes"] if piece.local in engine.boxes else []
+            elif not torch.equal(
+                engine.boxes[piece.local][slices(piece.local_box)], value(piece.tensor, sync)[slices(piece.box)]
+            ):
+                wrong.append(piece.tensor)
+    strategy.close()
+    out = [None] * grid.size
+    dist.all_gather_object(out, (wrong, calls, books))
+    dist.destroy_process_group()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gen_tp", "micro_dp"),
+    [
+        ({"tp": 4}, 2, True),
+        ({"tp": 2, "dp": 2}, 1, True),
+        ({"tp": 3}, 2, False),
+        ({"tp": 1, "dp": 2}, 2, False),
+        ({"tp": 2, "pp": 2}, 4, False),
+        ({"tp": 2, "dp": 2, "ep": 2, "etp": 1}, 2, False),
+    ],
+    ids=str,
+)
+def test_some_tensors_whole_and_all_others_as_boxes(sizes, gen_tp, micro_dp, tmp_path):
+    grid = RankGrid(**sizes)
+    results = run_ranks(push_on_rank, grid.size, tmp_path, grid, gen_tp, micro_dp)
+    context = make_context(grid, gen_tp, micro_dp=micro_dp, rank=0)
+    for rank, (wrong, calls, books) in enumerate(results):
+        assert wrong == []
+        assert books[0] == books[1]
+        assert calls[0] == sorted(calls[0], reverse=True)  # whole tensors first
+        assert ("whole" in calls[0]) == (rank in context.senders)
+        assert books[0].buckets >= len(set(calls[0]))
+        delivered = layout_bytes(without(context.needs[rank], DERIVED)) if rank in context.needs else 0
+        assert books[0].bytes_delivered == delivered + (DERIVED_BYTES if rank in context.senders else 0)
+        # two buckets of whole tensors beside those of boxes, none smaller than a page
+        assert books[0].peak_extra_bytes <= 4 * mmap.PAGESIZE + 2 * BUCKET_BYTES
+    assert sum(b[0].bytes_sent for _, _, b in results) == sum(b[0].bytes_received for _, _, b in results)
+
+
+def test_what_comes_whole_is_no_box() -> None:
+    (layout,) = engine_layouts(1)
+    rest = without(layout, DERIVED)
+    assert list(rest.pieces) == [piece for piece in split(0, 1, tuple(TENSORS)) if piece.tensor not in DERIVED]
+    assert rest.tensors is layout.tensors
+    assert without(layout, ()) is layout
+
+
+def test_a_tensor_that_the_trainer_lacks_is_named() -> None:
+    context = make_context(RankGrid(), 1, micro_dp=False, rank=0, whole=("norm", "nobody.has.it"))
+    with pytest.raises(WeightSyncError, match=r"^nobody\.has\.it: the engine takes it whole, and the trainer's model"):
+        BoxStrategy(context, BUCKET_BYTES)
+
+
+def test_books_of_two_parts_add_up() -> None:
+    first = SyncStats(bytes_sent=1, bytes_received=2, bytes_delivered=3, buckets=4, peak_extra_bytes=9, messages=5)
+    second = replace(first, peak_extra_bytes=7, collectives=6)
+    assert first + second == SyncStats(
+        bytes_sent=2, bytes_received=4, bytes_delivered=6, buckets=8, peak_extra_bytes=9, messages=10, collectives=6
+    )

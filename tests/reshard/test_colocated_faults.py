@@ -1,0 +1,102 @@
+"""Trainer ranks of one torch world exchange boxes for the engine ranks beside them; one of them fails in the middle."""
+
+import re
+import signal
+
+import pytest
+import torch.distributed as dist
+
+from megarl.placement.grid import RankGrid
+from megarl.reshard.cache import cached_plan
+from megarl.reshard.executor import BoxExecutor
+from megarl.reshard.groups import micro_dp_groups, strided_places
+from megarl.reshard.layout import slices
+from megarl.reshard.process_groups import free_group, make_group, open_store, own_wire
+from megarl.reshard.sink import Parameters
+from megarl.reshard.topology import Topology
+from tests.reshard import synthetic
+from tests.reshard.rank_process import Fragile, RankProcess, call, empty_parameters
+from tests.reshard.test_executor import value
+
+GRID = RankGrid(tp=4)
+TIMEOUT, SLACK = 4.0, 1.5
+
+
+class ColocatedMember:
+    """A trainer rank and the parameters of the engine rank that it serves."""
+
+    def __init__(self, rank, port, groups):
+        self._rank, self._groups, self._gather = rank, groups, None
+        self._sources = synthetic.trainers(GRID)
+        self._needs = synthetic.needs(strided_places(GRID, gen_tp=2), 1, 2)
+        self._parameters = empty_parameters(self._needs[rank])
+        store = dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=GRID.size)
+
+    def connect(self):
+        free_group(self._gather)
+        self._wire, self._gather = own_wire(TIMEOUT), make_group(self._rank, self._groups)
+
+    def sync(self, number, fault=None):
+        """How many elements are wrong."""
+        for tensor in self._parameters.values():
+            tensor.fill_(float("nan"))
+        held = {p.local: value(p.tensor, number)[slices(p.box)].clone() for p in self._sources[self._rank].pieces}
+        if fault is not None and fault[1] == self._rank:
+            held = Fragile(held, fault[0])
+        plan = cached_plan(
+            self._sources, self._needs, Topology.single(GRID.size), self._rank, 16_384, groups=self._groups
+        )
+        executor = BoxExecutor(self._rank, plan.rounds, plan.memory, self._gather, self._wire)
+        executor.run(held, Parameters(self._parameters))
+        return sum(
+            int((self._parameters[p.local][slices(p.local_box)] != value(p.tensor, number)[slices(p.box)]).sum())
+            for p in self._needs[self._rank].pieces
+        )
+
+    def agree(self):
+        """That torch's own group has not suffered."""
+        numbers = [None] * GRID.size
+        dist.all_gather_object(numbers, self._rank)
+        return numbers
+
+
+@pytest.fixture(scope="module", params=["micro-DP groups gather", "anybody asks anybody"])
+def ranks(request):
+    store = open_store("127.0.0.1")
+    groups = micro_dp_groups(GRID, gen_tp=2) if request.param.startswith("micro") else []
+    ranks = [RankProcess(ColocatedMember, rank, store.port, groups) for rank in range(GRID.size)]
+    for rank in ranks:
+        rank.wait_started()
+    call(ranks, "connect")
+    yield ranks
+    for rank in ranks:
+        rank.close()
+
+
+def failing_sync(ranks, fault):
+    for rank in ranks:
+        rank.begin("sync", 2, fault)
+    outcomes = {rank.rank: rank.result() for rank in ranks if rank.rank != fault[1]}
+    partners = {rank: outcome for rank, outcome in outcomes.items() if outcome.error is not None}
+    for rank, outcome in partners.items():
+        assert re.match(rf"rank {rank}: round [1-9]\d* of the weights: ", outcome.error), outcome.error
+    for outcome in outcomes.values():
+        assert outcome.seconds <= TIMEOUT + SLACK
+        assert outcome.buffers == 0
+    assert any(re.search(rf"rank {fault[1]}\b", o.error.partition("weights: ")[2]) for o in partners.values())
+
+
+def test_a_rank_that_stalls_is_named_and_the_next_sync_is_whole(ranks):
+    assert call(ranks, "sync", 1) == [0] * GRID.size
+    failing_sync(ranks, (signal.SIGSTOP, 1))
+    ranks[1].signal(signal.SIGCONT)
+    assert ranks[1].result().error.startswith("rank 1: round ")
+    assert call(ranks, "agree") == [[0, 1, 2, 3]] * GRID.size
+    call(ranks, "connect")
+    assert call(ranks, "sync", 3) == [0] * GRID.size
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    """The last one of these ranks."""
+    failing_sync(ranks, (signal.SIGKILL, 1))

@@ -1,0 +1,135 @@
+"""DeepSeek-V3 from 2,048 trainer ranks to 1,024 generation ranks: what one rank plans, alone and in time.
+
+Times are of the processor, the better of two: the machine that runs this does other things too.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from megarl.megatron.families.layouts import trainer_layouts
+from megarl.megatron.families.read import read_family
+from megarl.megatron.families.stages import PipelineSplit
+from megarl.placement.grid import RankGrid
+from megarl.reshard.bounds import rank_bounds
+from megarl.reshard.bucket import torch_dtype
+from megarl.reshard.cache import cached_plan, forget_plans
+from megarl.reshard.layout import PieceTable, WeightLayout, intersect, volume
+from megarl.reshard.topology import Topology
+
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 129280,
+}
+GEN_RANKS, GEN_TP, RANKS_OF_A_MACHINE = 1024, 32, 8
+BUCKET = 1 << 28
+BY_COLUMNS = ("o_proj", "down_proj")
+ON_EVERY_RANK = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
+
+
+@pytest.fixture(scope="module")
+def sources():
+    grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
+    assert grid.size == 2048
+    return trainer_layouts(read_family(CONFIG, origin="test"), grid, "bfloat16", PipelineSplit(last=1))
+
+
+@pytest.fixture(scope="module")
+def needs(sources):
+    engine = engine_layouts(sources[0].tensors)
+    return {rank: engine[rank % GEN_TP] for rank in range(GEN_RANKS)}
+
+
+@pytest.fixture(scope="module")
+def topology(sources):
+    return Topology(tuple(rank // RANKS_OF_A_MACHINE for rank in range(len(sources))))
+
+
+def engine_layouts(specs):
+    """By tensor rank: rows or columns are split, but of norms, routers and down projections into a latent."""
+    names = [name for name in specs if not name.startswith("model.layers.61.")]
+    shapes = np.array([(*specs[name].shape, 1)[:2] for name in names])
+    dims = np.array([len(specs[name].shape) for name in names], np.int8)
+    kinds = [name.split(".")[-2] for name in names]
+    whole = np.array([kind in ON_EVERY_RANK for kind in kinds]) | (dims == 1)
+    dim = np.array([kind in BY_COLUMNS for kind in kinds]).astype(int)
+    rows, every = np.arange(len(names)), np.arange(len(names), dtype=np.int32)
+    layouts = []
+    for rank in range(GEN_TP):
+        part = shapes[rows, dim] // GEN_TP
+        boxes = np.stack([np.zeros_like(shapes), shapes], axis=-1)
+        boxes[rows, dim] = np.stack([part * rank, part * (rank + 1)], axis=-1)
+        boxes[whole] = np.stack([np.zeros_like(shapes), shapes], axis=-1)[whole]
+        boxes = boxes.astype(np.int32)
+        layouts.append(WeightLayout(specs, PieceTable(names, names, every, every, dims, boxes, boxes - boxes[..., :1])))
+    return layouts
+
+
+@pytest.fixture(scope="module")
+def plan(sources, needs, topology):
+    return lambda rank: cached_plan(sources, needs, topology, rank, BUCKET).rounds
+
+
+@pytest.mark.parametrize("rank", [5, 1500])
+def test_a_rank_plans_in_two_seconds_and_again_in_a_millisecond(plan, rank):
+    """Rank 5 trains and generates; rank 1500 only trains, and sends."""
+    cold = []
+    for _ in range(2):
+        forget_plans()
+        cold.append(cpu_seconds(plan, rank))
+    assert min(cold) < 2
+    assert min(cpu_seconds(plan, rank) for _ in range(5)) < 1e-3
+
+
+def cpu_seconds(plan, rank):
+    start = time.process_time()
+    plan(rank)
+    return time.process_time() - start
+
+
+def test_a_rank_receives_what_it_needs_and_lacks(sources, needs, plan):
+    bounds = rank_bounds(sources, needs)
+    for rank in (5, 700):
+        received = sum(message.num_bytes for this in plan(rank) for hop in this.hops for message in hop.receives)
+        assert received == bounds[rank] == bytes_lacking(sources[rank], needs[rank])
+
+
+def bytes_lacking(held, need):
+    """The engine has one piece of each tensor."""
+    size = {name: torch_dtype(spec.dtype).itemsize for name, spec in need.tensors.items()}
+    boxes = {piece.tensor: piece.box for piece in need.pieces}
+    lacking = sum(volume(box) * size[name] for name, box in boxes.items())
+    for name, box in {(piece.tensor, piece.box) for piece in held.pieces if piece.tensor in boxes}:
+        common = intersect(box, boxes[name])
+        lacking -= volume(common) * size[name] if common else 0
+    return lacking
+
+
+def test_what_is_sent_is_what_is_received(plan):
+    """Message by message, between ranks that have not asked each other."""
+    for rank in (5, 1023):
+        receiver = plan(rank)
+        peers = [sorted({m.source for this in receiver for m in this.hops[hop].receives}) for hop in (0, 1)]
+        first_hop, second_hop = peers
+        sampled = {first_hop[0], first_hop[len(first_hop) // 2], first_hop[-1], second_hop[0]}
+        assert max(sampled) >= GEN_RANKS  # one that only trains
+        for source in sampled:
+            sent = [[m.num_bytes for m in hop.sends if m.to == rank] for this in plan(source) for hop in this.hops]
+            got = [[m.num_bytes for m in hop.receives if m.source == source] for this in receiver for hop in this.hops]
+            assert sent == got
+            assert any(got)

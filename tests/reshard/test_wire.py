@@ -1,0 +1,123 @@
+"""What a rank says of messages that do not arrive, and how it posts them; with works that only pretend."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.wire import Deadline, InFlight, Wire, wait_for
+
+
+class Work:
+    """Done after some seconds, counted from its making; or broken."""
+
+    def __init__(self, seconds=0.0, broken=""):
+        self._end, self._broken, self.waits = time.monotonic() + seconds, broken, 0
+
+    def wait(self, timeout=timedelta(seconds=60)):
+        self.waits += 1
+        if self._broken:
+            raise RuntimeError(self._broken)
+        left = self._end - time.monotonic()
+        time.sleep(max(0.0, min(left, timeout.total_seconds())))
+        if left > timeout.total_seconds():
+            raise RuntimeError("Timed out waiting")
+        return True
+
+
+def test_the_late_senders_are_named_and_not_those_whose_messages_are_there():
+    messages = [InFlight(Work(), (1,), True), InFlight(Work(9), (2,), True), InFlight(Work(9), (4,), True)]
+    messages += [InFlight(Work(), (5,), True), InFlight(Work(9), (6,), False)]
+    with pytest.raises(WeightSyncError, match=r"^nothing from ranks 2, 4 within 0\.1 s$"):
+        wait_for(messages, Deadline(0.1))
+
+
+def test_receivers_are_named_where_nothing_was_to_be_received():
+    with pytest.raises(WeightSyncError, match=r"^rank 6 took nothing within 0\.1 s$"):
+        wait_for([InFlight(Work(9), (6,), False)], Deadline(0.1))
+
+
+def test_a_broken_connection_is_told_at_once():
+    messages = [InFlight(Work(broken="Connection closed by peer\nand more"), (3,), True)]
+    with pytest.raises(WeightSyncError, match=r"^lost the connection to rank 3 \(Connection closed by peer\)$"):
+        wait_for(messages, Deadline(60))
+
+
+def test_one_deadline_holds_for_all_waits():
+    deadline = Deadline(0.2)
+    wait_for([InFlight(Work(0.1), (1,), True)], deadline)
+    with pytest.raises(WeightSyncError, match=r"nothing from rank 1 within 0\.2 s"):
+        wait_for([InFlight(Work(0.2), (1,), True)], deadline)
+    wait_for([InFlight(Work(), (1,), True)], deadline)
+
+
+def test_a_message_is_waited_for_once():
+    message = InFlight(Work(), (1,), False)
+    for _ in range(2):
+        wait_for([message], Deadline(None))
+    assert message.work.waits == 1
+
+
+class Group:
+    """Notes what it is asked."""
+
+    def __init__(self, refuses=None):
+        self.calls, self._refuses = [], refuses
+
+    def send(self, tensors, rank, tag):
+        return self._note("send", tensors, rank, tag)
+
+    def recv(self, tensors, rank, tag):
+        return self._note("recv", tensors, rank, tag)
+
+    def _note(self, call, tensors, rank, tag):
+        if rank == self._refuses:
+            raise RuntimeError("Pair is broken")
+        self.calls.append((call, [t.nbytes for t in tensors], rank, tag))
+        return Work()
+
+    def _start_coalescing(self, device):
+        self.calls.append(("start", device.type))
+
+    def _end_coalescing(self, device):
+        self.calls.append(("end", device.type))
+        return Work()
+
+    def abort(self):
+        self.calls.append("abort")
+
+
+A, B = torch.zeros(2), torch.zeros(3)
+
+
+def test_receives_are_posted_before_sends():
+    group = Group()
+    received, sent = Wire(group, joins=False).start([(A, 1)], [(B, 2)])
+    assert group.calls == [("recv", [12], 2, 0), ("send", [8], 1, 0)]
+    assert [(m.peers, m.is_receive) for m in (*received, *sent)] == [((2,), True), ((1,), False)]
+
+
+def test_messages_that_the_backend_joins_are_waited_for_together():
+    group = Group()
+    received, sent = Wire(group, joins=True).start([(A, 3)], [(B, 2)])
+    assert group.calls == [("start", "cpu"), ("recv", [12], 2, 0), ("send", [8], 3, 0), ("end", "cpu")]
+    assert received == sent
+    assert received[0].peers == (2, 3)
+
+
+def test_a_message_to_a_broken_connection_is_an_error_that_names_the_rank():
+    with pytest.raises(WeightSyncError, match=r"^lost the connection to rank 7 \(Pair is broken\)$"):
+        Wire(Group(refuses=7), joins=False).start([(A, 1), (A, 7)], [])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_closed_wire_carries_nothing_and_breaks_what_nobody_else_uses(own):
+    group = Group()
+    wire = Wire(group, joins=False, own=own)
+    for _ in range(2):
+        wire.close()
+    assert group.calls == ["abort"] * own
+    with pytest.raises(WeightSyncError, match="connections were closed when a sync failed"):
+        wire.start([(A, 1)], [])
