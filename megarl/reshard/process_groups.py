@@ -28,18 +28,18 @@ def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup 
 
 
 def free_group(group: dist.ProcessGroup | None) -> None:
-    """End a group of `make_group`."""
+    """End a group of `make_group` or `own_group`."""
     if group is not None:
         dist.destroy_process_group(group)
 
 
-def own_wire(timeout_seconds: float) -> Wire:
-    """A wire over all ranks of torch's world that nothing else uses; collective. After a failed sync, make another.
+def own_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """A group of all ranks of torch's world, for syncs alone: one that failed does no harm beyond it. Collective.
 
     Args:
         timeout_seconds: how long a sync may take.
     """
-    return Wire(dist.new_group(timeout=timedelta(seconds=timeout_seconds)), timeout_seconds=timeout_seconds, own=True)
+    return dist.new_group(timeout=timedelta(seconds=timeout_seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ others, who would wait for it otherwise.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from torch import Tensor
 from megarl.errors import WeightSyncError
 
 _AT_ONCE = timedelta(milliseconds=1)
+
+_GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*$")
+"""Around what happened: the line of its source, and advice."""
 
 
 class Deadline:
@@ -155,7 +159,8 @@ def _begin(call: Any, tensor: Tensor, rank: int) -> dist.Work:
 
 
 def _lost(peers: Iterable[int], error: RuntimeError) -> WeightSyncError:
-    return WeightSyncError(f"lost the connection to {_ranks(peers)} ({str(error).splitlines()[0]})")
+    words = _GLOO_NOISE.sub("", str(error).splitlines()[0])
+    return WeightSyncError(f"lost the connection to {_ranks(peers)} ({words})")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

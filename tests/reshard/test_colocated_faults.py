@@ -11,9 +11,10 @@ from megarl.reshard.cache import cached_plan
 from megarl.reshard.executor import BoxExecutor
 from megarl.reshard.groups import micro_dp_groups, strided_places
 from megarl.reshard.layout import slices
-from megarl.reshard.process_groups import free_group, make_group, open_store, own_wire
+from megarl.reshard.process_groups import free_group, make_group, open_store, own_group
 from megarl.reshard.sink import Parameters
 from megarl.reshard.topology import Topology
+from megarl.reshard.wire import Wire
 from tests.reshard import synthetic
 from tests.reshard.rank_process import Fragile, RankProcess, call, empty_parameters
 from tests.reshard.test_executor import value
@@ -26,7 +27,7 @@ class ColocatedMember:
     """A trainer rank and the parameters of the engine rank that it serves."""
 
     def __init__(self, rank, port, groups):
-        self._rank, self._groups, self._gather = rank, groups, None
+        self._rank, self._groups, self._all, self._gather = rank, groups, None, None
         self._sources = synthetic.trainers(GRID)
         self._needs = synthetic.needs(strided_places(GRID, gen_tp=2), 1, 2)
         self._parameters = empty_parameters(self._needs[rank])
@@ -35,7 +36,8 @@ class ColocatedMember:
 
     def connect(self):
         free_group(self._gather)
-        self._wire, self._gather = own_wire(TIMEOUT), make_group(self._rank, self._groups)
+        free_group(self._all)
+        self._all, self._gather = own_group(TIMEOUT), make_group(self._rank, self._groups)
 
     def sync(self, number, fault=None):
         """How many elements are wrong."""
@@ -47,7 +49,8 @@ class ColocatedMember:
         plan = cached_plan(
             self._sources, self._needs, Topology.single(GRID.size), self._rank, 16_384, groups=self._groups
         )
-        executor = BoxExecutor(self._rank, plan.rounds, plan.memory, self._gather, self._wire)
+        wire = Wire(self._all, timeout_seconds=TIMEOUT, own=True)
+        executor = BoxExecutor(self._rank, plan.rounds, plan.memory, self._gather, wire)
         executor.run(held, Parameters(self._parameters))
         return sum(
             int((self._parameters[p.local][slices(p.local_box)] != value(p.tensor, number)[slices(p.box)]).sum())

@@ -20,24 +20,34 @@ from torch import Tensor
 from megarl.reshard.cache import Planned, cached_plan
 from megarl.reshard.executor import BoxExecutor
 from megarl.reshard.layout import PieceTable, WeightLayout
-from megarl.reshard.process_groups import free_group, make_group
+from megarl.reshard.process_groups import free_group, make_group, own_group
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.wire import Wire
 
 
 class BoxStrategy:
     """Plans once, from layouts alone, and runs the plan at every push."""
 
-    def __init__(self, context: SyncContext, bucket_bytes: int) -> None:
+    def __init__(self, context: SyncContext, bucket_bytes: int, timeout_seconds: float | None = None) -> None:
+        """Plan; collective over all ranks.
+
+        Args:
+            timeout_seconds: how long the boxes of a push may take, over connections of their own; after a push that
+                failed, make another strategy. None: over torch's default group, as long as that waits.
+        """
         self._rank = context.rank
         self._whole = GatherHf(context, bucket_bytes, only=context.whole) if context.whole else None
         self._plan = plan_boxes(context, bucket_bytes)
         self._group = make_group(context.rank, context.groups)
+        self._all = None if timeout_seconds is None else own_group(timeout_seconds)
+        self._timeout_seconds = timeout_seconds
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
         """See `Strategy.push`."""
         whole = self._whole.push(tensors, outlets) if self._whole else None
-        executor = BoxExecutor(self._rank, self._plan.rounds, self._plan.memory, self._group)
+        wire = Wire(self._all, timeout_seconds=self._timeout_seconds, own=self._all is not None)
+        executor = BoxExecutor(self._rank, self._plan.rounds, self._plan.memory, self._group, wire)
         executor.run(tensors, outlets.boxes)
         boxes = executor.ledger.stats()
         if self._whole is None or whole is None:
@@ -50,6 +60,7 @@ class BoxStrategy:
         if self._whole:
             self._whole.close()
         free_group(self._group)
+        free_group(self._all)
 
 
 def plan_boxes(context: SyncContext, bucket_bytes: int) -> Planned:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -24,20 +25,30 @@ from megarl.reshard.sink import Parameters
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
 from megarl.reshard.topology import Topology
 
+KEPT_LAYOUTS = 4
+"""The same layout object for the same model: plans are kept by layout."""
 
+
+@lru_cache(maxsize=KEPT_LAYOUTS)
 def whole_layout(tensors: WeightLayout) -> WeightLayout:
     """Every tensor of the model under its own name."""
     specs = tensors.tensors
     return WeightLayout(specs, tuple(Piece(name, spec.box, name, spec.box) for name, spec in specs.items()))
 
 
+@lru_cache(maxsize=KEPT_LAYOUTS)
 def model_bytes(layout: WeightLayout) -> int:
     """M: of every tensor of the model once."""
     return sum(volume(spec.box) * torch_dtype(spec.dtype).itemsize for spec in layout.tensors.values())
 
 
-def owned_parts(sources: Sequence[WeightLayout]) -> list[WeightLayout]:
+def owned_parts(sources: Sequence[WeightLayout]) -> tuple[WeightLayout, ...]:
     """By rank, what it alone owns: a box that n ranks hold is cut by rows into n parts, equal to within a row."""
+    return _owned_parts(tuple(sources))
+
+
+@lru_cache(maxsize=KEPT_LAYOUTS)
+def _owned_parts(sources: tuple[WeightLayout, ...]) -> tuple[WeightLayout, ...]:
     holders: dict[tuple[str, Box], dict[int, Piece]] = {}
     for rank, layout in enumerate(sources):
         for piece in layout.pieces:
@@ -49,7 +60,7 @@ def owned_parts(sources: Sequence[WeightLayout]) -> list[WeightLayout]:
             if first < last:
                 local = _rows(piece.local_box, first, last)
                 owned[rank].append(Piece(tensor, _rows(box, first, last), piece.local, local))
-    return [WeightLayout(layout.tensors, tuple(mine)) for layout, mine in zip(sources, owned, strict=True)]
+    return tuple(WeightLayout(layout.tensors, tuple(mine)) for layout, mine in zip(sources, owned, strict=True))
 
 
 def _share(box: Box, index: int, parts: int) -> tuple[int, int]:

@@ -116,10 +116,16 @@ def plan_buckets(
     by_tensor = {key: _by_tensor(layout) for key, layout in layouts.items()}
     pieces = [[[[by_tensor[id(layout)] for layout in cell] for cell in cells] for cells in copies] for copies in held]
     tensors = _choose(next(iter(layouts.values())).tensors, only)
+    holders: dict[str, list[tuple[int, int]]] = {}
+    for kind, copies in enumerate(pieces):
+        for number, cell in enumerate(copies[0]):
+            for name in dict.fromkeys(name for of_rank in cell for name in of_rank):
+                holders.setdefault(name, []).append((kind, number))
     plans = []
     for names in _split_into_buckets(tensors, bucket_bytes):
         slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), tensors[n].shape) for n in names)
-        plans.append(BucketPlan(tuple(_plan_gather(slot, tensors[slot.name], pieces) for slot in slots), num_bytes))
+        gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
+        plans.append(BucketPlan(tuple(gathers), num_bytes))
     return plans
 
 
@@ -142,18 +148,25 @@ def _by_tensor(layout: WeightLayout) -> dict[str, list[Piece]]:
 
 
 def _plan_gather(
-    slot: TensorSlot, spec: TensorSpec, held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[Piece]]]]]]
+    slot: TensorSlot,
+    spec: TensorSpec,
+    held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[Piece]]]]]],
+    holders: Sequence[tuple[int, int]],
 ) -> TensorGather:
-    """By the cell that holds the tensor in every copy; of several, one whose ranks all hold some of it."""
+    """By the cell that holds the tensor in every copy; of several, one whose ranks all hold some of it.
+
+    Args:
+        held: [kind][copy][cell][rank] -> what it holds, by tensor.
+        holders: kinds and cells of the first copies that hold some of the tensor.
+    """
     whole, most, possible = volume(spec.box), 0, []
-    for kind, copies in enumerate(held):
-        for number in (n for n, cell in enumerate(copies[0]) if any(slot.name in of_rank for of_rank in cell)):
-            of_copies = [[of_rank.get(slot.name, ()) for of_rank in cells[number]] for cells in copies]
-            parts = [_owned(slot.name, of_ranks) for of_ranks in of_copies]
-            least = min(sum(map(_elements, of_copy)) for of_copy in parts)
-            most = max(most, least)
-            if least == whole:
-                possible.append(_gather_in(slot, kind, number, of_copies[0], parts[0]))
+    for kind, number in holders:
+        of_copies = [[of_rank.get(slot.name, ()) for of_rank in cells[number]] for cells in held[kind]]
+        parts = [_owned(slot.name, of_ranks) for of_ranks in of_copies]
+        least = min(sum(map(_elements, of_copy)) for of_copy in parts)
+        most = max(most, least)
+        if least == whole:
+            possible.append(_gather_in(slot, kind, number, of_copies[0], parts[0]))
     if not possible:
         raise WeightSyncError(f"{slot.name}: the tensor-parallel ranks of a stage hold {most} of {whole} elements")
     return next((gather for gather in possible if all(gather.parts)), possible[0])

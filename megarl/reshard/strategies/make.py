@@ -14,6 +14,6 @@ def make_strategy(config: WeightSyncConfig, context: SyncContext) -> Strategy:
         case "gather_hf":
             return GatherHf(context, config.bucket_bytes)
         case "micro_dp" | "exact":
-            return BoxStrategy(context, config.bucket_bytes)
+            return BoxStrategy(context, config.bucket_bytes, config.timeout_seconds)
         case "auto":
             raise AssertionError("auto is resolved where the sizes of both sides are known")
