@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.config import StageConfig
-from megarl.megatron.work import SPLIT_BY_DP, SyncSetup, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.work import ADD_UP, SPLIT_BY_DP, SyncSetup, TrainerSpec, TrainStats, TrainWork
 from megarl.megatron.worker import TrainerWorker
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
@@ -42,8 +42,7 @@ class TrainerGroup(WorkerGroup[TrainerWorker]):
 
     def push_weights(self) -> SyncStats:
         """Deliver the current weights."""
-        stats: SyncStats = self.call(TrainerWorker.push_weights, None, via=BROADCAST)
-        return stats
+        return self.call(TrainerWorker.push_weights, None, via=ADD_UP)
 
     def save_hf(self, folder: str) -> None:
         """Write the model in Hugging Face format."""

@@ -37,7 +37,10 @@ class WeightSync:
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         self._trainer, self._engines = trainer, engines
-        trainer.prepare_sync(sync_setup(config, trainer.grid, engines, pool))
+        self._setup = sync_setup(config, trainer.grid, engines, pool)
+        trainer.prepare_sync(self._setup)
+        self._connected = True
+        """The trainer's ranks have connections for pushes; one that failed has broken them."""
         self.policy_version = -1
         """What the engines hold; -1 before the first push."""
 
@@ -51,7 +54,11 @@ class WeightSync:
         with timer.phase("open"):
             self._engines.call("begin_weights")
         with timer.phase("transfer"):
+            if not self._connected:
+                self._trainer.prepare_sync(self._setup)
+            self._connected = False
             stats = self._trainer.push_weights()
+            self._connected = True
         with timer.phase("commit"):
             self._engines.call("end_weights", policy_version)
         self.policy_version = policy_version

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megarl.megatron import platform
 from megarl.megatron.trainer import MegatronTrainer
 from megarl.megatron.work import SyncSetup
 from megarl.placement.grid import RankGrid
@@ -42,24 +41,10 @@ class WeightPusher:
         """Deliver the current weights.
 
         Returns:
-            What all ranks together moved; the most buckets and extra memory of any.
+            What this rank counted: a collective that adds them up would wait for ranks that have failed.
         """
         with torch.no_grad():
-            mine = self.strategy.push(self._trainer.tensors(), self._outlets)
-        counts = torch.tensor([mine.bytes_sent, mine.bytes_received, mine.bytes_delivered], device=platform.device())
-        most = torch.tensor([mine.buckets, mine.peak_extra_bytes], device=platform.device())
-        dist.all_reduce(counts)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        sent, received, delivered = (int(n) for n in counts.tolist())
-        buckets, peak = (int(n) for n in most.tolist())
-        assert sent == received, f"ranks sent {sent} bytes and received {received}"
-        return SyncStats(
-            bytes_sent=sent,
-            bytes_received=received,
-            bytes_delivered=delivered,
-            buckets=buckets,
-            peak_extra_bytes=peak,
-        )
+            return self.strategy.push(self._trainer.tensors(), self._outlets)
 
     def close(self) -> None:
         """Free the buffers."""

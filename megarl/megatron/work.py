@@ -13,9 +13,9 @@ from megarl.config.trainer import TrainerConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import WeightLayout
-from megarl.reshard.strategy import Outlets
+from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.workers.payload import Payload
-from megarl.workers.transfers import Transfer, from_output
+from megarl.workers.transfers import Transfer, from_output, to_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +110,22 @@ def split_by_dp(work: TrainWork, grid: RankGrid) -> list[TrainWork]:
 
 SPLIT_BY_DP: Transfer[TrainWork, TrainStats] = Transfer(split_by_dp, from_output)
 """Samples split over data-parallel replicas; one replica's answer, since workers reduce metrics themselves."""
+
+
+def total(results: Sequence[SyncStats], _: RankGrid) -> SyncStats:
+    """What all ranks together moved; the most buckets and extra memory of any."""
+    sent, received = (sum(getattr(r, name) for r in results) for name in ("bytes_sent", "bytes_received"))
+    assert sent == received, f"ranks sent {sent} bytes and received {received}"
+    return SyncStats(
+        bytes_sent=sent,
+        bytes_received=received,
+        bytes_delivered=sum(r.bytes_delivered for r in results),
+        buckets=max(r.buckets for r in results),
+        peak_extra_bytes=max(r.peak_extra_bytes for r in results),
+        messages=sum(r.messages for r in results),
+        collectives=sum(r.collectives for r in results),
+    )
+
+
+ADD_UP: Transfer[None, SyncStats] = Transfer(to_all, total)
+"""Every rank's part of a push."""

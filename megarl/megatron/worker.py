@@ -38,7 +38,7 @@ class TrainerWorker:
         self._pusher = WeightPusher(self._trainer, setup)
 
     def push_weights(self, _: None) -> SyncStats:
-        """Deliver the current weights as `prepare_sync` has planned; what all ranks together moved."""
+        """Deliver the current weights as `prepare_sync` has planned; what this rank counted."""
         assert self._pusher is not None, "push_weights needs prepare_sync first"
         return self._pusher.push()
 

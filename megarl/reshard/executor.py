@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import BoxBucket, BoxSlot, SharedBuffer, torch_dtype
+from megarl.reshard.bucket import BoxBucket, BoxSlot, DeviceBuffer, SharedBuffer, make_buffer, torch_dtype
 from megarl.reshard.layout import Box, extent, slices
 from megarl.reshard.ledger import Ledger
 from megarl.reshard.rounds import Gather, Hop, Part, Receive, Round, Send
@@ -52,10 +52,9 @@ class Memory:
         most = max((hop.bytes_sent for hop in hops), default=0)
         return cls(bucket, max(largest, min(most, limit - bucket)))
 
-    def total(self, *, receives: bool, on_device: bool) -> int:
-        """Of all of them; a GPU receives in its own memory first."""
-        buckets = 2 * max(self.bucket, mmap.PAGESIZE) if receives else 0
-        return buckets * (2 if on_device else 1) + 2 * self.staging
+    def total(self, *, receives: bool) -> int:
+        """Of all of them."""
+        return 2 * self.staging + (2 * max(self.bucket, mmap.PAGESIZE) if receives else 0)
 
 
 @dataclass
@@ -64,9 +63,10 @@ class _Flight:
 
     index: int
     round: Round
-    buffer: SharedBuffer | None
+    buffer: SharedBuffer | DeviceBuffer | None
+    """The bucket's memory, where an engine in another process reads it."""
     into: Tensor | None
-    """The bucket, or on a GPU its twin there; None: nothing is received."""
+    """The bucket; None: nothing is received."""
     waiting: list[InFlight] = field(default_factory=list)
     leaving: list[InFlight] = field(default_factory=list)
     """What is handed on from the bucket, which must not be overwritten before."""
@@ -112,16 +112,13 @@ class BoxExecutor:
         loader = None if isinstance(sink, Parameters) else sink
         every = chain(tensors.values(), (self._targets or {}).values())
         device = next((tensor.device for tensor in every), torch.device("cpu"))
-        on_device = device.type != "cpu"
-        num_bytes = self._memory.total(receives=sink is not None, on_device=on_device)
+        num_bytes = self._memory.total(receives=sink is not None)
         self.ledger.allocate(num_bytes)
         size = max(self._memory.bucket, mmap.PAGESIZE)
-        buffers = [SharedBuffer(size) for _ in range(2)] if loader is not None else []
-        spaces: list[Tensor | None] = [None, None]
-        if sink is not None:
-            in_memory = loader is None or on_device
-            spaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)] if in_memory else []
-            spaces = spaces or [buffer.bytes for buffer in buffers]
+        buffers = [make_buffer(size, device) for _ in range(2)] if loader is not None else []
+        spaces: list[Tensor | None] = [buffer.bytes for buffer in buffers] or [None, None]
+        if self._targets is not None:
+            spaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._staging = _Staging(self._memory.staging, device, self._wait)
         pending: list[Callable[[], None]] = [_nothing, _nothing]
         flights: list[_Flight | None] = [None, None]
@@ -182,8 +179,8 @@ class BoxExecutor:
         if not this.bucket_bytes:
             return loader.load_boxes(flight.index, None)
         assert flight.buffer is not None
-        if flight.into is not flight.buffer.bytes:
-            flight.buffer.bytes[: this.bucket_bytes].copy_(flight.into[: this.bucket_bytes])
+        if flight.into.is_cuda:
+            torch.cuda.current_stream(flight.into.device).synchronize()  # the engine reads on a stream of its own
         return loader.load_boxes(flight.index, BoxBucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
 
     def _target(self, slot: BoxSlot, flight: _Flight) -> Tensor:

@@ -120,7 +120,7 @@ def _of_rounds(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) ->
         bytes_received=sum(messages) + sum(gathers),
         bytes_delivered=sum(r.bytes_delivered for r in rounds),
         buckets=sum(bool(r.bucket_bytes) for r in rounds),
-        peak_extra_bytes=Memory.of(rounds, bucket_bytes).total(receives=receives, on_device=False),
+        peak_extra_bytes=Memory.of(rounds, bucket_bytes).total(receives=receives),
         messages=len(messages),
         collectives=len(gathers),
     )

@@ -39,7 +39,8 @@ def own_group(timeout_seconds: float) -> dist.ProcessGroup:
     Args:
         timeout_seconds: how long a sync may take.
     """
-    return dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+    return group
 
 
 @dataclass(frozen=True, slots=True)

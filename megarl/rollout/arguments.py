@@ -41,7 +41,6 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "device": spec.device,
         "dtype": spec.dtype,
         "tp_size": spec.tp,
-        "base_gpu_id": spec.base_gpu_id,
         "random_seed": spec.seed,
         "weight_version": str(spec.policy_version),
         "custom_weight_loader": [IMPORT_PATH],

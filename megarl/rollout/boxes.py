@@ -7,7 +7,6 @@ hash_boxes    what the parameters hold, box by box, to compare bit by bit
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import BoxBucket, BoxSlot, digest, dtype_name, map_bucket, torch_dtype
+from megarl.reshard.bucket import BoxBucket, BoxSlot, digest, dtype_name, identify_memory, map_bucket, torch_dtype
 from megarl.reshard.layout import Box, TensorSpec, contains, extent, slices
 from megarl.rollout.ballot import Ballot
 from megarl.rollout.coverage import Coverage
@@ -33,8 +32,8 @@ class Session:
     number: int = -1
     written: dict[tuple[str, int], Coverage] = field(default_factory=dict)
     """By tensor and number of dimensions."""
-    mapped: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
-    """Buckets by device, inode and size: mapping one anew costs as much as copying a good part of it."""
+    mapped: dict[tuple[int | str, ...], Tensor] = field(default_factory=dict)
+    """Buckets by what tells their memory apart: mapping one anew costs as much as copying a good part of it."""
 
     def coverage(self, target: Target, box: Box) -> Coverage:
         """Of the tensor, seen with as many dimensions as the box has."""
@@ -61,11 +60,10 @@ def write_boxes(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) ->
         ballot.agree(ready=True)
         return
     bucket = decode_boxes(order["bucket"])
-    stat = os.stat(bucket.path)
-    if stat.st_size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
-        reply.error = f"{bucket.path} needs {bucket.num_bytes} bytes, got {stat.st_size}"
+    key, size = identify_memory(bucket)
+    if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
+        reply.error = f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}"
         return
-    key = (stat.st_dev, stat.st_ino, bucket.num_bytes)
     if key not in session.mapped:
         session.mapped[key] = map_bucket(bucket)
     data, targets = session.mapped[key], find_targets(model)

@@ -29,7 +29,6 @@ class EngineSpec:
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction: float | None = None
-    base_gpu_id: int = 0
     port: int | None = None
     """Of the engine's process group. None: any free one."""
     seed: int = 0

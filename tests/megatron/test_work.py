@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.losses import Denominators
-from megarl.megatron.work import SPLIT_BY_DP, MiniBatch, SampleRef, TrainStats, TrainWork, split_by_dp
+from megarl.megatron.work import ADD_UP, SPLIT_BY_DP, MiniBatch, SampleRef, TrainStats, TrainWork, split_by_dp
 from megarl.placement.grid import RankGrid
+from megarl.reshard.strategy import SyncStats
 
 GRIDS = [
     RankGrid(),
@@ -72,3 +73,11 @@ def test_the_answer_is_that_of_the_first_replicas_last_stage() -> None:
     grid = RankGrid(tp=2, dp=2, pp=2)
     results = [TrainStats(metrics={"rank": rank}, num_tokens=1) for rank in range(8)]
     assert SPLIT_BY_DP.collect(results, grid).metrics == {"rank": 4}
+
+
+def test_what_ranks_counted_in_a_push_is_added_up():
+    first = SyncStats(bytes_sent=3, bytes_received=1, bytes_delivered=4, buckets=2, peak_extra_bytes=10, messages=1)
+    second = SyncStats(bytes_sent=1, bytes_received=3, bytes_delivered=5, buckets=3, peak_extra_bytes=7, collectives=2)
+    assert ADD_UP.collect([first, second], RankGrid(dp=2)) == SyncStats(
+        bytes_sent=4, bytes_received=4, bytes_delivered=9, buckets=3, peak_extra_bytes=10, messages=1, collectives=2
+    )

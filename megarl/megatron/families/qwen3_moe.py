@@ -49,7 +49,8 @@ class Qwen3MoeModel(Decoder):
             ),
             experts=MixtureOfExperts(
                 hidden_size=hidden,
-                num_experts=int(config["num_experts"]),
+                # transformers 5 writes the second name
+                num_experts=int(config["num_experts"] if "num_experts" in config else config["num_local_experts"]),
                 ffn_size=int(config["moe_intermediate_size"]),
             ),
             mlp=GatedMlp(hidden_size=hidden, ffn_size=int(config["intermediate_size"])),

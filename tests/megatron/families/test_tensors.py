@@ -62,6 +62,8 @@ def test_what_cannot_be_trained_yet_can_be_planned() -> None:
     with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM cannot be trained yet; supported are Qwen2"):
         DenseModel.from_hf(QWEN3_MOE, origin="test")
     assert read_family(QWEN3_MOE, origin="test").num_experts == 8
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
+    assert read_family(renamed, origin="test").num_experts == 8
 
 
 @pytest.mark.parametrize(
