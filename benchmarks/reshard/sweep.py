@@ -66,6 +66,8 @@ weights.
 - `gather_hf`, what verl and slime do: every rank gathers all tensors whole, one by one, and keeps its engine's part.
 - `megatron_core`: `megatron.core.resharding` of the installed megatron-core between two of its models. Its memory is a
   lower bound.
+- The engine's parameters are in the rank's own process, as `megatron_core`'s are: `--hand-over shared-memory` puts them
+  behind the buckets that SGLang's processes read. `gather_hf` uses such buckets in both cases.
 - "MB in bound": what a rank lacks, placed as that strategy places engines.
 """
 
