@@ -116,12 +116,12 @@ def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[Decoder, Scen
 
 
 def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
-    """Traced by rank 0, for all."""
+    """As SGLang lays it out on GPUs, traced by rank 0 for all."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
         from megarl.rollout.trace import trace_layouts
 
-        out = [trace_layouts(model, tp=tp, ep=ep, dtype=dtype)]
+        out = [trace_layouts(model, tp=tp, ep=ep, device="cuda", dtype=dtype)]
     dist.broadcast_object_list(out)
     return out[0]
 
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="of all strategies, leave out these")
     parser.add_argument("--repeats", type=int, default=5, help=f"syncs, at least {LEAST_SYNCS}")
     parser.add_argument("--nodes", type=int, default=1, help="machines to count for; ranks are spread evenly")
-    parser.add_argument("--bucket-mb", type=float, default=256)
+    parser.add_argument("--bucket-mb", type=float, default=32, help="2**20 bytes")
     parser.add_argument(
         "--hand-over",
         choices=get_args(HandOver),

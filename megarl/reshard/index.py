@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -83,6 +82,7 @@ class SyncIndex:
         """
         self.topology, self.groups, self.relay = topology, tuple(map(tuple, groups)), relay
         self.group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
+        self._fans: dict[tuple[int, int], Fan] = {}
         self.sources = sources
         layouts = _distinct([needs[rank] for rank in sorted(needs)], sorted(needs))
         specs: dict[str, TensorSpec] = {}
@@ -115,7 +115,7 @@ class SyncIndex:
         self.held = every.take(starts)
         """Each distinct box once, sorted by tensor."""
         self.held_by, self.holders = _rank_sets(of_layout, starts, [ranks for _, ranks in layouts])
-        self.held_start, self.held_count = _extents(self.held.tensor, len(self.names))
+        self.held_start, self.held_count = extents(self.held.tensor, len(self.names))
 
     def _boxes(self, table: PieceTable, order: Ints | None = None) -> Boxes:
         """The table's pieces of tensors that are needed, sorted by tensor, or by `order` of the tensor."""
@@ -246,15 +246,14 @@ class SyncIndex:
 
     # -- who serves whom
 
-    @cached_property
-    def fan(self) -> Any:
-        """(number of the holders, number of the audience) -> their `Fan`, made once."""
-
-        @cache
-        def make(holders: int, audience: int) -> Fan:
-            return Fan(self.holders[holders], self.audiences[audience], self.topology, self.group_of, relay=self.relay)
-
-        return make
+    def fan(self, holders: int, audience: int) -> Fan:
+        """Of the sets with these numbers; made once."""
+        key = holders, audience
+        if key not in self._fans:
+            self._fans[key] = Fan(
+                self.holders[holders], self.audiences[audience], self.topology, self.group_of, relay=self.relay
+            )
+        return self._fans[key]
 
 
 def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
@@ -282,10 +281,6 @@ def _join(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
 
 def extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
     """By tensor, its first row in the sorted array `tensor`, and its rows there."""
-    return _extents(tensor, count)
-
-
-def _extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
     starts = np.searchsorted(tensor, np.arange(count + 1))
     return starts[:-1], np.diff(starts)
 

@@ -122,8 +122,3 @@ class Ledger:
             messages=self.messages,
             collectives=self.collectives,
         )
-
-    @property
-    def extra_bytes(self) -> int:
-        """Temporary memory that is still allocated."""
-        return self._extra_bytes

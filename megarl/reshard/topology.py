@@ -85,11 +85,6 @@ class Fan:
         """Which other ranks of `among`, all of them needers, `source` sends to in the hop."""
         return [rank for rank in among if rank != source and self.source(rank, turn) == (source, hop)]
 
-    @property
-    def relays(self) -> bool:
-        """True where a rank hands on what it has fetched."""
-        return any(len(peers) > 1 for _, _, peers in self._choices.values())
-
 
 def _gather(ranks: Sequence[int], place_of: Sequence[int] | Mapping[int, int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
