@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 
 from megarl.algorithms.losses import Denominators
 from megarl.batch.balance import plan_micro_batches
@@ -114,17 +116,10 @@ SPLIT_BY_DP: Transfer[TrainWork, TrainStats] = Transfer(split_by_dp, from_output
 
 def total(results: Sequence[SyncStats], _: RankGrid) -> SyncStats:
     """What all ranks together moved; the most buckets and extra memory of any."""
-    sent, received = (sum(getattr(r, name) for r in results) for name in ("bytes_sent", "bytes_received"))
+    together = reduce(add, results)
+    sent, received = together.bytes_sent, together.bytes_received
     assert sent == received, f"ranks sent {sent} bytes and received {received}"
-    return SyncStats(
-        bytes_sent=sent,
-        bytes_received=received,
-        bytes_delivered=sum(r.bytes_delivered for r in results),
-        buckets=max(r.buckets for r in results),
-        peak_extra_bytes=max(r.peak_extra_bytes for r in results),
-        messages=sum(r.messages for r in results),
-        collectives=sum(r.collectives for r in results),
-    )
+    return replace(together, buckets=max(r.buckets for r in results))
 
 
 ADD_UP: Transfer[None, SyncStats] = Transfer(to_all, total)

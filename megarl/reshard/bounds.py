@@ -27,11 +27,6 @@ class Lacking:
     """Each box once: what a plan brings, which differs where boxes that are needed overlap in part."""
 
 
-def missing_bytes(held: Layouts, needed: Layouts) -> int:
-    """Bytes of the union of `needed` that the union of `held` lacks."""
-    return Demand(needed).lacking(held, needed).elements
-
-
 def rank_bounds(sources: Layouts, needs: Mapping[int, WeightLayout]) -> dict[int, int]:
     """By rank, the bytes that it has to receive."""
     demand = Demand(needs.values())

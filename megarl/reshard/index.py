@@ -138,15 +138,14 @@ class SyncIndex:
             self._last_numbers = names, np.array([self._number.get(name, -1) for name in names], np.int64)
         return self._last_numbers[1]
 
-    def held_by_rank(self, rank: int) -> tuple[Boxes, Ints, tuple[str, ...]]:
-        """What `rank` holds, the number of each box among the holdings, and the names of the local tensors."""
-        table = self.sources[rank].table
-        mine = self._boxes(table)
+    def held_by_rank(self, rank: int) -> tuple[Boxes, Ints]:
+        """What `rank` holds, and the number of each box among the holdings."""
+        mine = self._boxes(self.sources[rank].table)
         at, of = _join(mine, self.held_start, self.held_count)
         same = (mine.start[at] == self.held.start[of]).all(axis=1) & (mine.stop[at] == self.held.stop[of]).all(axis=1)
         at, of = at[same], of[same]
         _, once = np.unique(of, return_index=True)  # the same box under two names
-        return mine.take(at[once]), of[once], table.locals
+        return mine.take(at[once]), of[once]
 
     def _interleave(self) -> Ints:
         """By tensor, when it travels: tensors of different holders take turns, so that all of them always send.

@@ -77,7 +77,7 @@ def plan_rank(index: SyncIndex, rank: int) -> RankPlan:
     Raises:
         WeightSyncError: no rank holds an element that it needs; names the tensor and the box.
     """
-    mine, held_rows, _ = index.held_by_rank(rank)
+    mine, held_rows = index.held_by_rank(rank)
     receives, own, own_boxes = _receives(index, rank, mine, held_rows)
     gathered, group = _find_gathers(index, rank, receives)
     sends = _sends(index, rank, mine, held_rows)
@@ -109,16 +109,13 @@ def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> Moves:
     """Of what it holds, and of what it fetches for its machine."""
     found = []
     own_start, own_count = extents(mine.tensor, len(index.names))
-    my_class = index.classes[index.class_of[rank]] if rank in index.class_of else None
-    node = index.topology.nodes[rank]
+    fetches_for = _audiences_to_relay(index, rank) if index.relay and rank in index.class_of else ()
     for need in index.classes:
         some = np.flatnonzero(own_count[need.boxes.tensor])
         found += _served(index, rank, need, some, mine, own_start, own_count, held_rows, hop=0)
-        fetches = index.relay and my_class is not None
-        if not fetches or not any(index.topology.nodes[r] == node and r != rank for r in need.ranks):
-            continue
-        shared = np.flatnonzero(np.isin(need.audience, _audiences_to_relay(index, rank, node)))
-        found += _served(index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1)
+        if len(fetches_for) and any(index.topology.same_node(rank, r) and r != rank for r in need.ranks):
+            shared = np.flatnonzero(np.isin(need.audience, fetches_for))
+            found += _served(index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1)
     if not found:
         return _nothing(index.width)
     moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
@@ -158,13 +155,13 @@ def _served(
     return [_from(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
 
 
-def _audiences_to_relay(index: SyncIndex, rank: int, node: int) -> Ints:
+def _audiences_to_relay(index: SyncIndex, rank: int) -> Ints:
     """Numbers of the audiences that have `rank` and another rank of its machine."""
     return np.array(
         [
             number
             for number, ranks in enumerate(index.audiences)
-            if rank in ranks and sum(index.topology.nodes[r] == node for r in ranks) > 1
+            if rank in ranks and sum(index.topology.same_node(rank, r) for r in ranks) > 1
         ],
         np.int64,
     )

@@ -154,7 +154,7 @@ class _Builder:
         self._index, self._plan = index, plan
         self._dims = [len(spec.shape) for spec in index.specs]
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
-        self._need_locals, self._source_locals = need, index.held_by_rank(plan.rank)[2]
+        self._need_locals, self._source_locals = need, index.sources[plan.rank].table.locals
         receives, sends, held = plan.receives, plan.sends, plan.held
         self._held_row = dict(zip(plan.own.tolist(), range(len(plan.own)), strict=True))
         self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)

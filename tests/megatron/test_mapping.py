@@ -93,7 +93,7 @@ def test_pieces_are_where_the_elements_are(tp: int, family: dict[str, Any]) -> N
     hf = random_tensors(model)
     held = {name: np.zeros(array.shape, int) for name, array in hf.items()}
     shards = shards_of(hf, model, tp)
-    assert set(shards[0]) == set(model.parameter_names())
+    assert set(shards[0]) == set(model.maps())
     for rank, shard in enumerate(shards):
         for name, parameter in shard.items():
             covered = np.zeros(parameter.shape, int)

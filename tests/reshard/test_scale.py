@@ -17,25 +17,8 @@ from megarl.reshard.bucket import torch_dtype
 from megarl.reshard.cache import cached_plan, forget_plans
 from megarl.reshard.layout import PieceTable, WeightLayout, intersect, volume
 from megarl.reshard.topology import Topology
+from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
-CONFIG = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "num_nextn_predict_layers": 1,
-    "vocab_size": 129280,
-}
 GEN_RANKS, GEN_TP, RANKS_OF_A_MACHINE = 1024, 32, 8
 BUCKET = 1 << 28
 BY_COLUMNS = ("o_proj", "down_proj")
@@ -46,7 +29,7 @@ ON_EVERY_RANK = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 def sources():
     grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
     assert grid.size == 2048
-    return trainer_layouts(read_family(CONFIG, origin="test"), grid, "bfloat16", PipelineSplit(last=1))
+    return trainer_layouts(read_family(PUBLISHED_DEEPSEEK_V3, origin="test"), grid, "bfloat16", PipelineSplit(last=1))
 
 
 @pytest.fixture(scope="module")

@@ -66,10 +66,6 @@ class Decoder(ABC):
             rest += [f"mtp.layers.{i}.{name}" for name in _OF_MTP]
         return maps | {name: self.parameter_map(name) for name in rest}
 
-    def parameter_names(self) -> list[str]:
-        """megatron-core's names of all parameters, and of the buffers that a checkpoint holds."""
-        return list(self.maps())
-
     def tensors(self, dtype: str) -> dict[str, TensorSpec]:
         """Every Hugging Face tensor, in the order of the layers; tied embeddings appear once."""
         return tensors_of(self.maps().values(), dtype)

@@ -278,15 +278,7 @@ class GatherHf:
                 ledger.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
         for wait in [*pending[0], *pending[1]]:
             wait()
-        return SyncStats(
-            bytes_sent=ledger.bytes_sent,
-            bytes_received=ledger.bytes_received,
-            bytes_delivered=ledger.bytes_delivered,
-            buckets=ledger.buckets,
-            peak_extra_bytes=ledger.peak_extra_bytes,
-            messages=ledger.messages,
-            collectives=ledger.collectives,
-        )
+        return ledger.stats()
 
     def _takes_part(self, gather: TensorGather) -> bool:
         return self._places[gather.kind].takes_part

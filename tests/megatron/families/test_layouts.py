@@ -14,7 +14,7 @@ from megarl.megatron.families.read import read_family
 from megarl.megatron.families.stages import PipelineSplit
 from megarl.placement.grid import RankGrid
 from megarl.reshard.layout import slices
-from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, tiny
+from tests.megatron.families.tiny import CONFIGS, PUBLISHED_DEEPSEEK_V3, tiny
 
 GRIDS = [
     (RankGrid(), PipelineSplit()),
@@ -62,23 +62,7 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 
 def test_deepseek_v3_on_2048_ranks_takes_no_time() -> None:
-    published = {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 3,
-    }
-    model = read_family(DEEPSEEK_V3 | published, origin="test")
+    model = read_family(PUBLISHED_DEEPSEEK_V3, origin="test")
     grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
     before = time.process_time()
     layouts = trainer_layouts(model, grid, "bfloat16", PipelineSplit(last=1))
