@@ -16,7 +16,7 @@ import psutil
 
 from megarl import __version__
 from megarl.cli.output import console
-from megarl.controller.machine import visible_gpus
+from megarl.placement.machine import visible_gpus
 
 REQUIRED = (
     "torch",

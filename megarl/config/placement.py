@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from pydantic import Field, model_validator
@@ -16,10 +15,26 @@ Place = Literal["critic", "cost_critic", "reference", "reward_models", "teacher"
 
 
 class PoolConfig(Section):
-    """Further slots, of a group of processes of its own."""
+    """Slots of one group of processes. A slot is one GPU, or one worker process on a machine without."""
 
     nodes: int = Field(default=1, ge=1)
     slots_per_node: int = Field(default=1, ge=1)
+
+    labels: dict[str, str] = Field(default={})
+    """Only nodes that Ray knows under these labels, such as `megarl.het-group: "1"`."""
+
+    nvlink_domain_nodes: int = Field(default=1, ge=1)
+    """Nodes that one NVLink domain joins, such as 18 in a GB200 NVL72: so many of the pool's nodes in a row are of one
+    domain (Ray's label `megarl.nvlink-domain`), and tensor-parallel groups may span them."""
+
+    @model_validator(mode="after")
+    def _domains_divide(self) -> PoolConfig:
+        if self.nodes % self.nvlink_domain_nodes:
+            raise ValueError(
+                f"nvlink_domain_nodes needs to divide nodes, got {self.nodes} % {self.nvlink_domain_nodes} = "
+                f"{self.nodes % self.nvlink_domain_nodes}"
+            )
+        return self
 
     @property
     def slots(self) -> int:
@@ -34,20 +49,22 @@ class RolePlacement(Section):
     """`main`: in the trainer's processes. Else one of `placement.pools`."""
 
 
-class PlacementConfig(Section):
-    """What runs where. A slot is one GPU, or one worker process on a machine without."""
+class PlacementConfig(PoolConfig):
+    """What runs where: the trainer's slots, which all share that have no pool of their own, and further pools.
 
-    type: Literal["colocated"] = "colocated"
-    """`colocated`: trainer ranks and engines share the slots."""
-
-    nodes: int = Field(default=1, ge=1)
-    slots_per_node: int = Field(default=1, ge=1)
+    colocated        {nodes: 2, slots_per_node: 8}
+    disaggregated    the same, with pools: {b: {nodes: 4, slots_per_node: 8}}, rollout: {pool: b}
+    mixed            colocated, with pools: {c: {slots_per_node: 8}}, critic: {pool: c}
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda where the cluster has GPUs, else cpu."""
 
     pools: dict[str, PoolConfig] = Field(default={})
-    """Name -> further slots, for models that do not share the trainer's."""
+    """Name -> further slots, for what does not share the trainer's."""
+
+    rollout: RolePlacement = RolePlacement()
+    """The engines. In a pool of their own they receive weights over the network."""
 
     critic: RolePlacement = RolePlacement()
     cost_critic: RolePlacement = RolePlacement()
@@ -66,26 +83,33 @@ class PlacementConfig(Section):
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """How long to wait for the cluster to grant the slots and for workers to start."""
 
+    node_checks: bool | None = None
+    """Before anything heavy starts, ask every node for its versions, paths, clock and memory, and have all of them
+    reduce a number together. Default: where the cluster has several nodes."""
+
+    node_check_timeout_seconds: float = Field(default=60.0, gt=0)
+    """How long a node may take to answer, and the reduction to arrive."""
+
     @model_validator(mode="after")
     def _pools_are_used(self) -> PlacementConfig:
         if MAIN_POOL in self.pools:
             raise ValueError(
                 f"pools.{MAIN_POOL}: this is what nodes and slots_per_node describe, the slots of trainer and engines"
             )
-        for place, role in self.places.items():
+        places = {"rollout": self.rollout} | self.places
+        for place, role in places.items():
             if role.pool not in (MAIN_POOL, *self.pools):
                 raise ValueError(f"{place}.pool needs one of {[MAIN_POOL, *sorted(self.pools)]}, got {role.pool!r}")
-        unused = sorted(self.pools.keys() - {role.pool for role in self.places.values()})
+        unused = sorted(self.pools.keys() - {role.pool for role in places.values()})
         if unused:
             raise ValueError(
-                f"pools.{unused[0]}: no model lives there; give it to one of {', '.join(get_args(Place))}, or leave it "
-                "out"
+                f"pools.{unused[0]}: nothing lives there; give it to one of {', '.join(places)}, or leave it out"
             )
         return self
 
     @property
-    def places(self) -> Mapping[Place, RolePlacement]:
-        """Where each kind of model lives."""
+    def places(self) -> dict[str, RolePlacement]:
+        """Where each kind of model lives, by `Place`."""
         return {place: getattr(self, place) for place in get_args(Place)}
 
     def sized(self, smallest_world: int) -> PlacementConfig:
@@ -95,24 +119,22 @@ class PlacementConfig(Section):
         return self.model_copy(update={"slots_per_node": smallest_world})
 
     @property
-    def slots(self) -> int:
-        """All of them: nodes * slots_per_node."""
-        return self.nodes * self.slots_per_node
+    def all_pools(self) -> dict[str, PoolConfig]:
+        """Every pool by name, `main` first."""
+        return {MAIN_POOL: self, **self.pools}
 
     @property
     def all_slots(self) -> int:
         """Those of every pool."""
-        return self.slots + sum(pool.slots for pool in self.pools.values())
-
-    def of_pool(self, name: str) -> PlacementConfig:
-        """The same with the slots of one pool."""
-        if name == MAIN_POOL:
-            return self
-        pool = self.pools[name]
-        return self.model_copy(update={"nodes": pool.nodes, "slots_per_node": pool.slots_per_node, "pools": {}})
+        return sum(pool.slots for pool in self.all_pools.values())
 
 
-def require_layout(parallel: ParallelConfig, pool: PoolConfig | PlacementConfig, *, key: str, where: str) -> None:
+def pool_key(name: str) -> str:
+    """Where the configuration describes the pool."""
+    return "placement" if name == MAIN_POOL else f"placement.pools.{name}"
+
+
+def require_layout(parallel: ParallelConfig, pool: PoolConfig, *, key: str, where: str) -> None:
     """Return if `parallel` divides the slots of `pool`.
 
     Args:
@@ -135,4 +157,14 @@ def require_layout(parallel: ParallelConfig, pool: PoolConfig | PlacementConfig,
             f"{key} etp * ep needs to divide the ranks of a pipeline stage, got etp * ep = {p.expert_tp} * {p.ep} = "
             f"{experts}, slots / pp = {slots} / {p.pp} = {stage}, {stage} % {experts} = {stage % experts}"
             + ("; etp is tp where it is not given" if p.etp is None and p.tp > 1 else "")
+        )
+    near, joined = pool.slots_per_node * pool.nvlink_domain_nodes, pool.nvlink_domain_nodes
+    if pool.nodes > joined and near % p.tp:
+        raise ValueError(
+            f"{key} tp needs to divide the slots of a node, so that no tensor-parallel group crosses nodes, got "
+            f"{where} slots_per_node % tp = {near} % {p.tp} = {near % p.tp}"
+            if joined == 1
+            else f"{key} tp needs to divide the slots of an NVLink domain, so that no tensor-parallel group crosses "
+            f"domains, got {where} slots_per_node * nvlink_domain_nodes % tp = {pool.slots_per_node} * {joined} % "
+            f"{p.tp} = {near % p.tp}"
         )

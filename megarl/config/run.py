@@ -14,7 +14,7 @@ from megarl.config.algorithm import (
 from megarl.config.data import DataConfig
 from megarl.config.limits import LimitsConfig
 from megarl.config.model import ModelConfig
-from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, require_layout
+from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
 from megarl.config.reward import RewardsConfig
 from megarl.config.roles import Role, roles_of
 from megarl.config.rollout import RolloutConfig
@@ -42,20 +42,20 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _world_divides(self) -> StageConfig:
-        there = {role.place for role in self.roles}
+        there: set[str] = {role.place for role in self.roles}
         for place, placed in self.placement.places.items():
             if placed.pool != MAIN_POOL and place not in there:
                 raise ValueError(f"placement.{place}.pool is {placed.pool!r}, and the run has no such model")
+        if self.placement.rollout.pool != MAIN_POOL and not isinstance(self, RunConfig):
+            raise ValueError(f"placement.rollout.pool is {self.placement.rollout.pool!r}, and the stage has no engines")
         require_layout(self.trainer.parallel, self.placement, key="trainer.parallel", where="placement")
         for role in self.roles:
-            pool: PlacementConfig | PoolConfig
-            if role.pool == MAIN_POOL:
-                pool, where = self.placement, "placement"
-            else:
-                pool, where = self.placement.pools[role.pool], f"placement.pools.{role.pool}"
             own = role.parallel_key.startswith(role.key)
             require_layout(
-                role.parallel, pool, key=role.parallel_key if own else f"trainer.parallel, for {role.key},", where=where
+                role.parallel,
+                self.placement.all_pools[role.pool],
+                key=role.parallel_key if own else f"trainer.parallel, for {role.key},",
+                where=pool_key(role.pool),
             )
         return self
 
@@ -101,18 +101,24 @@ class RunConfig(StageConfig):
 
     @model_validator(mode="after")
     def _engines_fit(self) -> RunConfig:
-        need = self.rollout.tp * self.rollout.replicas
-        if need > self.placement.slots:
+        tp, replicas, pool = self.rollout.tp, self.rollout.replicas, self.rollout_pool
+        key = pool_key(self.placement.rollout.pool)
+        if tp * replicas > pool.slots:
             raise ValueError(
-                f"rollout needs tp * replicas <= slots, got {self.rollout.tp} * {self.rollout.replicas} = {need} > "
-                f"{self.placement.slots} (placement.nodes * placement.slots_per_node)"
+                f"rollout needs tp * replicas <= slots, got {tp} * {replicas} = {tp * replicas} > {pool.slots} "
+                f"({key}.nodes * {key}.slots_per_node)"
             )
-        if self.rollout.tp > self.placement.slots_per_node:
+        if tp > pool.slots_per_node:
             raise ValueError(
-                f"rollout.tp needs to fit one node, got rollout.tp = {self.rollout.tp} > placement.slots_per_node = "
-                f"{self.placement.slots_per_node}"
+                f"rollout.tp needs to fit one node, got rollout.tp = {tp} > {key}.slots_per_node = "
+                f"{pool.slots_per_node}"
             )
         return self
+
+    @property
+    def rollout_pool(self) -> PoolConfig:
+        """Where the engines are."""
+        return self.placement.all_pools[self.placement.rollout.pool]
 
     @model_validator(mode="after")
     def _terms_exist(self) -> RunConfig:

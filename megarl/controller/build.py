@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import DpoConfig, RunConfig, StageConfig
+from megarl.config.placement import MAIN_POOL
 from megarl.controller.engines import EngineGroup
 from megarl.controller.events import EventLog
 from megarl.controller.model_folder import model_head, read_decoder, read_hf_config
@@ -24,7 +25,7 @@ from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.work import ModelSpec, TrainerSpec
 from megarl.megatron.worker import FrozenWorker
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import reserve
+from megarl.placement.pool import reserve, reserve_pools
 from megarl.reshard.placement import consecutive_servers
 from megarl.tracking.phases import PhaseTimer
 from megarl.workers.group import Group, Processes, WorkerProcesses
@@ -97,12 +98,13 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
     """Trainer, engines and rollout workers, up and idle; the data read. `closing` ends what must end in order."""
     timer = PhaseTimer()
     with timer.phase("start", waiting=True):
-        pool = reserve(config.placement)
+        pools = reserve_pools(config.placement, config.placement.all_pools)
+        pool = pools[MAIN_POOL]
         processes = rank_processes(pool, "trainer")
         trainer = trainer_on(config, processes)
         engines = EngineGroup(config, pool, choose_servers(config, pool, trainer.grid))
         closing.callback(engines.shutdown)
-        models, starting = Models.start(config, processes)
+        models, starting = Models.start(config, processes, pools)
         starting.append(trainer.start_workers(trainer_spec(config)))
         rollout = RolloutGroup(config, engines)
         prompts, held_out = _read_prompts(config)
@@ -125,7 +127,7 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
 
 def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
     """Engines that serve the model folder as it is, and the held-out prompts; `closing` as in `build_policy_run`."""
-    pool = reserve(config.placement)
+    (pool,) = reserve_pools(config.placement, {config.placement.rollout.pool: config.rollout_pool}).values()
     servers = consecutive_servers(config.rollout.replicas, gen_tp=config.rollout.tp)
     engines = EngineGroup(config, pool, [group for (group,) in servers])
     closing.callback(engines.shutdown)

@@ -18,7 +18,7 @@ from megarl.config.placement import PlacementConfig
 from megarl.config.preference import DpoConfig, PreferenceConfig, RmConfig
 from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, PythonRewardConfig
 from megarl.config.run import RunConfig, StageConfig
-from megarl.controller.machine import visible_gpus
+from megarl.placement.machine import visible_gpus
 from megarl.controller.model_folder import model_head, read_decoder, read_hf_config, weight_problems
 from megarl.controller.role_checks import role_problems
 from megarl.controller.tiny_model import will_write_model, write_missing_model

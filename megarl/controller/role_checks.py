@@ -37,7 +37,7 @@ def role_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig, role: Role, model: Decoder, *, same: bool) -> Iterator[str]:
-    slots = config.placement.of_pool(role.pool).slots
+    slots = config.placement.all_pools[role.pool].slots
     for problem in parallel_problems(model, role.parallel, slots):
         if role.parallel_key == "trainer.parallel":
             yield problem if same else f"{role.key}: {problem}"
@@ -48,7 +48,7 @@ def _layout(config: RunConfig, role: Role, model: Decoder, *, same: bool) -> Ite
 
 
 def _batches(config: RunConfig, role: Role) -> Iterator[str]:
-    a, slots = config.algorithm, config.placement.of_pool(role.pool).slots
+    a, slots = config.algorithm, config.placement.all_pools[role.pool].slots
     dp = slots // role.parallel.model_size
     trajectories = a.prompts_per_step * a.group_size // a.mini_batches
     # where the policy has as many, it has said so

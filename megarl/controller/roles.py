@@ -16,7 +16,7 @@ from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.work import ModelSpec, TrainerSpec
 from megarl.megatron.worker import FrozenWorker, TrainerWorker
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import reserve
+from megarl.placement.pool import SlotPool
 from megarl.workers.group import Pending, WorkerGroup, WorkerProcesses
 
 
@@ -30,17 +30,20 @@ class Models:
     """Names of those with slots of their own."""
 
     @classmethod
-    def start(cls, config: RunConfig, processes: WorkerProcesses) -> tuple[Models, list[Pending[None]]]:
+    def start(
+        cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool]
+    ) -> tuple[Models, list[Pending[None]]]:
         """All of them, and what to wait for until they are built.
 
         Args:
             processes: the trainer's, which models share that have no slots of their own.
+            pools: slots by the name of their pool.
         """
-        of_pool, places = {MAIN_POOL: processes}, config.placement.model_copy(update={"device": processes.pool.device})
+        of_pool = {MAIN_POOL: processes}
         trained, frozen, apart, starting = {}, {}, set(), []
         for role in roles_of(config):
             if role.pool not in of_pool:
-                of_pool[role.pool] = rank_processes(reserve(places.of_pool(role.pool)), role.pool)
+                of_pool[role.pool] = rank_processes(pools[role.pool], role.pool)
             if role.pool != MAIN_POOL:
                 apart.add(role.name)
             processes = of_pool[role.pool]

@@ -30,7 +30,7 @@ from megarl.config.tracking import TrackingConfig
 from megarl.controller.cluster import terminated_is_interrupted
 from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.launch import STOP_SECONDS, prepare_run, show
-from megarl.controller.machine import visible_gpus
+from megarl.placement.machine import visible_gpus
 from megarl.controller.trainer_group import rank_environment
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.megatron import platform

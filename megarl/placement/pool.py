@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,16 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.placement import PlacementConfig
+from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
+from megarl.placement.assign import assign_nodes
+from megarl.placement.nodes import ClusterNode, cluster_nodes
 
 SPARE_CPUS = 2
 """CPU slots that a local cluster gets beyond the pool's, for the controller and light workers."""
+
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray's own label of every node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotPool:
-    """The slots of a run, in rank order."""
+    """The slots of a pool, in rank order."""
 
     group: Any
-    """Ray's placement group, one bundle a slot."""
+    """Ray's placement group of the whole run, one bundle a slot."""
     slots: tuple[Slot, ...]
     device: str
     """`cpu` or `cuda`."""
@@ -68,46 +73,71 @@ def _store_bytes() -> int:
     return int(max(128 * 2**20, min(2 * 2**30, stat.f_bavail * stat.f_frsize // 4)))
 
 
-def resolve_device(config: PlacementConfig) -> str:
+def resolve_device(config: PlacementConfig, nodes: Sequence[ClusterNode]) -> str:
     """`cpu` or `cuda`, from the configuration and what the cluster reports.
 
     Raises:
         ConfigError: cuda was asked for, and the cluster has too few GPUs.
     """
-    gpus = ray.cluster_resources().get("GPU", 0)
+    gpus = sum(node.gpus for node in nodes)
     if config.device == "cuda" and gpus < config.all_slots:
-        raise ConfigError(f"placement.device: cuda needs {config.all_slots} GPUs in the cluster, got {gpus:g}")
+        raise ConfigError(f"placement.device: cuda needs {config.all_slots} GPUs in the cluster, got {gpus}")
     if config.device == "auto":
         return "cuda" if gpus >= config.all_slots else "cpu"
     return config.device
 
 
 def reserve(config: PlacementConfig) -> SlotPool:
-    """Wait for the cluster to grant all slots at once.
+    """The slots of a run that has but one pool; see `reserve_pools`."""
+    assert not config.pools, f"reserve_pools is for {sorted(config.pools)}"
+    return reserve_pools(config, config.all_pools)[MAIN_POOL]
+
+
+def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> dict[str, SlotPool]:
+    """Wait for the cluster to grant the slots of `pools` at once.
 
     Raises:
-        WorkerError: it did not within `start_timeout_seconds`.
+        ConfigError: it does not have them, by pool.
+        WorkerError: it did not grant them within `start_timeout_seconds`.
     """
-    device = resolve_device(config)
-    bundle = {"CPU": 1.0, "GPU": 1.0} if device == "cuda" else {"CPU": 1.0}
-    group = placement_group([bundle] * config.slots, strategy="STRICT_PACK" if config.nodes == 1 else "PACK")
-    if not group.wait(config.start_timeout_seconds):
-        have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
-        raise WorkerError(
-            f"placement needs {config.slots} slots of {bundle}, the cluster did not grant them within "
-            f"{config.start_timeout_seconds:g} s; it has {have}"
-        )
-    gpus = bundle.get("GPU", 0.0)
-    return SlotPool(group, tuple(Slot(i, 1.0, gpus, *_locate(group, i, gpus)) for i in range(config.slots)), device)
-
-
-def _locate(group: Any, bundle: int, gpus: float) -> tuple[str, int | None]:
-    def look() -> tuple[str, int | None]:
-        ids = ray.get_gpu_ids()
-        return ray.get_runtime_context().get_node_id(), int(ids[0]) if ids else None
-
-    strategy = PlacementGroupSchedulingStrategy(group, bundle)
-    where: tuple[str, int | None] = ray.get(
-        ray.remote(look).options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
+    nodes = cluster_nodes()
+    device = resolve_device(config, nodes)
+    chosen = assign_nodes(pools, nodes, device)
+    gpus = 1.0 if device == "cuda" else 0.0
+    bundle = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+    places = [
+        (name, node) for name, of_pool in chosen.items() for node in of_pool for _ in range(pools[name].slots_per_node)
+    ]
+    group = placement_group(
+        [bundle] * len(places), strategy="PACK", bundle_label_selector=[{NODE_ID_LABEL: node.id} for _, node in places]
     )
-    return where
+    if not group.wait(config.start_timeout_seconds):
+        have = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+        raise WorkerError(
+            f"placement needs {len(places)} slots of {bundle}, the cluster did not grant them within "
+            f"{config.start_timeout_seconds:g} s; it has {have} that nobody uses"
+        )
+    gpu_ids = _gpu_ids(group, len(places)) if gpus else [None] * len(places)
+    slots = [Slot(i, 1.0, gpus, node.id, gpu_ids[i]) for i, (_, node) in enumerate(places)]
+    granted = {}
+    for name, of_pool in chosen.items():
+        order = {node.id: i for i, node in enumerate(of_pool)}
+        mine = [slot for slot, (pool, _) in zip(slots, places, strict=True) if pool == name]
+        # neighbours among ranks are neighbours among GPUs
+        mine.sort(key=lambda slot: (order[slot.node], -1 if slot.gpu_id is None else slot.gpu_id, slot.bundle))
+        granted[name] = SlotPool(group, tuple(mine), device)
+    return granted
+
+
+def _gpu_ids(group: Any, count: int) -> list[int | None]:
+    """By bundle, the index of its GPU on its machine."""
+
+    def look() -> int:
+        return int(ray.get_gpu_ids()[0])
+
+    task = ray.remote(look)
+    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(count)]
+    found: list[int | None] = ray.get(
+        [task.options(num_cpus=1, num_gpus=1, scheduling_strategy=strategy).remote() for strategy in strategies]
+    )
+    return found

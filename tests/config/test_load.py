@@ -228,7 +228,7 @@ def test_fine_tuning_offloads_nothing(write: Write) -> None:
     ("text", "overrides", "placement"),
     [
         ("", [], (2, 4)),
-        ("placement: {device: cpu}\n", ["trainer.parallel.tp=8"], (2, 4)),
+        ("placement: {device: cpu}\n", ["trainer.parallel.tp=4"], (2, 4)),
         ("placement: {slots_per_node: 3}\n", [], (1, 3)),
         ("", ["placement.nodes=2"], (2, 1)),
     ],

@@ -55,7 +55,7 @@ def test_a_pool_of_its_own() -> None:
     (critic,) = config.roles
     assert critic.pool == "b"
     assert (config.placement.slots, config.placement.all_slots) == (3, 7)
-    assert config.placement.of_pool("b").slots == 4
+    assert config.placement.all_pools["b"].slots == 4
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_pool_of_its_own() -> None:
         ),
         (
             {"pools": {"b": {}}},
-            "placement: pools.b: no model lives there; give it to one of critic, cost_critic, reference, "
+            "placement: pools.b: nothing lives there; give it to one of rollout, critic, cost_critic, reference, "
             "reward_models, teacher, or leave it out",
         ),
         (
@@ -83,6 +83,15 @@ def test_a_pool_of_its_own() -> None:
             {"pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}},
             "RunConfig: placement.pools.b needs a number of slots that algorithm.critic.parallel tp * pp * cp divides, "
             "got nodes * slots_per_node = 1 * 3 = 3, tp * pp * cp = 2 * 1 * 1 = 2, 3 % 2 = 1",
+        ),
+        (
+            {"nodes": 2, "slots_per_node": 1},
+            "RunConfig: algorithm.critic.parallel tp needs to divide the slots of a node, so that no tensor-parallel "
+            "group crosses nodes, got placement slots_per_node % tp = 1 % 2 = 1",
+        ),
+        (
+            {"nodes": 4, "slots_per_node": 1, "nvlink_domain_nodes": 3},
+            "placement: nvlink_domain_nodes needs to divide nodes, got 4 % 3 = 1",
         ),
         (
             {"slots_per_node": 5},
@@ -117,4 +126,30 @@ def test_experts_have_to_fit_the_pool() -> None:
 def test_fine_tuning_has_one_model() -> None:
     assert problem(SftConfig, placement={"pools": {"b": {}}, "critic": {"pool": "b"}}) == (
         "SftConfig: placement.critic.pool is 'b', and the run has no such model"
+    )
+
+
+def test_engines_in_a_pool_of_their_own() -> None:
+    placement = {"pools": {"b": {"nodes": 2, "slots_per_node": 4}}, "rollout": {"pool": "b"}}
+    config = run(rollout={"tp": 4, "replicas": 2}, placement=placement)
+    assert (config.rollout_pool.slots, config.placement.slots, config.placement.all_slots) == (8, 1, 9)
+    assert problem(rollout={"tp": 4, "replicas": 3}, placement=placement) == (
+        "RunConfig: rollout needs tp * replicas <= slots, got 4 * 3 = 12 > 8 (placement.pools.b.nodes * "
+        "placement.pools.b.slots_per_node)"
+    )
+    assert problem(rollout={"tp": 8}, placement=placement) == (
+        "RunConfig: rollout.tp needs to fit one node, got rollout.tp = 8 > placement.pools.b.slots_per_node = 4"
+    )
+    assert problem(SftConfig, placement=placement) == (
+        "SftConfig: placement.rollout.pool is 'b', and the stage has no engines"
+    )
+
+
+def test_tensor_groups_span_nodes_of_one_nvlink_domain_only() -> None:
+    tp8 = {"parallel": {"tp": 8}}
+    assert run(trainer=tp8, placement={"nodes": 4, "slots_per_node": 4, "nvlink_domain_nodes": 2}).dp == 2
+    assert run(trainer={"parallel": {"tp": 3}}, placement={"slots_per_node": 3}).dp == 1
+    assert problem(trainer=tp8, placement={"nodes": 6, "slots_per_node": 4, "nvlink_domain_nodes": 3}) == (
+        "RunConfig: trainer.parallel tp needs to divide the slots of an NVLink domain, so that no tensor-parallel "
+        "group crosses domains, got placement slots_per_node * nvlink_domain_nodes % tp = 4 * 3 % 8 = 4"
     )

@@ -19,7 +19,7 @@ from megarl.controller.experience import Experience
 from megarl.controller.roles import Models, _model_spec
 from megarl.controller.trainer_group import rank_processes, trainer_on
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import reserve
+from megarl.placement.pool import reserve_pools
 from tests.controller.groups import completion, finished, run_config
 from tests.controller.scripted import Asked, Rollout, train_on
 from tests.megatron.fidelity.models import save_model, save_value_model
@@ -98,11 +98,12 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
 
 
 def two_steps(config: Any, folder: Path) -> Ran:
-    processes = rank_processes(reserve(config.placement), "trainer")
+    pools = reserve_pools(config.placement, config.placement.all_pools)
+    processes = rank_processes(pools["main"], "trainer")
     of_role: dict[str, Any] = {"policy": processes}
     try:
         trainer = trainer_on(config, processes)
-        models, starting = Models.start(config, processes)
+        models, starting = Models.start(config, processes, pools)
         groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
         of_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:

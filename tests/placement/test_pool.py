@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 import ray
-from ray.util import remove_placement_group
+from ray.util import placement_group_table, remove_placement_group
 
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement import pool
-from megarl.placement.pool import reserve, resolve_device, start_cluster
+from megarl.placement.nodes import ClusterNode
+from megarl.placement.pool import reserve, reserve_pools, resolve_device, start_cluster
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -23,27 +24,49 @@ def test_slots_are_bundles_in_order_on_this_machine() -> None:
         remove_placement_group(slots.group)
 
 
-def test_more_slots_than_the_cluster_has_are_waited_for_and_given_up() -> None:
-    config = PlacementConfig(slots_per_node=500, start_timeout_seconds=0.5)
-    with pytest.raises(WorkerError, match=r"^placement needs 500 slots of .* within 0\.5 s; it has .*'CPU': 8"):
-        reserve(config)
+def test_pools_are_granted_together() -> None:
+    config = PlacementConfig.model_validate(
+        {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}}
+    )
+    pools = reserve_pools(config, config.all_pools)
+    try:
+        assert {name: [slot.bundle for slot in pool.slots] for name, pool in pools.items()} == {
+            "main": [0, 1],
+            "b": [2, 3, 4],
+        }
+        table = placement_group_table(pools["b"].group)["bundles_to_node_id"]
+        assert [table[slot.bundle] for slot in pools["b"].slots] == [slot.node for slot in pools["b"].slots]
+    finally:
+        remove_placement_group(pools["main"].group)
+
+
+def test_more_slots_than_the_cluster_has_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"^placement: needs .* = 500 CPU slots on 1 node; the cluster has 0 nodes"):
+        reserve(PlacementConfig(slots_per_node=500))
+
+
+def test_slots_that_others_use_are_waited_for_and_given_up() -> None:
+    first = reserve(PlacementConfig(slots_per_node=5))
+    try:
+        config = PlacementConfig(slots_per_node=6, start_timeout_seconds=0.5)
+        with pytest.raises(WorkerError, match=r"^placement needs 6 slots of .* within 0\.5 s; it has .*'CPU': 3"):
+            reserve(config)
+    finally:
+        remove_placement_group(first.group)
 
 
 @pytest.mark.parametrize(
     ("device", "gpus", "want"),
     [("auto", 0, "cpu"), ("auto", 1, "cpu"), ("auto", 2, "cuda"), ("cuda", 2, "cuda"), ("cpu", 8, "cpu")],
 )
-def test_the_device_is_what_the_cluster_has_enough_of(
-    device: str, gpus: int, want: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool.ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": float(gpus)})
+def test_the_device_is_what_the_cluster_has_enough_of(device: str, gpus: int, want: str) -> None:
     config = PlacementConfig.model_validate({"slots_per_node": 2, "device": device})
-    assert resolve_device(config) == want
+    assert resolve_device(config, [_node("a", gpus // 2), _node("b", gpus - gpus // 2)]) == want
 
 
 def test_cuda_without_enough_gpus_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"^placement\.device: cuda needs 2 GPUs in the cluster, got 0$"):
-        resolve_device(PlacementConfig(slots_per_node=2, device="cuda"))
+        resolve_device(PlacementConfig(slots_per_node=2, device="cuda"), [_node("a", 0)])
 
 
 def test_an_address_where_nobody_answers_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +77,7 @@ def test_an_address_where_nobody_answers_is_a_configuration_error(monkeypatch: p
     monkeypatch.setattr(pool.ray, "init", refuse)
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: refused$"):
         start_cluster(PlacementConfig())
+
+
+def _node(name: str, gpus: int) -> ClusterNode:
+    return ClusterNode(id=name, address="10.0.0.1", hostname=name, cpus=4, gpus=gpus)

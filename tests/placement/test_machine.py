@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.controller.machine import visible_gpus
+from megarl.placement.machine import visible_gpus
 
 
 @pytest.fixture
