@@ -18,7 +18,6 @@ from megarl.config.placement import PlacementConfig
 from megarl.config.preference import DpoConfig, PreferenceConfig, RmConfig
 from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, PythonRewardConfig
 from megarl.config.run import RunConfig, StageConfig
-from megarl.placement.machine import visible_gpus
 from megarl.controller.model_folder import model_head, read_decoder, read_hf_config, weight_problems
 from megarl.controller.role_checks import role_problems
 from megarl.controller.tiny_model import will_write_model, write_missing_model
@@ -27,7 +26,10 @@ from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.fitting import parallel_problems, recompute_problems
 from megarl.megatron.families.read import read_family
+from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.grid import RankGrid
+from megarl.placement.machine import visible_gpus
+from megarl.placement.nodes import ClusterNode
 from megarl.placement.torchrun import torchrun_world
 from megarl.reward.python import load_reward_function
 from megarl.rollout.limits import engine_problems
@@ -39,24 +41,33 @@ if TYPE_CHECKING:
     from megarl.batch.trajectory import Prompt
 
 
-def require_ready(config: StageConfig) -> None:
+def require_ready(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> None:
     """Return if nothing would stop a run of `config`.
+
+    Args:
+        nodes: machines that the run will have; None: this one, or those of a cluster that it joins.
 
     Raises:
         ConfigError: every problem that `check_run` finds, one a line.
     """
-    problems = check_run(config)
+    problems = check_run(config, nodes)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def check_run(config: StageConfig) -> list[str]:
-    """Every problem that can be found without starting a worker; empty where there is none."""
+def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> list[str]:
+    """Every problem that can be found without starting a worker; empty where there is none.
+
+    Args:
+        nodes: see `require_ready`.
+    """
     if will_write_model(config):
-        return _check_with_tiny_model(config)
-    problems = [*_machine(config), *_batches(config), *_folders(config)]
+        return _check_with_tiny_model(config, nodes)
+    problems = [*(_machine(config) if nodes is None else _allocation(config.placement, nodes))]
+    problems += [*_packages(config), *_batches(config), *_folders(config)]
     if isinstance(config, RunConfig):
-        problems += [*_engines(config), *_ports(config), *_rewards(config), *role_problems(config)]
+        problems += [*_engines(config), *_rewards(config), *role_problems(config)]
+        problems += _ports(config) if nodes is None else ()
     if isinstance(config, DpoConfig):
         problems += _reference(config)
     limit: int | None = None
@@ -65,7 +76,7 @@ def check_run(config: StageConfig) -> list[str]:
     except DataError as e:
         problems.append(f"model.path: {e}")
     else:
-        problems += _model(config, hf_config)
+        problems += _model(config, hf_config, _device(config.placement, nodes))
         try:
             limit = _token_limit(config, hf_config)
         except ConfigError as e:
@@ -74,7 +85,7 @@ def check_run(config: StageConfig) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def _check_with_tiny_model(config: StageConfig) -> list[str]:
+def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | None) -> list[str]:
     """The problems with the model that a run would write first; it is written to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         model = config.model.model_copy(update={"path": f"{folder}/model"})
@@ -83,7 +94,7 @@ def _check_with_tiny_model(config: StageConfig) -> list[str]:
             write_missing_model(written)
         except DataError as e:
             return [f"data.path: {e}"]
-        return [problem.replace(model.path, config.model.path) for problem in check_run(written)]
+        return [problem.replace(model.path, config.model.path) for problem in check_run(written, nodes)]
 
 
 def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
@@ -125,6 +136,16 @@ def _machine(config: StageConfig) -> Iterator[str]:
                 f"{placement.slots_per_node} = {placement.slots}{pools} GPUs, this machine has {gpus} (RAY_ADDRESS "
                 "joins a cluster)"
             )
+
+
+def _allocation(placement: PlacementConfig, nodes: Sequence[ClusterNode]) -> Iterator[str]:
+    try:
+        assign_nodes(placement.all_pools, nodes, resolve_device(placement, nodes))
+    except ConfigError as e:
+        yield str(e)
+
+
+def _packages(config: StageConfig) -> Iterator[str]:
     # Not only find_spec: W&B's own output folder, wandb/, imports as an empty package.
     wandb = find_spec("wandb")
     if config.tracking.wandb is not None and (wandb is None or wandb.origin is None):
@@ -235,7 +256,7 @@ def _rewards(config: RunConfig) -> Iterator[str]:
                     yield str(e)
 
 
-def _model(config: StageConfig, hf_config: dict[str, Any]) -> Iterator[str]:
+def _model(config: StageConfig, hf_config: dict[str, Any], device: str | None) -> Iterator[str]:
     folder = Path(config.model.path)
     try:
         model = read_family(hf_config, origin=str(folder / "config.json"), head=model_head(config))
@@ -247,7 +268,6 @@ def _model(config: StageConfig, hf_config: dict[str, Any]) -> Iterator[str]:
     yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
     if isinstance(config, RunConfig):
         yield from _engine_divides(model, config.rollout.tp)
-        device = _device(config.placement)
         if device is not None:
             yield from engine_problems(hf_config, device, origin=str(folder / "config.json"))
 
@@ -279,10 +299,12 @@ def _engine_divides(model: Decoder, tp: int) -> Iterator[str]:
             yield f"rollout.tp: {units.what} that do not divide, {units.total} % {tp} = {units.total % tp}"
 
 
-def _device(placement: PlacementConfig) -> str | None:
+def _device(placement: PlacementConfig, nodes: Sequence[ClusterNode] | None) -> str | None:
     """Where workers will run; None where only the cluster that is joined knows: engines then look again."""
     if placement.device != "auto":
         return placement.device
+    if nodes is not None:
+        return resolve_device(placement, nodes)
     if "RAY_ADDRESS" in os.environ:
         return None
     return "cuda" if len(visible_gpus()) >= placement.all_slots else "cpu"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt, Trajectory
@@ -16,6 +17,7 @@ from megarl.controller.rollout_process import Rewards, RolloutProcess
 from megarl.controller.tokens import EstimateJob, Findings
 from megarl.errors import WorkerError
 from megarl.megatron.work import TokenColumn
+from megarl.placement.nodes import light_nodes
 from megarl.rollout.engine import Sampling
 from megarl.rollout.worker import GroupJob, GroupSummary
 from megarl.workers.failure import raise_failure, wait_all
@@ -39,10 +41,12 @@ class RolloutGroup:
         self._timeout = config.rollout.request_timeout_seconds * 2
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         actor = ray.remote(AsyncShell)
+        nodes = light_nodes()
         self._workers = []
-        for _ in range(config.rollout.workers):
-            worker = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000).remote(environment)
-            self._workers.append(worker)
+        for index in range(config.rollout.workers):
+            here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
+            options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
+            self._workers.append(options.remote(environment))
         self._engines = engines
         self._records: list[Any] = []
 

@@ -16,9 +16,23 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import block_array, block_diag, csr_array, eye_array, hstack
 
-from megarl.config.placement import PoolConfig, pool_key
+from megarl.config.placement import PlacementConfig, PoolConfig, pool_key
 from megarl.errors import ConfigError
 from megarl.placement.nodes import ClusterNode
+
+
+def resolve_device(config: PlacementConfig, nodes: Sequence[ClusterNode]) -> str:
+    """`cpu` or `cuda`, from the configuration and what the cluster reports.
+
+    Raises:
+        ConfigError: cuda was asked for, and the cluster has too few GPUs.
+    """
+    gpus = sum(node.gpus for node in nodes)
+    if config.device == "cuda" and gpus < config.all_slots:
+        raise ConfigError(f"placement.device: cuda needs {config.all_slots} GPUs in the cluster, got {gpus}")
+    if config.device == "auto":
+        return "cuda" if gpus >= config.all_slots else "cpu"
+    return config.device
 
 
 def assign_nodes(

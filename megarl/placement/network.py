@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from ipaddress import ip_address
+from typing import Any, Protocol
 
 import psutil
 
 from megarl.errors import ConfigError
+
+SEEN = "megarl/master"
+"""Where ranks note which address MASTER_ADDR is to them."""
 
 
 def interface_to(address: str) -> tuple[str, str]:
@@ -19,7 +24,7 @@ def interface_to(address: str) -> tuple[str, str]:
         ConfigError: no such name, or no route leads there.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, target = _resolve(address)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             local: str = probe.getsockname()[0]
@@ -38,3 +43,39 @@ def interface_variables(interface: str) -> dict[str, str]:
     """
     variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: no other that begins so
     return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+class Store(Protocol):
+    """What all ranks share, as torch.distributed's stores are."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Block until it is set."""
+        ...
+
+
+def use_network_to_master(store: Store, rank: int, size: int) -> None:
+    """Have gloo and NCCL use the interface that leads to MASTER_ADDR; called by all ranks, before they join.
+
+    On the master's own node that name may mean the loopback. Its ranks take the address that others know it by.
+    """
+    master = os.environ["MASTER_ADDR"]
+    local, interface = interface_to(master)
+    store.set(f"{SEEN}/{rank}", _resolve(master)[1][0])
+    if _is_loopback(local):
+        seen = (store.get(f"{SEEN}/{other}").decode() for other in range(size))
+        outside = next((address for address in seen if not _is_loopback(address)), local)
+        _, interface = interface_to(outside)
+    os.environ.update(interface_variables(interface))
+
+
+def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    return family, target
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 RANK_LABEL = "megarl.node-rank"
 """Ray's label of a node's place among those that were launched together."""
+
+HET_GROUP_LABEL = "megarl.het-group"
+"""Ray's label of the component of a heterogeneous Slurm job that a node is of."""
 
 DOMAIN_LABEL = "megarl.nvlink-domain"
 """Ray's label of the NVLink domain that a node's GPUs are in."""
@@ -44,8 +45,37 @@ class ClusterNode:
 
 def cluster_nodes() -> list[ClusterNode]:
     """Machines that are alive, in the order of their ranks; those without one behind, by address."""
+    import ray  # here, because a plan for machines that are not there yet needs no Ray
+
     nodes = [_node(entry) for entry in ray.nodes() if entry["Alive"]]
     return sorted(nodes, key=_order)
+
+
+def planned_nodes(nodes: Sequence[int], *, gpus: Sequence[int], cpus: Sequence[int]) -> list[ClusterNode]:
+    """Machines that a scheduler will be asked for, by the components of a heterogeneous job, in their order.
+
+    Args:
+        nodes: of each component.
+        gpus: of each of its machines; likewise `cpus`.
+    """
+    of_component = [part for part, count in enumerate(nodes) for _ in range(count)]
+    return [
+        ClusterNode(
+            id=str(rank),
+            address="",
+            hostname=f"node{rank}",
+            cpus=cpus[part],
+            gpus=gpus[part],
+            labels={RANK_LABEL: str(rank), HET_GROUP_LABEL: str(part)},
+        )
+        for rank, part in enumerate(of_component)
+    ]
+
+
+def light_nodes() -> list[ClusterNode]:
+    """Where agents and reward functions run: machines without GPUs, or all where each has some."""
+    nodes = cluster_nodes()
+    return [node for node in nodes if not node.gpus] or nodes
 
 
 def _node(entry: Mapping[str, Any]) -> ClusterNode:

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
-from megarl.placement.assign import assign_nodes
-from megarl.placement.nodes import ClusterNode, cluster_nodes
+from megarl.placement.assign import assign_nodes, resolve_device
+from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2
 """CPU slots that a local cluster gets beyond the pool's, for the controller and light workers."""
@@ -71,20 +71,6 @@ def _store_bytes() -> int:
     """A quarter of /dev/shm for the object store: PyTorch and other programs need the rest."""
     stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
     return int(max(128 * 2**20, min(2 * 2**30, stat.f_bavail * stat.f_frsize // 4)))
-
-
-def resolve_device(config: PlacementConfig, nodes: Sequence[ClusterNode]) -> str:
-    """`cpu` or `cuda`, from the configuration and what the cluster reports.
-
-    Raises:
-        ConfigError: cuda was asked for, and the cluster has too few GPUs.
-    """
-    gpus = sum(node.gpus for node in nodes)
-    if config.device == "cuda" and gpus < config.all_slots:
-        raise ConfigError(f"placement.device: cuda needs {config.all_slots} GPUs in the cluster, got {gpus}")
-    if config.device == "auto":
-        return "cuda" if gpus >= config.all_slots else "cpu"
-    return config.device
 
 
 def reserve(config: PlacementConfig) -> SlotPool:

@@ -84,3 +84,76 @@ def test_starts_nothing(recipe: str) -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code, recipe], capture_output=True, text=True, check=False)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+JOBS: dict[str, tuple[list[str], list[str], str]] = {
+    "too few": (
+        ["placement.slots_per_node=8", "placement.nodes=3"],
+        ["--nodes", "2", "--gpus-per-node", "8"],
+        "placement: needs nodes * slots_per_node = 3 * 8 = 24 CPU slots on 3 nodes; the cluster has 0 nodes with 8 CPU "
+        "slots or more (node0:0 node1:0)",
+    ),
+    "too few for cuda": (
+        ["placement.slots_per_node=8", "placement.device=cuda"],
+        ["--nodes", "2", "--gpus-per-node", "4"],
+        "placement: needs nodes * slots_per_node = 1 * 8 = 8 GPUs on 1 node; the cluster has 0 nodes with 8 GPUs or "
+        "more (node0:4 node1:4)",
+    ),
+    "a component's": (
+        [
+            "placement={slots_per_node: 2, pools: {r: {nodes: 2}}, rollout: {pool: r}}",
+            "placement.pools.r.labels={megarl.het-group: '1'}",
+            "rollout.replicas=2",
+        ],
+        ["--nodes", "1", "1", "--cpus-per-node", "8", "1"],
+        "placement.pools.r: needs nodes * slots_per_node = 2 * 1 = 2 CPU slots on 2 nodes, labelled "
+        "megarl.het-group=1, beside placement; the cluster has 1 node with 1 CPU slots or more (node1:1)",
+    ),
+    "a tensor group over nodes": (
+        ["placement.nodes=2", "trainer.parallel.tp=2"],
+        ["--nodes", "2", "--gpus-per-node", "8"],
+        "RunConfig: trainer.parallel tp needs to divide the slots of a node, so that no tensor-parallel group crosses "
+        "nodes, got placement slots_per_node % tp = 1 % 2 = 1",
+    ),
+    "no nodes": (
+        [],
+        ["--gpus-per-node", "8"],
+        "--nodes needs --gpus-per-node or --cpus-per-node, and they need --nodes, got --gpus-per-node",
+    ),
+    "components": (
+        [],
+        ["--nodes", "2", "1", "--gpus-per-node", "8"],
+        "--gpus-per-node: needs a number for each of --nodes, got 1 for 2",
+    ),
+    "a time limit": (
+        [],
+        ["--nodes", "2", "--cpus-per-node", "8", "--time", "2h"],
+        "--time: needs minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or "
+        "days-hours:minutes:seconds, got '2h'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "job", "says"), JOBS.values(), ids=list(JOBS))
+def test_jobs_that_cannot_be(
+    recipe: str, capsys: pytest.CaptureFixture[str], overrides: list[str], job: list[str], says: str
+) -> None:
+    code = main(["check", recipe, *job, *(["--set", *overrides] if overrides else [])])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_a_job_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    placement = "placement={nodes: 2, slots_per_node: 8, pools: {r: {slots_per_node: 4}}, rollout: {pool: r}}"
+    job = ["--nodes", "3", "--gpus-per-node", "8", "--time", "1-12"]
+    sizes = ["algorithm.prompts_per_step=16", "algorithm.group_size=2"]
+    assert main(["check", recipe, *job, "--set", placement, *sizes]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines()[-4:] == [
+        "# pool main: 8 GPUs on each of node0 node1",
+        "# pool r: 4 GPUs on each of node2",
+        "# idle: 4 GPUs",
+        "# ok: nothing found that would stop megarl train",
+    ]

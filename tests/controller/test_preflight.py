@@ -424,6 +424,7 @@ def test_engines_that_micro_dp_would_spread_over_nodes(tree: dict[str, Any]) -> 
     hf(tree, num_key_value_heads=4)
     tree["rollout"] |= {"tp": 2, "replicas": 1}
     tree["weight_sync"] = {"strategy": "micro_dp"}
-    problems = run_problems(tree, placement={"nodes": 2, "slots_per_node": 2}, trainer={"parallel": {"tp": 4}})
+    joined = {"nodes": 2, "slots_per_node": 2, "nvlink_domain_nodes": 2}
+    problems = run_problems(tree, placement=joined, trainer={"parallel": {"tp": 4}})
     (problem,) = [p for p in problems if p.startswith("weight_sync")]
     assert problem.startswith("weight_sync.strategy: micro_dp puts engine 0 on the slots of trainer ranks [0, 2]")

@@ -7,8 +7,9 @@ from ray.util import placement_group_table, remove_placement_group
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement import pool
+from megarl.placement.assign import resolve_device
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.pool import reserve, reserve_pools, resolve_device, start_cluster
+from megarl.placement.pool import reserve, reserve_pools, start_cluster
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
