@@ -1,0 +1,22 @@
+"""The scripts that users start runs with."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*") if path.suffix in {".sh", ".sbatch"})
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-slurm")
+def test_shellcheck_finds_nothing():
+    assert SCRIPTS
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
