@@ -14,8 +14,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 INSTALLED := $(VENV)/.installed
 
+LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
+
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow test-gpu lint format format-check types imports check bench clean help
+.PHONY: setup setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with everything pinned; does nothing when it is up to date
 
@@ -30,6 +32,11 @@ $(INSTALLED): $(wildcard requirements/*.txt) setup.py pyproject.toml
 	@echo "[4/4] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
+
+setup-slurm: ## Install what the tests of launch/ run on, as root: Slurm, munge, shellcheck, ip
+	@dpkg -s $(LAUNCH_PACKAGES) >/dev/null 2>&1 || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "make setup-slurm needs root and apt-get; it installs $(LAUNCH_PACKAGES)" >&2; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(LAUNCH_PACKAGES) >/dev/null; }
 
 demo: setup ## Fine-tune and reinforce a tiny model on this machine's CPU
 	$(BIN)/megarl demo
@@ -71,4 +78,4 @@ clean: ## Remove .venv, caches and build outputs; runs/ stays
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## Show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
