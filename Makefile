@@ -10,18 +10,23 @@ ARGS ?=
 # One BLAS thread per process: workers are many, cores few.
 export OMP_NUM_THREADS ?= 1
 
+# GPUs that `make setup-gpu` builds for, such as "9.0;10.0"; empty: those of this machine.
+TORCH_CUDA_ARCH_LIST ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
-INSTALLED := $(VENV)/.installed
+INSTALLED_GPU := $(VENV)/.installed-gpu
+# An environment for GPUs, or one begun, serves all that needs `setup`: it never turns back into one for CPUs.
+INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
+.PHONY: setup setup-gpu setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with everything pinned; does nothing when it is up to date
 
-$(INSTALLED): $(wildcard requirements/*.txt) setup.py pyproject.toml
+$(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); name one: make setup PYTHON=..." >&2; exit 1; }
 	@echo "[1/4] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
@@ -31,6 +36,31 @@ $(INSTALLED): $(wildcard requirements/*.txt) setup.py pyproject.toml
 	@$(PIP) install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	@echo "[4/4] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup-gpu: $(INSTALLED_GPU) ## The same for GPUs, with CUDA, Transformer Engine and apex
+
+# The compiler's wheels name libraries by version alone and call their folder lib: two links make a CUDA_HOME of them.
+$(INSTALLED_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt setup.py pyproject.toml
+	@TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" requirements/gpu-machine.sh $(PYTHON)
+	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $(VENV)/.gpu
+	@echo "[2/5] $$(cat requirements/gpu.txt requirements/dev.txt | grep -c ==) pinned packages, CUDA among them"
+	@$(PIP) install --no-deps -r requirements/gpu.txt -r requirements/dev.txt
+	@echo "[3/5] CUDA_HOME: $(VENV)/cuda"
+	@ln -sfn $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13 $(VENV)/cuda
+	@ln -sfn lib $(VENV)/cuda/lib64
+	@ln -sfn libcudart.so.13 $(VENV)/cuda/lib/libcudart.so
+	@echo "[4/5] Transformer Engine and apex, compiled: this takes minutes"
+	@PATH="$(abspath $(BIN)):$$PATH" CUDA_HOME="$(abspath $(VENV))/cuda" \
+		CPATH="$(abspath $(VENV))/cuda/../cudnn/include:$(abspath $(VENV))/cuda/../nccl/include" \
+		NVTE_PYTORCH_FORCE_BUILD=TRUE APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+		$(if $(TORCH_CUDA_ARCH_LIST),TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)") \
+		$(PIP) install --no-deps --no-build-isolation -r requirements/gpu-build.txt
+	@echo "[5/5] megarl"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 
 setup-slurm: ## Install what the tests of launch/ run on, as root: Slurm, munge, shellcheck, ip

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Says in one sentence why `make setup-gpu` cannot work here, with exit code 1; silent where it can.
+#   gpu-machine.sh PYTHON
+# TORCH_CUDA_ARCH_LIST, where it is set, says which GPUs to build for: then this machine needs none.
+python=$1
+
+needs() {
+  echo "make setup-gpu needs $1" >&2
+  exit 1
+}
+
+command -v "$python" >/dev/null || needs "Python 3.11 or 3.12, found no $python; name one: make setup-gpu PYTHON=..."
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1
+case $version in
+  3.11 | 3.12) ;;
+  *) needs "Python 3.11 or 3.12, got $version; name one: make setup-gpu PYTHON=..." ;;
+esac
+
+machine=$(uname -s -m)
+[ "$machine" = "Linux x86_64" ] || needs "Linux x86_64, got $machine"
+
+glibc=$(getconf GNU_LIBC_VERSION | cut -d' ' -f2)
+[ "$(printf '2.34\n%s\n' "$glibc" | sort -V | head -n1)" = 2.34 ] ||
+  needs "glibc 2.34 or later for SGLang's wheel (Ubuntu 22.04, RHEL 9), got $glibc"
+
+for tool in c++ git; do
+  command -v $tool >/dev/null || needs "$tool to build Transformer Engine and apex, found none"
+done
+
+[ -z "$TORCH_CUDA_ARCH_LIST" ] || exit 0
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n1)
+[ -n "$driver" ] || needs "a GPU, and nvidia-smi shows none; \
+where there is none, as on a login node, name the GPUs to build for: make setup-gpu TORCH_CUDA_ARCH_LIST=9.0"
+[ "${driver%%.*}" -ge 580 ] || needs "NVIDIA's driver 580 or later for CUDA 13, got $driver"
