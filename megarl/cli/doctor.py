@@ -9,14 +9,13 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 
 from megarl import __version__
 from megarl.cli.output import console
-from megarl.placement.machine import visible_gpus
+from megarl.placement.machine import free_shared_memory, package_version, visible_gpus
 
 REQUIRED = (
     "torch",
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 def diagnose() -> Diagnosis:
     """What can be learned from package metadata and the operating system; imports nothing heavy."""
     gpus = visible_gpus()
-    packages = {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    packages = {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}
     return Diagnosis(
         machine=_machine(gpus),
         packages=packages,
@@ -95,7 +94,7 @@ def diagnose() -> Diagnosis:
 
 def _machine(gpus: list[str]) -> dict[str, str]:
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
-    shared = _shared_memory()
+    shared = free_shared_memory()
     return {
         "megarl": __version__,
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -155,7 +154,7 @@ def _missing(packages: dict[str, str | None]) -> tuple[str, ...]:
     total = psutil.virtual_memory().total
     if total < LEAST_MEMORY:
         problems.append(f"{LEAST_MEMORY / GIB:.0f} GiB of memory, got {total / GIB:.1f}")
-    shared = _shared_memory()
+    shared = free_shared_memory()
     if shared is None or shared < LEAST_SHARED_MEMORY:
         problems.append(
             f"{LEAST_SHARED_MEMORY / 2**20:.0f} MiB of shared memory in /dev/shm, got {(shared or 0) / 2**20:.0f}: "
@@ -164,22 +163,9 @@ def _missing(packages: dict[str, str | None]) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _compiler() -> str | None:
     named = os.environ.get("CC")
     return next((path for name in (named, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
-
-
-def _shared_memory() -> int | None:
-    """Free bytes in /dev/shm."""
-    folder = Path("/dev/shm")  # noqa: S108 -- only asked for its size
-    return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 
 def _show(diagnosis: Diagnosis) -> None:

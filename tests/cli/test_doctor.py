@@ -15,12 +15,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Pretends: GPUs, a compiler, shared memory, packages (`None` uninstalls one)."""
 
     def pretend(gpus: tuple[str, ...] = (), shared: int | None = 2**33, **packages: str | None) -> None:
-        real = doctor._version
+        real = doctor.package_version
         named = {name.replace("_", "-"): version for name, version in packages.items()}
         monkeypatch.setattr(doctor, "visible_gpus", lambda: list(gpus))
         monkeypatch.setattr(doctor, "_compiler", lambda: "/usr/bin/cc")
-        monkeypatch.setattr(doctor, "_shared_memory", lambda: shared)
-        monkeypatch.setattr(doctor, "_version", lambda name: named[name] if name in named else real(name))
+        monkeypatch.setattr(doctor, "free_shared_memory", lambda: shared)
+        monkeypatch.setattr(doctor, "package_version", lambda name: named[name] if name in named else real(name))
         monkeypatch.setattr(doctor, "LEAST_MEMORY", 1)
 
     return pretend
