@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from megarl.placement import reach
+from megarl.placement.reach import Address, Door, Interface, gloo_interface, knock
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door("node a", address="127.0.0.1")
+    yield door
+    door.close()
+
+
+def at(port: int, name: str = "node a") -> Address:
+    return Address(name=name, host="127.0.0.1", port=port)
+
+
+def test_a_door_opens_for_all_who_knock(door: Door) -> None:
+    assert knock([at(door.port)] * 200, seconds=5) == [None] * 200
+    assert knock([], seconds=5) == []
+
+
+def test_why_it_does_not_open_is_told_by_address(door: Door) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody, silent_port = _closed_port(), silent.getsockname()[1]
+        answers = knock([at(nobody), at(door.port, "node b"), at(silent_port), at(door.port)], seconds=0.2)
+    assert answers == ["connection refused", "another machine answers there", "timed out", None]
+
+
+def test_a_door_that_is_closed() -> None:
+    door = Door("node a", address="127.0.0.1")
+    door.close()
+    assert knock([at(door.port)], seconds=1) == ["connection refused"]
+
+
+def test_how_addresses_are_written() -> None:
+    assert str(at(7)) == "127.0.0.1:7"
+    assert str(Address(name="a", host="fd00::1", port=7)) == "[fd00::1]:7"
+
+
+def test_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(name for name, all_ in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in all_})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{loopback},eth9")
+    assert gloo_interface() == Interface(name=loopback, address="127.0.0.1", is_chosen=True)
+    assert gloo_interface().is_loopback
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert gloo_interface() == Interface(name="eth9", address=None, is_chosen=True)
+    assert not gloo_interface().is_loopback
+
+
+@pytest.mark.parametrize(
+    ("resolves_to", "want"),
+    [(["192.0.2.1", "127.0.0.1"], "127.0.0.1"), (["127.0.0.2"], "127.0.0.2"), ([], "127.0.0.1")],
+)
+def test_the_interface_that_gloo_finds(resolves_to: list[str], want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """192.0.2.1 is nobody's: no socket can be bound to it."""
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        if not resolves_to:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in resolves_to]
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(reach.socket, "getaddrinfo", resolve)
+    found = gloo_interface()
+    assert (found.address, found.is_chosen) == (want, False)
+
+
+def _closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
