@@ -17,7 +17,7 @@ require_whole_number() {
 # require_config CONFIG: the first argument of a script that takes a configuration
 require_config() {
   [[ $# -gt 0 ]] || refuse "the script needs a configuration: sbatch launch/slurm/NAME.sbatch CONFIG [--set key=value]"
-  [[ -f $1 ]] || refuse "the configuration needs to be a file in $PWD or a full path, got $1"
+  [[ -f $1 ]] || refuse "CONFIG needs a file, relative to $PWD or not, got $1"
 }
 
 [[ -n ${SLURM_JOB_ID:-} ]] || refuse "the script needs a Slurm job: start it with sbatch"
@@ -54,10 +54,11 @@ run_step() {
 run_torchrun() {
   local head
   [[ -z ${SLURM_HET_SIZE:-} ]] || refuse "torchrun needs nodes that are alike, got a heterogeneous job"
-  [[ $PROCS_PER_NODE == auto ]] || require_whole_number PROCS_PER_NODE
+  [[ $PROCS_PER_NODE =~ ^(auto|[1-9][0-9]*)$ ]] || refuse "PROCS_PER_NODE needs auto or a whole number above 0, got '$PROCS_PER_NODE'"
   require_whole_number RDZV_PORT
   # as Slurm itself reaches this node, which is the first of the job
   head=$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
   run_step "${bin}torchrun" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCS_PER_NODE" \
-    --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" "$@"
+    --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 "$@"
 }
