@@ -6,7 +6,8 @@
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |-- WeightSyncError            weights did not arrive whole; exit code 1
-    `-- LimitError                 a watched quantity passed its configured limit; exit code 3
+    |-- LimitError                 a watched quantity passed its configured limit; exit code 3
+    `-- StoppedEarly               a run ended in order before its last step, as it was asked to; exit code 75
 
 All take one message, so that they cross process boundaries by pickle.
 """
@@ -52,3 +53,9 @@ class LimitError(MegarlError):
     """A watched quantity that passed its configured limit."""
 
     exit_code = 3
+
+
+class StoppedEarly(MegarlError):  # noqa: N818 -- nothing went wrong
+    """A run that ended in order before its last step, as it was asked to; says where its model is."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: to be tried again

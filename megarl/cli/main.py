@@ -13,7 +13,8 @@ from typing import Protocol
 
 from megarl import __version__
 from megarl.cli.output import print_error
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, StoppedEarly
+from megarl.placement.early_stop import signal_held
 
 SUMMARIES = {
     "train": "reinforcement learning",
@@ -47,7 +48,11 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a MegarlError becomes one message on stderr and its own code."""
-    argv = sys.argv[1:] if argv is None else argv
+    with signal_held():
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: Sequence[str]) -> int:
     name = next((word for word in argv if not word.startswith("-")), None)
     command = _load(name) if name in SUMMARIES else None
     parser = _parser(name, command)
@@ -61,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Ray raises a worker's error as a subclass whose text is the remote traceback; `cause` is what was raised.
         cause = getattr(error, "cause", error)
         error = cause if isinstance(cause, MegarlError) else error
-        print_error(str(error))
+        if isinstance(error, StoppedEarly):
+            print(error, file=sys.stderr)
+        else:
+            print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         print_error("interrupted")

@@ -13,7 +13,7 @@ from megarl.controller.stages import make_dpo, make_rm, make_sft
 
 
 class Controller:
-    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events` and `stop`."""
+    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events`, `finish_early` and `stop`."""
 
     def __init__(self) -> None:
         self._events = EventLog()
@@ -22,6 +22,10 @@ class Controller:
     def events(self, cursor: int) -> tuple[list[Event], int]:
         """What happened since `cursor`, and the next cursor."""
         return self._events.since(cursor)
+
+    def finish_early(self) -> None:
+        """Have the stage end after the step under way: it raises StoppedEarly, its model written and books closed."""
+        self._events.finish_early()
 
     def stop(self) -> None:
         """End the processes that leave files behind where they are killed; a stage under way fails."""
@@ -33,24 +37,30 @@ class Controller:
         with self._closing:
             run = build_policy_run(config, self._events, self._closing)
             train(run)
-            with run.phase("export"):
-                run.trainer.save_hf(config.export_path)
+            run.export(run.trainer)
             run.finish()
+        run.require_whole()
 
     def sft(self, config: SftConfig) -> None:
         """Supervised fine-tuning from start to export."""
         self._events.add(Note("starting trainer ranks"))
-        make_sft(config, self._events, stage_processes(config)).train()
+        run = make_sft(config, self._events, stage_processes(config))
+        run.train()
+        run.require_whole()
 
     def rm(self, config: RmConfig) -> None:
         """A reward or cost model from pairs, from start to export."""
         self._events.add(Note("starting trainer ranks"))
-        make_rm(config, self._events, stage_processes(config)).train()
+        run = make_rm(config, self._events, stage_processes(config))
+        run.train()
+        run.require_whole()
 
     def dpo(self, config: DpoConfig) -> None:
         """Direct preference optimisation from start to export."""
         self._events.add(Note("starting trainer ranks"))
-        make_dpo(config, self._events, stage_processes(config)).train()
+        run = make_dpo(config, self._events, stage_processes(config))
+        run.train()
+        run.require_whole()
 
     def evaluate(self, config: RunConfig) -> float:
         """The held-out score of the model as it is."""

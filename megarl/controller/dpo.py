@@ -34,8 +34,9 @@ class DpoRun(PairsRun):
 
     def train(self) -> None:
         """See `SupervisedRun`."""
-        with self.phase("reference"):
-            self._ask_reference()
+        if not self.ends_early():
+            with self.phase("reference"):
+                self._ask_reference()
         super().train()
 
     def work(self, rows: Sequence[int]) -> TrainWork:

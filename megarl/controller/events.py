@@ -1,4 +1,4 @@
-"""What the controller tells the driver while it works."""
+"""What the controller and its driver tell each other while a run goes on."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ Event = Phase | Note | StepLine
 
 
 class EventLog:
-    """Events since a cursor; written by the run's thread, read by the driver's calls."""
+    """Events since a cursor; written by the run's thread, read by the driver's calls. The driver may ask for an end."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._first = 0
         self._lock = threading.Lock()
+        self._ends = threading.Event()
 
     def add(self, event: Event) -> None:
         """Append one."""
@@ -45,3 +46,11 @@ class EventLog:
             self._events = self._events[max(0, cursor - self._first) :]
             self._first = max(self._first, cursor)
             return list(self._events), self._first + len(self._events)
+
+    def finish_early(self) -> None:
+        """Have the run end after the step under way."""
+        self._ends.set()
+
+    def ends_early(self) -> bool:
+        """Whether it is to; of a run's ranks, all get the same answer."""
+        return self._ends.is_set()

@@ -20,6 +20,7 @@ from megarl.controller.events import Event, Note, Phase
 from megarl.controller.preflight import require_ready
 from megarl.controller.tiny_model import write_missing_model
 from megarl.errors import ConfigError
+from megarl.placement import early_stop
 from megarl.placement.pool import start_cluster
 from megarl.placement.torchrun import torchrun_world
 from megarl.tracking.progress import RunProgress, StepLine
@@ -132,9 +133,14 @@ def _absolute(path: str) -> str:
 
 
 def _follow(actor: Any, result: Any, progress: RunProgress) -> None:
-    cursor, done = 0, False
+    """Show the controller's events until the result is there, and tell it where SIGUSR1 asks for an early end."""
+    cursor, done, ends = 0, False, False
     while not done:
         done = bool(ray.wait([result], timeout=POLL_SECONDS)[0])
+        if not ends and early_stop.is_asked():
+            ends = True
+            progress.say("asked to end early: the step under way will be the last")
+            actor.finish_early.remote()
         try:
             events, cursor = ray.get(actor.events.remote(cursor))
         except RayError:

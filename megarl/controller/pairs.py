@@ -73,6 +73,7 @@ class PairsRun(SupervisedRun):
             eval_before=self._accuracies.get(0),
             eval_after=self._accuracies.get(self.step),
             steps=self.step,
+            steps_planned=self._stage.trainer.steps,
             seconds_total=self.timer.seconds(),
             seconds_by_phase=self.timer.totals,
             tokens_per_second=self.tokens_per_second,
@@ -82,8 +83,8 @@ class PairsRun(SupervisedRun):
         world = torchrun_world()
         if world is None or world.rank == 0:
             summary.write(self._run_dir / "summary.json")
-        if self.held_out:
-            before, after = summary.eval_before, summary.eval_after
+        before, after = summary.eval_before, summary.eval_after
+        if before is not None and after is not None:
             self.say(f"held-out accuracy {before:.3f} -> {after:.3f} on {len(self.held_out)} pairs")
         self.close()
 

@@ -70,11 +70,14 @@ class PolicyRun(StageRun):
         """Give the engines the first weights, and see how good they are."""
         self._push_weights(policy_version=0)
         self._offload()
-        self._evaluate()
+        if not self.ends_early():
+            self._evaluate()
 
     def steps(self) -> Iterator[list[Prompt]]:
-        """The prompts of each step; `step` counts from 1."""
+        """The prompts of each step; `step` counts from 1, and ends before the last one where `ends_early`."""
         for step in range(1, self.config.trainer.steps + 1):
+            if self.ends_early():
+                return
             self.step = step
             self.timer.start_step()
             yield self.prompts()
@@ -327,6 +330,7 @@ class PolicyRun(StageRun):
             eval_before=self._evaluations.get(0),
             eval_after=self._evaluations.get(self.step),
             steps=self.step,
+            steps_planned=self.config.trainer.steps,
             seconds_total=self.timer.seconds(),
             seconds_by_phase=self.timer.totals,
             tokens_per_second=self._tokens / self._step_seconds if self._step_seconds else 0.0,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from megarl.config import StageConfig
 from megarl.controller.events import EventLog, Note, Phase
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.errors import StoppedEarly
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.tracking.tracker import Tracker
@@ -20,7 +22,8 @@ class StageRun:
         """`timer`: the stage's own, which has measured its start."""
         self.timer = timer
         self.step = 0
-        self._events = events
+        self._events, self._stage = events, config
+        self._ends_early = False
         self._tracker = Tracker(config.tracking, Path(config.run_dir))
 
     @contextmanager
@@ -29,6 +32,32 @@ class StageRun:
         self._events.add(Phase(self.step, name))
         with self.timer.phase(name, waiting=waiting):
             yield
+
+    def ends_early(self) -> bool:
+        """Whether to end here, before the next step, as the driver has asked for; loops ask between two steps."""
+        self._ends_early = self._ends_early or self._events.ends_early()
+        return self._ends_early
+
+    def export(self, trainer: TrainerGroup) -> None:
+        """Write the trainer's model, if it has had a step."""
+        if self.step > 0:
+            with self.phase("export"):
+                trainer.save_hf(self._stage.export_path)
+
+    def require_whole(self) -> None:
+        """Return if the run has gone to its last step.
+
+        Raises:
+            StoppedEarly: it has ended before, as it was asked to.
+        """
+        if not self._ends_early:
+            return
+        if self.step == 0:
+            raise StoppedEarly(f"stopped before its first step of {self._stage.trainer.steps}, as SIGUSR1 asked")
+        raise StoppedEarly(
+            f"stopped after step {self.step} of {self._stage.trainer.steps}, as SIGUSR1 asked; the model as it is: "
+            f"{self._stage.export_path}"
+        )
 
     def say(self, text: str) -> None:
         """Show the user a line."""

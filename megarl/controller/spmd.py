@@ -1,57 +1,33 @@
 """A training stage in the processes of torchrun, without Ray: every rank runs the stage's loop and its own worker.
 
-    torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows the progress, writes metrics
-             `--> rank 1: loop -> SpmdGroup -> worker    silent, unless it is the first that fails
-
-A rank that fails ends, and torchrun the others with it. They see its connections break or are interrupted, whichever
-comes first; so ranks note in the store that they all share which of them was first, and only that one speaks.
+torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows the progress, writes metrics
+         `--> rank 1: loop -> SpmdGroup -> worker    silent, unless it is the first that fails
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
-
 from megarl.config import StageConfig
-from megarl.config.placement import PlacementConfig
 from megarl.config.tracking import TrackingConfig
-from megarl.controller.cluster import terminated_is_interrupted
 from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.launch import STOP_SECONDS, prepare_run, show
-from megarl.placement.machine import visible_gpus
-from megarl.controller.trainer_group import rank_environment
-from megarl.errors import ConfigError, MegarlError, WorkerError
-from megarl.megatron import platform
-from megarl.placement.torchrun import TorchrunWorld, said_once
+from megarl.controller.torchrun_ranks import joined_ranks
+from megarl.errors import StoppedEarly
+from megarl.placement import early_stop
+from megarl.placement.torchrun import TorchrunWorld
 from megarl.tracking.progress import RunProgress
 from megarl.workers.group import Processes
 from megarl.workers.spmd import SpmdWorld
 
 C = TypeVar("C", bound=StageConfig)
 
-INTERRUPTED = 130
-"""128 + SIGINT, as shells count."""
-
-FAILED = "megarl/failed"
-"""Key of the rank that was the first to fail."""
-
 NOTHING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
-
-
-COLLECTIVE_SECONDS = 600.0
-"""Longest wait in a collective."""
 
 
 class Stage(Protocol):
@@ -59,6 +35,14 @@ class Stage(Protocol):
 
     def train(self) -> None:
         """From the first step to the export."""
+        ...
+
+    def require_whole(self) -> None:
+        """Return if that was not cut short.
+
+        Raises:
+            StoppedEarly: it was, on every rank.
+        """
         ...
 
 
@@ -74,131 +58,45 @@ def run_spmd_stage(
     Raises:
         MegarlError: what ended the run, on the rank that speaks for all; the others exit with their code.
     """
-    with said_once(world):
-        device = choose_device(config.placement, world)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.placement.start_timeout_seconds)))
-    with (
-        terminated_is_interrupted(),
-        _heard_everywhere(),
-        _one_voice(world, store),
-        _joined(world, device, store),
-    ):
-        ranks = SpmdWorld(device)
+    with joined_ranks(config.placement, world) as ranks:
         config = ranks.on_first(lambda: prepare_run(config, name))
         if world.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
-            events = _Shown(progress)
+            events = _Shown(progress, ranks)
             events.add(Note("starting trainer ranks"))
-            make(config, events, ranks).train()
+            stage = make(config, events, ranks)
+            stage.train()
+    with _rank_0_speaks(world):
+        stage.require_whole()
 
 
 class _Shown(EventLog):
-    """Shows events as they happen, where there is somebody to show them to."""
+    """Shows events as they happen, where there is somebody to show them to; any rank may get the signal."""
 
-    def __init__(self, progress: RunProgress | None) -> None:
+    def __init__(self, progress: RunProgress | None, ranks: SpmdWorld) -> None:
         super().__init__()
-        self._progress = progress
+        self._progress, self._ranks = progress, ranks
 
     def add(self, event: Event) -> None:
         """Show it."""
         if self._progress is not None:
             show(event, self._progress)
 
-
-def choose_device(placement: PlacementConfig, world: TorchrunWorld) -> str:
-    """`cpu` or `cuda`, from the configuration and what this machine has.
-
-    Raises:
-        ConfigError: cuda was asked for, and the machine has too few GPUs.
-    """
-    if placement.device == "cpu":
-        return "cpu"
-    gpus = len(visible_gpus())
-    if placement.device == "cuda" and gpus < world.local_size:
-        raise ConfigError(
-            f"placement.device: cuda needs a GPU for each of torchrun's {world.local_size} ranks on this machine, "
-            f"got {gpus}"
-        )
-    return "cuda" if gpus >= world.local_size else "cpu"
+    def ends_early(self) -> bool:
+        """See `EventLog`; the ranks look at the same moment, and all end where one was asked to."""
+        return self._ranks.any(early_stop.is_asked())
 
 
 @contextmanager
-def _joined(world: TorchrunWorld, device: str, store: Store) -> Iterator[None]:
-    """A member of torch.distributed's world, with its device."""
-    os.environ.update(rank_environment(device))
-    if device == "cuda":
-        torch.cuda.set_device(world.local_rank)
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch has read the variable already
-    platform.prepare()
-    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
-    dist.init_process_group(platform.backend(), store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-    yield
-    dist.destroy_process_group()
-
-
-@contextmanager
-def _one_voice(world: TorchrunWorld, store: Store) -> Iterator[None]:
-    """Of the ranks that the block fails on, the first raises its error; the others end without a word.
-
-    Interrupted, all end; rank 0 says so.
-    """
+def _rank_0_speaks(world: TorchrunWorld) -> Iterator[None]:
+    """For a block that says on every rank that the run was stopped: torchrun ends all as soon as one rank has ended."""
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)  # it is ending already
-        if isinstance(error, KeyboardInterrupt):
-            code, speaks = INTERRUPTED, world.rank == 0 and not _has_failed(store)
-        else:
-            code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
-            speaks = _fails_first(store, world.rank)
-        threading.Thread(target=_exit_after, args=(STOP_SECONDS, code), daemon=True).start()
-        if not speaks:
-            raise SystemExit(code) from None
-        if isinstance(error, MegarlError | KeyboardInterrupt):
+    except StoppedEarly as stopped:
+        if world.rank == 0:
             raise
-        trace = "".join(traceback.format_exception(error))
-        raise WorkerError(f"the run failed on rank {world.rank}:\n{trace}") from error
-
-
-def _fails_first(store: Store, rank: int) -> bool:
-    try:
-        return bool(store.compare_set(FAILED, "", str(rank)) == str(rank).encode())
-    except dist.DistError:
-        return False  # whoever kept the store has ended before
-
-
-def _has_failed(store: Store) -> bool:
-    try:
-        return bool(store.check([FAILED]))
-    except dist.DistError:
-        return False
-
-
-@contextmanager
-def _heard_everywhere() -> Iterator[None]:
-    """Ends the process where it waits in native code, which no signal interrupts, while others end in order."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=_exit_when_signalled, args=(reading,), daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writing)
-
-
-def _exit_when_signalled(pipe: int) -> None:
-    signalled = os.read(pipe, 1)
-    os.close(pipe)
-    if signalled:
-        _exit_after(STOP_SECONDS, INTERRUPTED)
-
-
-def _exit_after(seconds: float, code: int) -> None:
-    time.sleep(seconds)
-    os._exit(code)
+        code = stopped.exit_code
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        time.sleep(STOP_SECONDS)
+        raise SystemExit(code) from None

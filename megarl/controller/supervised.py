@@ -27,7 +27,7 @@ class SupervisedRun(StageRun, ABC):
     def __init__(self, config: StageConfig, events: EventLog, trainer: TrainerGroup, *, num_rows: int) -> None:
         super().__init__(config, events, PhaseTimer())
         self.trainer, self.tokens_per_second = trainer, 0.0
-        self._stage, self._sampler = config, PromptSampler(num_rows, config.seed, config.data.shuffle)
+        self._sampler = PromptSampler(num_rows, config.seed, config.data.shuffle)
         self._num_tokens, self._step_seconds, self._finished_at = 0, 0.0, 0.0
 
     @abstractmethod
@@ -42,11 +42,14 @@ class SupervisedRun(StageRun, ABC):
         self.close()
 
     def train(self) -> None:
-        """All steps, then the export."""
+        """All steps, or those until `ends_early`, then the export."""
         under_way: deque[Pending[TrainStats]] = deque()
-        self.evaluate()
+        if not self.ends_early():
+            self.evaluate()
         self._finished_at = time.perf_counter()
         for begun in range(1, self._stage.trainer.steps + 1):
+            if self.ends_early():
+                break
             rows = self._sampler.take(self._stage.trainer.batch_size)
             under_way.append(self.trainer.begin_train_step(self.work(rows)))
             due = self._is_due(begun)
@@ -55,8 +58,9 @@ class SupervisedRun(StageRun, ABC):
             if due:
                 self.evaluate()
                 self._finished_at = time.perf_counter()
-        with self.phase("export"):
-            self.trainer.save_hf(self._stage.export_path)
+        for pending in under_way:
+            self._finish_step(pending)
+        self.export(self.trainer)
         self.finish()
 
     def _finish_step(self, pending: Pending[TrainStats]) -> None:

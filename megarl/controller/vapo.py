@@ -32,6 +32,8 @@ def pretrain_critic(run: PolicyRun, algorithm: VapoConfig) -> None:
     """Fit the critic to Monte-Carlo returns of the policy as it is, until it has settled."""
     settling = Settling(algorithm.pretraining)
     for number in range(1, algorithm.pretraining.max_steps + 1):
+        if run.ends_early():
+            break
         batch = run.sample(run.prompts(), attempt=number)
         run.add_reference(batch)
         run.add_values(batch)

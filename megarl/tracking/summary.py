@@ -15,14 +15,16 @@ from megarl.tracking.files import replaced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a finished run comes to."""
+    """What a run comes to that has ended in order."""
 
     eval_before: float | None
     """Mean of the evaluated reward term before the first step; None where nothing was held out."""
     eval_after: float | None
-    """The same after the last step."""
+    """The same after the last step; None where the run was asked to end there and no evaluation was due."""
     steps: int
     """Optimizer steps of the algorithm, that is, batches of prompts."""
+    steps_planned: int
+    """More than `steps` where the run was asked to end early."""
     seconds_total: float
     seconds_by_phase: Mapping[str, float]
     tokens_per_second: float

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError, WorkerError
@@ -47,6 +48,12 @@ class SpmdWorld:
         values = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether some rank's `flag` is True, on every rank."""
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
 
     def on_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, where alone it runs, on every rank.

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.cli import main as cli
 from megarl.cli.output import print_error
-from megarl.errors import ConfigError, LimitError, MegarlError, WorkerError
+from megarl.errors import ConfigError, LimitError, MegarlError, StoppedEarly, WorkerError
 
 SCRIPT = Path(sys.executable).with_name("megarl")
 
@@ -49,6 +49,11 @@ def test_errors_become_their_exit_code(
 ) -> None:
     assert outcome(error) == code
     assert capsys.readouterr() == ("", "error: a\n")
+
+
+def test_an_early_end_is_no_error(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(StoppedEarly("stopped after step 1 of 2")) == 75
+    assert capsys.readouterr() == ("", "stopped after step 1 of 2\n")
 
 
 def test_an_interrupt_ends_with_130(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:

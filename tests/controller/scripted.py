@@ -154,6 +154,7 @@ class Weights:
 class Scripted:
     """A run that is over."""
 
+    run: PolicyRun
     log: list[Asked]
     metrics: list[dict[str, float]]
     """By step, pretraining apart."""
@@ -184,12 +185,14 @@ def run_script(
     models: dict[str, dict[str, Any]] | None = None,
     apart: frozenset[str] = frozenset(),
     lengths: Callable[[int], int] = lambda sample: 3 + sample,
+    events: EventLog | None = None,
     **sections: Any,
 ) -> Scripted:
     """`steps` of the algorithm, 2 prompts and 3 samples each where it says nothing else, on prompts p0 to p99.
 
     Args:
         models: by role what is special about it, fields of `Model`; those of a run's roles are there anyway.
+        events: of the run, where the script has something to tell it.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -208,12 +211,13 @@ def run_script(
         apart=apart,
     )
     policy = Model("policy", log, **(models or {}).get("policy", {}))
-    return train_on(config, policy, there, Rollout(script, log, lengths), log)
+    return train_on(config, policy, there, Rollout(script, log, lengths), log, events or EventLog())
 
 
-def train_on(config: RunConfig, trainer: Any, models: Models, rollout: Rollout, log: list[Asked]) -> Scripted:
+def train_on(
+    config: RunConfig, trainer: Any, models: Models, rollout: Rollout, log: list[Asked], events: EventLog
+) -> Scripted:
     """The run from its first push to its last, on these."""
-    events = EventLog()
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
     stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": Weights(log)}
     run = PolicyRun(config, events, PhaseTimer(), models=models, prompts=prompts, held_out=[], **stand_ins)
@@ -221,6 +225,7 @@ def train_on(config: RunConfig, trainer: Any, models: Models, rollout: Rollout, 
     run.finish()
     rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
     return Scripted(
+        run=run,
         log=log,
         metrics=[row for row in rows if "reward/mean" in row],
         pretraining=[row for row in rows if any(name.startswith("pretraining/") for name in row)],

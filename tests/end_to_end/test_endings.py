@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from pathlib import Path
 
@@ -32,6 +34,44 @@ def test_an_interrupted_run_leaves_nothing(how: str, world: Path, tmp_path: Path
     assert run.wait(10) == 130
     run.assert_nothing_lives(5)
     assert run.stderr == "error: interrupted\n"
+    assert run.leftovers() == []
+
+
+def test_asked_for_an_early_end_a_run_finishes_its_step_and_writes_its_model(
+    world: Path, tmp_path: Path, launch: Launch
+) -> None:
+    run = start_long_run(launch, world, tmp_path)
+    for _ in range(2):
+        for process in run.living():  # as Slurm does that tracks processes by their parents
+            process.send_signal(signal.SIGUSR1)
+    assert run.wait(30) == 75
+    ended = re.fullmatch(r"stopped after step (\d+) of 100000, as SIGUSR1 asked; the model .*: (.*)\n", run.stderr)
+    assert ended is not None, run.stderr
+    folder = tmp_path / "run"
+    assert ended[2] == str(folder / "model")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["steps_planned"]) == (int(ended[1]), 100_000)
+    assert run.steps_done() == int(ended[1])
+    exported, initial = ((path / "model.safetensors").read_bytes() for path in (folder / "model", world / "model"))
+    assert len(exported) == len(initial)
+    assert exported != initial
+    run.assert_nothing_lives(5)
+    assert run.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet", "ray::AsyncShell.build", "sglang::scheduler"])
+def test_asked_for_an_early_end_while_it_starts_a_run_has_no_step(
+    process: str, world: Path, tmp_path: Path, launch: Launch
+) -> None:
+    run = launch("train", write_run(world, tmp_path, **LONG))
+    run.wait_until(lambda: any(process in name_of(p) for p in run.living()), 60)
+    for each in run.living():
+        each.send_signal(signal.SIGUSR1)
+    assert run.wait(60) == 75
+    assert run.stderr == "stopped before its first step of 100000, as SIGUSR1 asked\n"
+    assert not (tmp_path / "run" / "model").exists()
+    run.assert_nothing_lives(5)
     assert run.leftovers() == []
 
 

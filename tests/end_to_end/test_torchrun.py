@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.end_to_end.conftest import Launch
@@ -100,6 +102,40 @@ def test_a_rank_that_fails_ends_the_others(how: str, world: Path, tmp_path: Path
             assert len(said) <= 1
             assert "Signal 9 (SIGKILL)" in run.stderr
     run.assert_nothing_lives(10)
+
+
+def rank_of(process: psutil.Process) -> str | None:
+    return process.environ().get("RANK")
+
+
+def test_a_rank_that_is_asked_for_an_early_end_ends_all_after_the_same_step(
+    world: Path, tmp_path: Path, launch: Launch
+) -> None:
+    config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
+    run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
+    run.wait_for_step(3)
+    (second,) = (p for p in run.living() if rank_of(p) == "1")
+    second.send_signal(signal.SIGUSR1)
+    assert run.wait(30) == 1  # torchrun's
+    (said,) = (line for line in run.stderr.splitlines() if "SIGUSR1" in line)
+    where = tmp_path / "run/model"
+    assert said == f"stopped after step {run.steps_done()} of 100000, as SIGUSR1 asked; the model as it is: {where}"
+    assert set(re.findall(r"exitcode  : (\S+)", run.stderr)) == {"75"}
+    assert (where / "model.safetensors").exists()
+    run.assert_nothing_lives(5)
+
+
+@pytest.mark.slow
+def test_torchrun_can_be_told_to_pass_the_signal_on(world: Path, tmp_path: Path, launch: Launch) -> None:
+    config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
+    signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout", "60")
+    run = launch(*TWO_RANKS[:-1], *signals, "-m", "megarl", "sft", config, program="torchrun")
+    run.wait_for_step(3)
+    run.send(signal.SIGUSR1)
+    assert run.wait(30) == 1  # torchrun's
+    assert f"stopped after step {run.steps_done()} of 100000, as SIGUSR1 asked" in run.stderr
+    assert (tmp_path / "run/model/model.safetensors").exists()
+    run.assert_nothing_lives(5)
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def call_in_order():
     assert group.keep(Counter.read, None, via=BROADCAST).fetch() == (1114,)
     assert group.put([world.rank]).fetch() == [world.rank]
     assert world.gather(world.rank * 2) == [0, 2]
+    assert [world.any(flag) for flag in (False, world.rank == 1, world.rank == 0, True)] == [False, True, True, True]
     return world.on_first(lambda: world.rank) == 0
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.placement import PlacementConfig
-from megarl.controller import spmd
+from megarl.controller import torchrun_ranks
 from megarl.errors import ConfigError
 from megarl.placement.torchrun import TorchrunWorld
 
@@ -15,11 +15,11 @@ WORLD = TorchrunWorld(rank=0, size=8, local_rank=0, local_size=4)
     [("auto", 0, "cpu"), ("auto", 3, "cpu"), ("auto", 4, "cuda"), ("cpu", 4, "cpu"), ("cuda", 5, "cuda")],
 )
 def test_ranks_take_gpus_where_there_is_one_for_each(asked, gpus, chosen, monkeypatch):
-    monkeypatch.setattr(spmd, "visible_gpus", lambda: ["a GPU"] * gpus)
-    assert spmd.choose_device(PlacementConfig(device=asked), WORLD) == chosen
+    monkeypatch.setattr(torchrun_ranks, "visible_gpus", lambda: ["a GPU"] * gpus)
+    assert torchrun_ranks.choose_device(PlacementConfig(device=asked), WORLD) == chosen
 
 
 def test_gpus_that_are_asked_for_must_be_there(monkeypatch):
-    monkeypatch.setattr(spmd, "visible_gpus", lambda: ["a GPU"] * 3)
+    monkeypatch.setattr(torchrun_ranks, "visible_gpus", lambda: ["a GPU"] * 3)
     with pytest.raises(ConfigError, match=r"^placement\.device: cuda needs a GPU for each of torchrun's 4 ranks .* 3$"):
-        spmd.choose_device(PlacementConfig(device="cuda"), WORLD)
+        torchrun_ranks.choose_device(PlacementConfig(device="cuda"), WORLD)

@@ -1,0 +1,126 @@
+"""Runs that are asked to end before their last step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config import SftConfig
+from megarl.config.load import make_config
+from megarl.controller.events import EventLog
+from megarl.controller.supervised import SupervisedRun
+from megarl.errors import StoppedEarly
+from megarl.megatron.work import TrainStats
+from tests.controller.scripted import Scripted, run_script
+
+VAPO = {"type": "vapo", "kl_reward": None, "pretraining": {"max_steps": 5, "window": 5, "settled": 0.1}}
+
+
+def run_until(label: str, folder: Path, algorithm: dict[str, Any]) -> Scripted:
+    """Four steps, asked to end while the engines work at `label`; at once where that is empty."""
+    events = EventLog()
+    if not label:
+        events.finish_early()
+
+    def script(now: str, number: int, sample: int) -> float:
+        if now == label:
+            events.finish_early()
+        return float(sample == number)
+
+    return run_script(folder, algorithm, script, steps=4, events=events)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+def test_the_step_under_way_is_the_last(tmp_path: Path) -> None:
+    done = run_until("step-2", tmp_path, {"type": "grpo", "kl_loss": None})
+    assert done.order == ["engines sample", "policy train", "weights push"] * 2
+    assert len(done.metrics) == 2
+    assert (summary(tmp_path)["steps"], summary(tmp_path)["steps_planned"]) == (2, 4)
+    with pytest.raises(StoppedEarly) as stopped:
+        done.run.require_whole()
+    assert str(stopped.value) == (
+        f"stopped after step 2 of 4, as SIGUSR1 asked; the model as it is: {done.run.config.export_path}"
+    )
+
+
+def test_asked_in_the_last_step_the_run_is_whole(tmp_path: Path) -> None:
+    done = run_until("step-4", tmp_path, {"type": "grpo", "kl_loss": None})
+    assert len(done.metrics) == 4
+    done.run.require_whole()
+
+
+def test_asked_while_it_starts_there_is_no_step_and_nothing_to_export(tmp_path: Path) -> None:
+    done = run_until("", tmp_path, {"type": "grpo", "kl_loss": None})
+    assert [asked.what for asked in done.log] == ["push"]
+    saved: list[str] = []
+    trainer: Any = SimpleNamespace(save_hf=saved.append)
+    done.run.export(trainer)
+    assert saved == []
+    assert summary(tmp_path)["steps"] == 0
+    with pytest.raises(StoppedEarly, match=r"^stopped before its first step of 4, as SIGUSR1 asked$"):
+        done.run.require_whole()
+
+
+def test_pretraining_of_a_critic_ends_too(tmp_path: Path) -> None:
+    done = run_until("step-0-2", tmp_path, VAPO)
+    assert (len(done.pretraining), done.metrics) == (2, [])
+    with pytest.raises(StoppedEarly, match="before its first step"):
+        done.run.require_whole()
+
+
+class Rows(SupervisedRun):
+    """Asks itself to end while step `last` is begun."""
+
+    def __init__(self, config: SftConfig, events: EventLog, trainer: Any, last: int) -> None:
+        super().__init__(config, events, trainer, num_rows=8)
+        self._last, self.begun, self.evaluated = last, 0, list[int]()
+
+    def work(self, rows: Sequence[int]) -> Any:
+        self.begun += 1
+        if self.begun == self._last:
+            self._events.finish_early()
+        return self.begun
+
+    def evaluate(self) -> None:
+        self.evaluated.append(self.step)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def begin_train_step(self, work: int) -> Any:
+        def result() -> TrainStats:
+            self.log.append(f"step {work}")
+            return TrainStats(metrics={"loss": 1.0}, num_tokens=1)
+
+        return SimpleNamespace(result=result)
+
+    def save_hf(self, folder: str) -> None:
+        self.log.append(f"export {folder}")
+
+
+def test_steps_that_were_begun_are_finished_then_the_model_is_written(tmp_path: Path) -> None:
+    tree = {
+        "run_dir": str(tmp_path),
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "tracking": {"tensorboard": False},
+        "trainer": {"steps": 9, "eval_every": 2},
+    }
+    config, trainer = make_config(SftConfig, tree), Trainer()
+    run = Rows(config, EventLog(), trainer, last=3)
+    run.train()
+    assert trainer.log == ["step 1", "step 2", "step 3", f"export {config.export_path}"]
+    assert run.evaluated == [0, 2]
+    with pytest.raises(StoppedEarly, match=r"^stopped after step 3 of 9, "):
+        run.require_whole()
