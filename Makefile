@@ -15,6 +15,7 @@ TORCH_CUDA_ARCH_LIST ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+PACKAGES_GPU := $(VENV)/.packages-gpu
 INSTALLED_GPU := $(VENV)/.installed-gpu
 # An environment for GPUs, or one begun, serves all that needs `setup`: it never turns back into one for CPUs.
 INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
@@ -22,7 +23,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-gpu setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
+.PHONY: setup setup-gpu packages-gpu setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with everything pinned; does nothing when it is up to date
 
@@ -40,8 +41,17 @@ $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev
 
 setup-gpu: $(INSTALLED_GPU) ## The same for GPUs, with CUDA, Transformer Engine and apex
 
+# All but megarl itself, for images that are built in layers.
+packages-gpu: $(PACKAGES_GPU)
+
+$(INSTALLED_GPU): $(PACKAGES_GPU) setup.py pyproject.toml
+	@echo "[5/5] megarl"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $@
+
 # The compiler's wheels name libraries by version alone and call their folder lib: two links make a CUDA_HOME of them.
-$(INSTALLED_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt setup.py pyproject.toml
+$(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt
 	@TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" requirements/gpu-machine.sh $(PYTHON)
 	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
@@ -58,9 +68,6 @@ $(INSTALLED_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/d
 		NVTE_PYTORCH_FORCE_BUILD=TRUE APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
 		$(if $(TORCH_CUDA_ARCH_LIST),TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)") \
 		$(PIP) install --no-deps --no-build-isolation -r requirements/gpu-build.txt
-	@echo "[5/5] megarl"
-	@$(PIP) install --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 
 setup-slurm: ## Install what the tests of launch/ run on, as root: Slurm, munge, shellcheck, ip
