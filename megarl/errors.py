@@ -5,7 +5,9 @@
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
+    |-- LaunchError              nodes did not meet, or one of a run's was lost; exit code 1
     |-- WeightSyncError            weights did not arrive whole; exit code 1
+    |   `-- LostRankError          because another rank is gone or has given up
     |-- LimitError                 a watched quantity passed its configured limit; exit code 3
     `-- StoppedEarly               a run ended in order before its last step, as it was asked to; exit code 75
 
@@ -45,8 +47,16 @@ class WorkerError(MegarlError):
     """A trainer worker or rollout engine that died or failed; carries its last words."""
 
 
+class LaunchError(MegarlError):
+    """Nodes that did not meet, or one that was lost; names it."""
+
+
 class WeightSyncError(MegarlError):
     """Weights that did not arrive whole at a rollout engine."""
+
+
+class LostRankError(WeightSyncError):
+    """Another rank is gone or has given up, which has the cause to tell."""
 
 
 class LimitError(MegarlError):

@@ -26,6 +26,7 @@ SUMMARIES = {
     "convert": "a model from Hugging Face's format to Megatron's, and back",
     "check": "find what is wrong with a configuration, without starting anything",
     "doctor": "what this machine has, what will be used, what is missing",
+    "launch": "a command over several machines: a Ray node on each, the command on the first",
     "reshard": "what moving weights from trainer to engines costs",
     "demo": "fine-tune and reinforce a tiny model on this machine",
 }
@@ -126,6 +127,10 @@ def _load(name: str) -> Command:
             from megarl.cli import doctor
 
             return doctor
+        case "launch":
+            from megarl.cli import launch
+
+            return launch
         case "reshard":
             from megarl.cli import reshard
 

@@ -1,0 +1,162 @@
+"""Rank 0: where the others come to, and where the command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from megarl.errors import LaunchError
+from megarl.launch.agent import SIGNALLED, Agent, LaunchOptions, command_environment, hello
+from megarl.launch.descendants import at_start_of_child
+from megarl.launch.link import LinkLostError
+from megarl.launch.meeting import Meeting, Peer, addresses
+from megarl.launch.messages import End, Failed, Joined, Stop, Welcome
+from megarl.launch.ray_node import free_port
+from megarl.launch.world import NodeWorld
+
+COMMAND_END_SECONDS = 20.0
+"""How long the command may take to end in order."""
+PEERS_END_SECONDS = 10.0
+"""How long the other nodes may take to end their parts."""
+
+
+class Head(Agent):
+    """The node that leads.
+
+    Args:
+        command: of megarl.
+    """
+
+    def __init__(
+        self, world: NodeWorld, options: LaunchOptions, say: Callable[[str], None], command: Sequence[str]
+    ) -> None:
+        super().__init__(world, options, say)
+        self._command_line = [sys.executable, "-m", "megarl", *command]
+        self._command: asyncio.subprocess.Process | None = None
+        self._told = 0
+        self._time_is_near = False
+        self._meeting = Meeting(world, hello(world, options), options.node_timeout)
+        self._peers: list[Peer] = []
+        self._joined: set[int] = set()
+        self._all_joined = asyncio.Event()
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def work(self) -> None:
+        """See `Agent.work`."""
+        started = time.monotonic()
+        await self._meeting.open()
+        self._peers = await self._meeting.gather(self.options.join_timeout)
+        self._watching = [asyncio.create_task(self._watch(peer)) for peer in self._peers]
+        own, others = addresses(self._peers, self.options.node_address)
+        names = [f"{self.world.host} ({own})"]
+        names += [f"{peer.hello.host} ({address})" for peer, address in zip(self._peers, others, strict=True)]
+        started = self._phase("nodes met", started, ", ".join(names))
+
+        ray_address = f"{own}:{free_port()}"
+        await self.start_ray(ray_address, own)
+        self._watching.append(asyncio.create_task(self._watch_ray()))
+        started = self._phase("Ray up", started, ray_address)
+
+        for peer, address in zip(self._peers, others, strict=True):
+            peer.link.send(Welcome(ray_address=ray_address, node_address=address))
+        if self._peers:
+            await self._all_joined.wait()
+            self._phase("Ray joined by all", started, f"{self.world.size} nodes")
+        await self._run_command(ray_address, own)
+
+    async def leave(self) -> None:
+        """See `Agent.leave`."""
+        await self._end_command()
+        for watch in self._watching:
+            watch.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        end = self.end.result() if self.end.exception() is None else End(1, f"{self.world.host} (rank 0) failed")
+        peers = self._meeting.peers
+        for peer in peers:
+            peer.link.send(end)
+        await asyncio.gather(self.ray.stop(), *(self._see_off(peer) for peer in peers))
+        await self._meeting.close()
+
+    def told_to_end(self, number: int) -> None:
+        """See `Agent.told_to_end`; the command ends in order, at the second time at once."""
+        self._told += 1
+        if self._command is None:
+            self.finish(SIGNALLED + number)
+        elif self._told == 1:
+            self._watching.append(asyncio.create_task(self._end_command()))
+        elif self._command.returncode is None:
+            self._command.kill()
+
+    def told_of_time(self) -> None:
+        """See `Agent.told_of_time`; the command's business."""
+        self._time_is_near = True
+        if self._command is not None and self._command.returncode is None:
+            self._command.send_signal(signal.SIGUSR1)
+
+    def own_children(self) -> set[int]:
+        """See `Agent.own_children`."""
+        return super().own_children() | ({self._command.pid} if self._command is not None else set())
+
+    def _phase(self, name: str, started: float, what: str) -> float:
+        now = time.monotonic()
+        self.say(f"{name:<18} {now - started:5.1f} s  {what}")
+        return now
+
+    async def _run_command(self, ray_address: str, own: str) -> None:
+        self._command = await asyncio.create_subprocess_exec(
+            *self._command_line,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=command_environment(self.environment, ray_address, own),
+            process_group=0,
+            preexec_fn=at_start_of_child(signal.SIGKILL),
+        )
+        if self._time_is_near:
+            self._command.send_signal(signal.SIGUSR1)
+        code = await self._command.wait()
+        self.finish(code if code >= 0 else SIGNALLED - code)
+
+    async def _end_command(self) -> None:
+        if self._command is None or self._command.returncode is not None:
+            return
+        self._command.terminate()
+        try:
+            await asyncio.wait_for(self._command.wait(), COMMAND_END_SECONDS)
+        except TimeoutError:
+            self._command.kill()
+            await self._command.wait()
+
+    async def _watch(self, peer: Peer) -> None:
+        while True:
+            try:
+                message = await peer.link.receive()
+            except LinkLostError as e:
+                self.finish(LaunchError.exit_code, f"{peer}: {e}; the run has been ended")
+                return
+            match message:
+                case Joined():
+                    self._joined.add(peer.hello.rank)
+                    if len(self._joined) == len(self._peers):
+                        self._all_joined.set()
+                case Failed(reason):
+                    self.finish(LaunchError.exit_code, f"{peer}: {reason}\nthe run has been ended")
+                    return
+                case Stop(number):
+                    self.told_to_end(number)
+                case _:
+                    raise AssertionError(message)
+
+    async def _watch_ray(self) -> None:
+        reason = await self.ray.lost()
+        self.finish(LaunchError.exit_code, f"node {self.world.host} (rank 0): {reason}\nthe run has been ended")
+
+    async def _see_off(self, peer: Peer) -> None:
+        """Wait for the node to hang up, which it does when its part has ended."""
+        try:
+            async with asyncio.timeout(PEERS_END_SECONDS):
+                while True:
+                    await peer.link.receive()
+        except (LinkLostError, TimeoutError):
+            await peer.link.close()

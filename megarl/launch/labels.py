@@ -1,0 +1,82 @@
+"""Ray's labels of a node, by which pools choose theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Sequence
+
+from megarl.errors import ConfigError
+from megarl.launch.world import NodeWorld
+
+NODE_RANK = "megarl.node-rank"
+HET_GROUP = "megarl.het-group"
+NVLINK_DOMAIN = "megarl.nvlink-domain"
+
+QUERY_SECONDS = 20.0
+"""How long the driver may take; a machine that just started needs a few."""
+
+_WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL = re.compile(rf"(?P<key>({_WORD}/)?{_WORD})=(?P<value>{_WORD})")
+
+
+def parse_labels(words: Sequence[str]) -> dict[str, str]:
+    """Labels of `KEY=VALUE[,KEY=VALUE...]`.
+
+    Raises:
+        ConfigError: one has not that form, with letters that Ray takes.
+    """
+    labels = {}
+    for word in ",".join(words).split(",") if words else ():
+        match = _LABEL.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"--labels needs KEY=VALUE of at most 63 letters, digits, '-', '_' and '.' each, got {word!r}"
+            )
+        labels[match["key"]] = match["value"]
+    return labels
+
+
+def own_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
+    """What is known of a node without the user."""
+    labels = {NODE_RANK: str(world.rank)}
+    if world.het_group is not None:
+        labels[HET_GROUP] = str(world.het_group)
+    if nvlink_domain is not None:
+        labels[NVLINK_DOMAIN] = nvlink_domain
+    return labels
+
+
+async def nvlink_domain() -> str | None:
+    """The NVLink domain that this node's GPUs share with other nodes'; None without one."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    asked = await asyncio.create_subprocess_exec(
+        command,
+        "-q",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        answer, _ = await asyncio.wait_for(asked.communicate(), QUERY_SECONDS)
+    except TimeoutError:
+        asked.kill()
+        return None
+    return parse_nvlink_domain(answer.decode(errors="replace"))
+
+
+def parse_nvlink_domain(text: str) -> str | None:
+    """`<cluster>.<clique>` of the first GPU in `nvidia-smi -q`, for one that is part of a fabric."""
+    fields: dict[str, str] = {}
+    section = re.search(r"^ *Fabric *$\n(?P<body>(?:^ +.*$\n?){1,12})", text, re.MULTILINE)
+    for line in section["body"].splitlines() if section else ():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower().replace(" ", ""), value.strip())
+    cluster, clique = fields.get("clusteruuid", ""), fields.get("cliqueid", "")
+    if not re.fullmatch(r"[0-9a-fA-F-]{36}", cluster) or not clique.isdigit() or not cluster.strip("0-"):
+        return None
+    return f"{cluster}.{clique}"

@@ -1,0 +1,207 @@
+"""This node's part of Ray: a child process that lives as long as the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from megarl.errors import LaunchError
+from megarl.launch.descendants import at_start_of_child
+from megarl.launch.meeting import is_loopback
+from megarl.launch.world import FIRST_PORT, PORT_SPAN
+
+IS_UP = "Ray runtime started"
+"""What `ray start` says when its processes run and the head knows of them."""
+
+START_SECONDS = 120.0
+"""How long Ray may take on a node whose disks are busy."""
+END_SECONDS = 5.0
+"""How long its processes may take to end, before they are killed."""
+LAST_LINES = 15
+"""Of what it said, for errors."""
+
+LEAST_STORE = 128 * 2**20
+MOST_STORE = 16 * 2**30
+
+
+class RayNode:
+    """`ray start --block` as a child.
+
+    Made by `prepared`, which lets it import Ray while its arguments are not known yet.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._said: deque[str] = deque(maxlen=LAST_LINES)
+        self._up = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def prepared(cls, environment: Mapping[str, str]) -> RayNode:
+        """A child that waits to be told how to start Ray."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megarl.placement.ray_start",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=ray_environment(environment),
+            process_group=0,  # signals to the launcher's group are the launcher's business
+            preexec_fn=at_start_of_child(signal.SIGTERM),
+        )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self._process.pid
+
+    async def start(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+        """Return when this node is one of Ray's.
+
+        Args:
+            arguments: of `ray start`.
+            environment: what workers find in theirs beside the launcher's own.
+
+        Raises:
+            LaunchError: Ray did not start; says what it said.
+        """
+        assert self._process.stdin is not None
+        order = {"arguments": [*arguments, "--block"], "environment": dict(environment)}
+        with contextlib.suppress(ConnectionError):  # it has ended: what it said comes below
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            await self._process.stdin.drain()
+        up, ended = asyncio.create_task(self._up.wait()), asyncio.create_task(self._process.wait())
+        await asyncio.wait((up, ended), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        ended.cancel()
+        if not self._up.is_set():
+            raise LaunchError(f"Ray did not start:\n{self._last_words()}")
+
+    async def lost(self) -> str:
+        """Wait until it ends, which it should not; returns what it said last."""
+        await self._process.wait()
+        await self._reading
+        return f"Ray ended:\n{self._last_words()}"
+
+    async def stop(self) -> None:
+        """End Ray's processes on this node."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            self._said.append(text)
+            if IS_UP in text:
+                self._up.set()
+
+    def _last_words(self) -> str:
+        return "\n".join(f"  {line}" for line in self._said if line)
+
+
+def ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What Ray and the command get of `environment`."""
+    # torchrun's place in the world is the launcher's: a worker has its own
+    kept = {name: value for name, value in environment.items() if not _is_torchruns(name)}
+    # no token unless one is asked for: `ray start` would take one from the home folder of the head alone
+    kept.setdefault("RAY_AUTH_MODE", "disabled")
+    # when Ray is told to end, nothing on it is worth waiting for
+    kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    return kept
+
+
+def _is_torchruns(name: str) -> bool:
+    return name.startswith("TORCHELASTIC_") or name in {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    }
+
+
+def ray_arguments(
+    *, rank: int, node_address: str, ray_address: str, cpus: int, gpus: int | None, labels: Mapping[str, str]
+) -> list[str]:
+    """Of `ray start` for a node.
+
+    Args:
+        ray_address: `HOST:PORT`, where rank 0 makes it and the others find it.
+        gpus: None: those that Ray finds.
+    """
+    arguments = {
+        "--node-ip-address": node_address,
+        "--num-cpus": str(cpus),
+        # a system's ports instead of fixed ones: two runs, or two nodes, may share a machine
+        "--min-worker-port": "0",
+        "--max-worker-port": "0",
+        "--dashboard-agent-listen-port": "0",
+        "--object-store-memory": str(store_bytes()),
+        "--include-log-monitor": "false",
+        "--temp-dir": _temp_dir(rank),
+        "--labels": ",".join(f"{key}={value}" for key, value in labels.items()),
+    }
+    if gpus is not None:
+        arguments["--num-gpus"] = str(gpus)
+    if rank:
+        arguments["--address"] = ray_address
+    else:
+        port = ray_address.rpartition(":")[2]
+        arguments |= {"--port": port, "--ray-client-server-port": str(free_port()), "--include-dashboard": "false"}
+    words = [word for pair in arguments.items() for word in pair]
+    return words if rank else ["--head", "--disable-usage-stats", "--no-monitor", *words]
+
+
+def store_bytes() -> int:
+    """A quarter of /dev/shm for the object store: a second node on this machine, PyTorch and others need the rest."""
+    stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
+    return max(LEAST_STORE, min(MOST_STORE, stat.f_bavail * stat.f_frsize // 4))
+
+
+def _temp_dir(rank: int) -> str:
+    """Of this user, whom other users' files do not stop, and of this node, which may share its machine."""
+    # short, since sockets lie in it, whose paths may have 107 characters
+    return str(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"ray-{os.getuid()}" / f"node{rank}")  # noqa: S108
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens at, and that the system gives to nobody who does not name it."""
+    while True:
+        port = random.randrange(FIRST_PORT, FIRST_PORT + PORT_SPAN)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def interface_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Collectives go through the interface of `address`, unless the user chose one; empty on the loopback."""
+    if is_loopback(address):
+        return {}
+    interface = _interface_of(address)
+    if interface is None:
+        return {}
+    # NCCL takes a name for the beginning of one, unless = stands before it
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def _interface_of(address: str) -> str | None:
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)

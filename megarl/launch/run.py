@@ -1,0 +1,42 @@
+"""One node's part of a run, from the first process to the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from megarl.errors import LaunchError
+from megarl.launch.agent import LaunchOptions
+from megarl.launch.descendants import adopt_orphans, end_descendants
+from megarl.launch.follower import Follower
+from megarl.launch.head import Head
+from megarl.launch.messages import End
+from megarl.launch.world import NodeWorld
+
+LAST_GRACE_SECONDS = 2.0
+"""For processes that are left when Ray and the command have ended."""
+
+
+def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, say: Callable[[str], None]) -> int:
+    """Run a megarl command on Ray over all nodes, each of which calls this; returns the command's exit code.
+
+    Args:
+        command: without `megarl`; it runs on rank 0.
+        say: shows a line to the user.
+
+    Raises:
+        LaunchError: the nodes did not meet, Ray did not start, or a node was lost.
+    """
+    adopt_orphans()
+    try:
+        end = asyncio.run(_run(world, options, command, say))
+    finally:
+        end_descendants(LAST_GRACE_SECONDS)
+    if end.reason is not None:
+        raise LaunchError(end.reason)
+    return end.exit_code
+
+
+async def _run(world: NodeWorld, options: LaunchOptions, command: Sequence[str], say: Callable[[str], None]) -> End:
+    agent = Follower(world, options, say) if world.rank else Head(world, options, say, command)
+    return await agent.run()
