@@ -143,8 +143,10 @@ class Head(Agent):
                 case Failed(reason):
                     self.finish(LaunchError.exit_code, f"{peer}: {reason}\nthe run has been ended")
                     return
-                case Stop(number):
+                case Stop(number) if self._told == 0:
                     self.told_to_end(number)
+                case Stop():
+                    pass  # Slurm tells every node, which is no second time
                 case _:
                     raise AssertionError(message)
 
