@@ -37,6 +37,7 @@ class Head(Agent):
         self._command_line = [sys.executable, "-m", "megarl", *command]
         self._command: asyncio.subprocess.Process | None = None
         self._told = 0
+        self._ending: asyncio.Task[None] | None = None
         self._time_is_near = False
         self._meeting = Meeting(world, hello(world, options), options.node_timeout)
         self._peers: list[Peer] = []
@@ -83,11 +84,9 @@ class Head(Agent):
     def told_to_end(self, number: int) -> None:
         """See `Agent.told_to_end`; the command ends in order, at the second time at once."""
         self._told += 1
-        if self._command is None:
-            self.finish(SIGNALLED + number)
-        elif self._told == 1:
-            self._watching.append(asyncio.create_task(self._end_command()))
-        elif self._command.returncode is None:
+        if self._told == 1:
+            self._end_in_order(number)
+        elif self._command is not None and self._command.returncode is None:
             self._command.kill()
 
     def told_of_time(self) -> None:
@@ -118,6 +117,12 @@ class Head(Agent):
         code = await self._command.wait()
         self.finish(code if code >= 0 else SIGNALLED - code)
 
+    def _end_in_order(self, number: int) -> None:
+        if self._command is None:
+            self.finish(SIGNALLED + number)
+        elif self._ending is None:
+            self._ending = asyncio.create_task(self._end_command())
+
     async def _end_command(self) -> None:
         if self._command is None or self._command.returncode is not None:
             return
@@ -143,10 +148,8 @@ class Head(Agent):
                 case Failed(reason):
                     self.finish(LaunchError.exit_code, f"{peer}: {reason}\nthe run has been ended")
                     return
-                case Stop(number) if self._told == 0:
-                    self.told_to_end(number)
-                case Stop():
-                    pass  # Slurm tells every node, which is no second time
+                case Stop(number):
+                    self._end_in_order(number)  # Slurm tells every node: no second time
                 case _:
                     raise AssertionError(message)
 
