@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Self
 
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
+from megarl.placement.torchrun import TorchrunWorld, said_once, torchrun_world
 
 if TYPE_CHECKING:
+    from megarl.config import ScoreConfig
     from megarl.controller.score import Scored
     from megarl.data.token_lines import TokenCount
 
@@ -42,24 +44,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the scores; stdout says where, stderr how far.
+    """Write the scores; stdout says where, stderr how far. Of torchrun's ranks, the first reads and writes.
 
     Raises:
-        MegarlError: configuration, model, output and every line of the input are checked before anything starts.
+        MegarlError: configuration, model, output and every line of the input are checked before Ray starts, and before
+            a rank has the model.
     """
     from megarl.config import make_score_config
 
-    config = make_score_config(args.model, args.overrides)
+    world = torchrun_world()
+    with said_once(world):
+        config = make_score_config(args.model, args.overrides, slots=world.slots if world else None)
+        if world is not None:
+            world.require(config.sized_placement)
+    if world is None:
+        _score_on_ray(config, args)
+    else:
+        _score_on_ranks(config, args, world)
+    if world is None or world.rank == 0:
+        console().print(f"scores       {args.output}", highlight=False)
+    return 0
+
+
+def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
     from megarl.data.token_lines import partial_file
 
     with partial_file(args.output, source=args.input) as out:
-        from megarl.controller.score import open_tokens, score_file  # brings torch: a wrong key is told before
+        from megarl.controller.score import open_tokens, score_file, scorers  # brings torch: a wrong key is told before
 
         tokens = open_tokens(config, args.input)
-        with ScoreProgress(tokens.check()) as progress:
-            score_file(config, tokens, out, progress.show)
-    console().print(f"scores       {args.output}", highlight=False)
-    return 0
+        with ScoreProgress(tokens.check()) as progress, scorers(config) as processes:
+            score_file(config, processes, tokens, out, progress.show)
+
+
+def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: TorchrunWorld) -> None:
+    from megarl.controller.score import open_tokens, score_file, score_with_first
+    from megarl.controller.torchrun_ranks import joined_ranks
+    from megarl.data.token_lines import partial_file
+
+    with joined_ranks(config.sized_placement, world) as ranks:
+        if world.rank != 0:
+            score_with_first(config, ranks)
+            return
+        with partial_file(args.output, source=args.input) as out:
+            tokens = open_tokens(config, args.input)
+            with ScoreProgress(tokens.check()) as progress:
+                score_file(config, ranks, tokens, out, progress.show, share=ranks.from_first)
 
 
 class ScoreProgress:

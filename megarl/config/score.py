@@ -43,10 +43,15 @@ class ScoreConfig(Section):
         return self.placement.sized(self.trainer.parallel.smallest_world)
 
 
-def make_score_config(model_path: str, overrides: Sequence[str] = ()) -> ScoreConfig:
+def make_score_config(
+    model_path: str, overrides: Sequence[str] = (), *, slots: tuple[int, int] | None = None
+) -> ScoreConfig:
     """The configuration for the model in `model_path`, with `overrides` ("a.b=c", the value in YAML) applied in order.
+
+    Args:
+        slots: nodes and slots of each, where no override says anything of `placement`'s.
 
     Raises:
         ConfigError: unknown keys, impossible values; every problem, one a line.
     """
-    return make_config(ScoreConfig, {"model": {"path": model_path}}, overrides)
+    return make_config(ScoreConfig, {"model": {"path": model_path}}, overrides, slots=slots)

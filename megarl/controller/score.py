@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.config import ScoreConfig
 from megarl.controller.cluster import reserved_slots
@@ -22,13 +25,18 @@ from megarl.megatron.families.fitting import parallel_problems
 from megarl.megatron.score import SCORE_BY_DP, Scores, ScoreWork, ScoreWorker
 from megarl.megatron.work import ModelSpec
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import SlotPool
-from megarl.workers.group import Pending, WorkerGroup
+from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
+from megarl.workers.spmd import SpmdWorld
 
 MICRO_BATCHES_PER_CHUNK = 16
 """Of each replica, when full: enough to balance the replicas and to fill a pipeline."""
 
 LINES_PER_CHUNK = 8192
+
+Sequences = Sequence[NDArray[np.int32]]
+"""[sequence][token]."""
+
+L = TypeVar("L")
 
 CHUNKS_AHEAD = 2
 """Chunks sent to the ranks before the oldest is waited for: they never idle while lines are read and written."""
@@ -44,12 +52,12 @@ class Scored:
     """Since the ranks were ready."""
 
 
-class ScoreGroup(WorkerGroup[ScoreWorker]):
+class ScoreGroup:
     """One Megatron rank per slot, that can only score."""
 
-    def __init__(self, config: ScoreConfig, pool: SlotPool) -> None:
-        grid = RankGrid.of(config.trainer.parallel, config.sized_placement.slots)
-        super().__init__("scorer", rank_processes(pool, "scorer"), grid)
+    def __init__(self, config: ScoreConfig, processes: Processes) -> None:
+        self.grid = RankGrid.of(config.trainer.parallel, processes.size)
+        self._group: Group[ScoreWorker] = processes.group("scorer", self.grid)
         self._config = config
         model, _ = read_model(config.model.path)
         self._cost = sequence_cost(model)
@@ -64,17 +72,17 @@ class ScoreGroup(WorkerGroup[ScoreWorker]):
             temperature=config.temperature,
             seed=config.seed,
         )
-        return self.start(ScoreWorker, (spec,))
+        return self._group.start(ScoreWorker, (spec,))
 
-    def begin_score(self, lines: Sequence[TokenLine]) -> Pending[Scores]:
-        """Start to score the lines, split over the data-parallel replicas."""
+    def begin_score(self, sequences: Sequences) -> Pending[Scores]:
+        """Start to score the sequences, split over the data-parallel replicas."""
         work = ScoreWork(
-            sequences=self.put([line.token_ids for line in lines]),
-            lengths=tuple(len(line.token_ids) for line in lines),
+            sequences=self._group.put(sequences),
+            lengths=tuple(map(len, sequences)),
             max_tokens_per_micro_batch=self._config.trainer.max_tokens_per_micro_batch,
             cost=self._cost,
         )
-        return self.begin(ScoreWorker.score, work, via=SCORE_BY_DP)
+        return self._group.begin(ScoreWorker.score, work, via=SCORE_BY_DP)
 
 
 def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
@@ -95,39 +103,74 @@ def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
     return TokenFile(path=path, vocab_size=model.vocab_size, max_positions=model.max_positions)
 
 
-def score_file(config: ScoreConfig, tokens: TokenFile, out: TextIO, tell: Callable[[Scored], None]) -> None:
+@contextmanager
+def scorers(config: ScoreConfig) -> Iterator[WorkerProcesses]:
+    """Processes for ranks, on Ray."""
+    with reserved_slots(config.sized_placement, what="score", name="a scorer") as pool:
+        yield rank_processes(pool, "scorer")
+
+
+def score_file(
+    config: ScoreConfig,
+    processes: Processes,
+    tokens: TokenFile,
+    out: TextIO,
+    tell: Callable[[Scored], None],
+    *,
+    share: Callable[[Sequences | None], object] = lambda sequences: None,
+) -> None:
     """Write a line of scores for every line of `tokens`, in order; `tell` hears of each chunk that is written.
+
+    Args:
+        share: lets ranks that `score_with_first` know what to score: nothing at first, each chunk, None at the end.
 
     Raises:
         MegarlError: a rank failed, a line is bad, or `out` cannot be written.
     """
-    with _ranks(config) as group:
-        per_replica = MICRO_BATCHES_PER_CHUNK * config.trainer.max_tokens_per_micro_batch
-        chunks = tokens.chunks(max_tokens=group.grid.dp * per_replica, max_lines=LINES_PER_CHUNK)
-        started = time.perf_counter()
-        num_lines = num_tokens = 0
-        for lines, scores in _scored(group, chunks):
-            _write(out, (line.with_scores(scores[i].logprobs, scores[i].entropy) for i, line in enumerate(lines)))
-            num_lines += len(lines)
-            num_tokens += sum(len(line.token_ids) for line in lines)
-            tell(Scored(num_lines=num_lines, num_tokens=num_tokens, seconds=time.perf_counter() - started))
+    share([])
+    group = _started(config, processes)
+    per_replica = MICRO_BATCHES_PER_CHUNK * config.trainer.max_tokens_per_micro_batch
+
+    def chunks() -> Iterator[tuple[Sequence[TokenLine], Sequences]]:
+        for lines in tokens.chunks(max_tokens=group.grid.dp * per_replica, max_lines=LINES_PER_CHUNK):
+            sequences = [line.token_ids for line in lines]
+            share(sequences)
+            yield lines, sequences
+        share(None)
+
+    started = time.perf_counter()
+    num_lines = num_tokens = 0
+    for lines, scores in _scored(group, chunks()):
+        _write(out, (line.with_scores(scores[i].logprobs, scores[i].entropy) for i, line in enumerate(lines)))
+        num_lines += len(lines)
+        num_tokens += sum(len(line.token_ids) for line in lines)
+        tell(Scored(num_lines=num_lines, num_tokens=num_tokens, seconds=time.perf_counter() - started))
 
 
-@contextmanager
-def _ranks(config: ScoreConfig) -> Iterator[ScoreGroup]:
+def score_with_first(config: ScoreConfig, ranks: SpmdWorld) -> None:
+    """Score, on a rank that is not the first, what the first one reads and writes in `score_file`."""
+    ranks.from_first(None)  # everything has been checked: from here on it is not another rank's mistake
+    group = _started(config, ranks)
+
+    def chunks() -> Iterator[tuple[None, Sequences]]:
+        while (sequences := ranks.from_first(None)) is not None:
+            yield None, sequences
+
+    deque(_scored(group, chunks()), maxlen=0)
+
+
+def _started(config: ScoreConfig, processes: Processes) -> ScoreGroup:
     """Ranks with the model."""
-    placement = config.sized_placement
-    with reserved_slots(placement, what="score", name="a scorer") as pool:
-        group = ScoreGroup(config, pool)
-        group.start_workers().result(placement.start_timeout_seconds)
-        yield group
+    group = ScoreGroup(config, processes)
+    group.start_workers().result(config.placement.start_timeout_seconds)
+    return group
 
 
-def _scored(group: ScoreGroup, chunks: Iterable[Sequence[TokenLine]]) -> Iterator[tuple[Sequence[TokenLine], Scores]]:
-    """Every chunk with its scores, in order."""
-    under_way: deque[tuple[Sequence[TokenLine], Pending[Scores]]] = deque()
-    for chunk in chunks:
-        under_way.append((chunk, group.begin_score(chunk)))
+def _scored(group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
+    """Every chunk's lines with its scores, in order."""
+    under_way: deque[tuple[L, Pending[Scores]]] = deque()
+    for lines, sequences in chunks:
+        under_way.append((lines, group.begin_score(sequences)))
         if len(under_way) == CHUNKS_AHEAD:
             oldest, pending = under_way.popleft()
             yield oldest, pending.result()

@@ -55,20 +55,25 @@ class SpmdWorld:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return bool(found)
 
+    def from_first(self, value: T) -> T:
+        """Rank 0's `value`, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
     def on_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, where alone it runs, on every rank.
 
         Raises:
             MegarlError: on every rank, as `make` raised it.
         """
-        outcome: list[tuple[T | None, MegarlError | None]] = [(None, None)]
+        outcome: tuple[T | None, MegarlError | None] = (None, None)
         if self.rank == 0:
             try:
-                outcome = [(make(), None)]
+                outcome = make(), None
             except MegarlError as error:
-                outcome = [(None, error)]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        ((value, failure),) = outcome
+                outcome = None, error
+        value, failure = self.from_first(outcome)
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]

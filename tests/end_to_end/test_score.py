@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config import make_score_config
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import RAY_AGENTS
 from tests.megatron.fidelity.models import save_model
@@ -70,6 +71,39 @@ def test_scores_are_those_of_transformers(
         assert np.abs(np.array(line["entropy"]) - entropy.numpy()).max(initial=0) <= 1e-5, row["id"]
     command.assert_nothing_lives(5)
     assert command.leftovers() == []
+
+    again, slots = tmp_path / "again.jsonl", make_score_config(model, overrides).sized_placement.slots
+    ranks = ("--standalone", "--nproc-per-node", str(slots), "-m", "megarl")
+    arguments = ("score", "--model", model, "--input", source, "--output", again, "--set", *overrides)
+    spmd = launch(*ranks, *arguments, program="torchrun")
+    assert spmd.wait(120) == 0, spmd.stderr
+    assert spmd.stdout.splitlines() == [f"scores       {again}"]
+    assert spmd.stderr.count("scored 40/40 lines") == 1
+    assert again.read_bytes() == output.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "line", "message"),
+    [
+        (None, '{"token_ids": [1, 400]}', "{source}:1: token_ids[1] needs to be below the model's vocab_size = 331"),
+        ("nothing", '{"token_ids": [1]}', "model.path: needs a folder in Hugging Face format"),
+    ],
+)
+def test_of_torchruns_ranks_the_first_says_what_is_wrong(
+    folder: str | None, line: str, message: str, model: str, tmp_path: Path, launch: Launch
+) -> None:
+    source, output = tmp_path / "tokens.jsonl", tmp_path / "scores.jsonl"
+    source.write_text(f"{line}\n")
+    ranks = ("--standalone", "--nproc-per-node", "2", "-m", "megarl")
+    path = tmp_path / folder if folder else model
+    run = launch(*ranks, "score", "--model", path, "--input", source, "--output", output, program="torchrun")
+    assert run.wait(60) == 1  # torchrun's
+    (error,) = (line for line in run.stderr.splitlines() if line.startswith("error: "))
+    assert error.startswith("error: " + message.replace("{source}", str(source)))
+    assert "exitcode  : 2" in run.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"tokens.jsonl", "stdout", "stderr"}
+    run.assert_nothing_lives(5)
 
 
 @pytest.mark.slow
