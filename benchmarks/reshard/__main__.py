@@ -18,6 +18,7 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from benchmarks.reshard.contender import Contender, HandOver, Planned
 from benchmarks.reshard.measure import measure
@@ -27,6 +28,7 @@ from megarl.controller.resharding import make_scenario, model_name, read_model
 from megarl.errors import ConfigError, MegarlError
 from megarl.megatron import platform
 from megarl.megatron.families.decoder import Decoder
+from megarl.placement.network import use_network_to_master
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.report import SyncReport
 from megarl.reshard.scenario import STRATEGIES, Scenario
@@ -45,7 +47,9 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
     if platform.is_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(platform.backend())
+    store, rank, size = next(rendezvous("env://"))
+    use_network_to_master(store, rank, size)
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=size)
     try:
         reports = _run(args)
     except MegarlError as error:

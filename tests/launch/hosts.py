@@ -97,7 +97,8 @@ class Command:
 
     def wait(self, seconds: float) -> int:
         """The exit code."""
-        return self.process.wait(seconds)
+        assert wait_until(lambda: self.process.poll() is not None, seconds), f"goes on:\n{self.stdout}{self.stderr}"
+        return self.process.wait()
 
     def wait_until_it_says(self, text: str, seconds: float) -> None:
         """Block until its output has `text`; the command must go on until then."""
@@ -130,7 +131,8 @@ class Host:
     def environment(self, **variables: str) -> dict[str, str]:
         """What commands on the host see: this process's variables but those about its own network, and `variables`."""
         kept = {name: value for name, value in os.environ.items() if name not in STAYS_OUT}
-        return kept | {"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"} | variables
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return kept | {"PATH": programs, "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"} | variables
 
     def run(self, *arguments: str | Path, seconds: float = 60) -> str:
         """Stdout of a command, which must succeed."""
@@ -146,7 +148,7 @@ class Host:
         return done.stdout
 
     def start(self, *arguments: str | Path, **variables: str) -> Command:
-        """A command, running; a program without a folder is taken from this Python's."""
+        """A command, running; this Python's programs come first."""
         return Command(self.entering(*arguments), self.environment(**variables), self._folder)
 
     def plug(self, interface: str, *what: str) -> None:
