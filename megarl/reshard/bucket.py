@@ -13,14 +13,14 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from megarl.reshard.layout import Box, volume
+from megarl.reshard.layout import Box, TensorSpec, volume
 
 ON_DEVICE = "cuda-ipc:"
 """How paths of device memory start; what follows is torch's handle."""
@@ -114,6 +114,20 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tupl
         slots.append(slot)
         end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
     return tuple(slots), end
+
+
+def split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
+    """Names of tensors that share a bucket, in the order of `tensors`; one that is larger than a bucket has its own."""
+    buckets: list[list[str]] = []
+    used = bucket_bytes
+    for name, spec in tensors.items():
+        _, size = lay_out([(name, torch_dtype(spec.dtype), spec.shape)])
+        if used + size > bucket_bytes:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(name)
+        used += size
+    return buckets
 
 
 _OWN: WeakValueDictionary[str, DeviceBuffer] = WeakValueDictionary()

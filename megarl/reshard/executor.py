@@ -251,7 +251,7 @@ class BoxExecutor:
         try:
             yield
         except WeightSyncError as e:
-            raise WeightSyncError(f"rank {self._rank}: round {index} of the weights: {e}") from e
+            raise type(e)(f"rank {self._rank}: round {index} of the weights: {e}") from e
 
     def _landing(self, flight: _Flight, message: Receive) -> Tensor:
         """What the message is received into."""

@@ -4,25 +4,38 @@
            W + tp * i + r TP rank r of engine i, which needs
 
 Each missing byte enters a machine once and is handed on there, from engine rank to engine rank.
+
+Tensors of which engines compute values of their own go first, whole: every engine rank receives some of them into
+memory that it borrows, and has its model load them, before the next. All others go as boxes to where they stay.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
+from megarl.reshard.bucket import split_into_buckets, torch_dtype
 from megarl.reshard.cache import Planned, cached_plan
 from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import WeightLayout
+from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, without
 from megarl.reshard.process_groups import Meeting, join_group
 from megarl.reshard.sink import Parameters
-from megarl.reshard.strategy import SyncStats
+from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.reshard.topology import Topology
 from megarl.reshard.wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """One rank's rounds for some tensors that engines take whole."""
+
+    tensors: Mapping[str, TensorSpec]
+    rounds: Planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,29 +50,59 @@ class Handover:
     nodes: tuple[int, ...]
     """By rank, trainer and engine ranks, which machine it is on."""
     bucket_bytes: int
+    whole: tuple[str, ...] = ()
+    """Tensors that engines load by themselves; see `RolloutEngine.whole_tensors`."""
 
     @property
     def size(self) -> int:
         """Ranks of both sides."""
         return len(self.sources) + self.num_engines * len(self.needs)
 
+    @property
+    def legend(self) -> str:
+        """Which rank is whose, for people."""
+        first, tp = len(self.sources), len(self.needs)
+        return f"ranks up to {first - 1} are trainer ranks, those of engine i begin at {first} + {tp} * i"
+
     def engine_rank(self, engine: int, tp_rank: int) -> int:
         """The rank of an engine's TP rank."""
         return len(self.sources) + engine * len(self.needs) + tp_rank
 
     def plan(self, rank: int) -> Planned:
-        """Rank `rank`'s rounds.
+        """Rank `rank`'s rounds for the boxes of all tensors that do not go whole.
 
         Raises:
             WeightSyncError: no trainer rank holds an element that an engine needs, or it holds another dtype.
         """
         self._check_dtypes()
+        return self._plan(rank, [without(need, self.whole) for need in self.needs], self.bucket_bytes)
+
+    def plan_whole(self, rank: int) -> list[WholePlan]:
+        """Rank `rank`'s rounds for the tensors that go whole, in the order of travel.
+
+        What an engine borrows for the tensors of one, and their rounds, take two buckets together, but for single
+        tensors that are larger than one. Raises as `plan` does.
+        """
+        self._check_dtypes()
+        specs = {name: self.needs[0].tensors[name] for name in self.whole}
+        plans = []
+        for names in split_into_buckets(specs, self.bucket_bytes):
+            pieces = tuple(Piece(name, specs[name].box, name, specs[name].box) for name in names)
+            need = WeightLayout(self.needs[0].tensors, pieces)
+            rounds = self._plan(rank, [need] * len(self.needs), max(self.bucket_bytes // 2, 1))
+            plans.append(WholePlan({name: specs[name] for name in names}, rounds))
+        return plans
+
+    def _plan(self, rank: int, of_engine: Sequence[WeightLayout], bucket_bytes: int) -> Planned:
+        """Args:
+        of_engine: by TP rank, what it receives.
+        """
         assert len(self.nodes) == self.size, (len(self.nodes), self.size)
-        layouts = [need for _ in range(self.num_engines) for need in self.needs]
+        layouts = [need for _ in range(self.num_engines) for need in of_engine]
         nothing = WeightLayout(self.sources[0].tensors, ())
         needs = {len(self.sources) + number: layout for number, layout in enumerate(layouts)}
         sources = [*self.sources, *(nothing for _ in layouts)]
-        return cached_plan(sources, needs, Topology(self.nodes), rank, self.bucket_bytes)
+        return cached_plan(sources, needs, Topology(self.nodes), rank, bucket_bytes)
 
     def _check_dtypes(self) -> None:
         held = self.sources[0].tensors
@@ -69,7 +112,8 @@ class Handover:
 
     def fingerprint(self) -> str:
         """The same in every process that plans the same."""
-        digest = hashlib.blake2b(repr((self.num_engines, self.nodes, self.bucket_bytes)).encode(), digest_size=16)
+        what = self.num_engines, self.nodes, self.bucket_bytes, self.whole
+        digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
         numbers: dict[WeightLayout, int] = {}
         for layout in (*self.sources, *self.needs):
             is_new = layout not in numbers
@@ -85,7 +129,9 @@ class HandoverRank:
     """One rank, of either side: its plan, and the connections to the others until a sync fails."""
 
     def __init__(self, handover: Handover, rank: int) -> None:
-        self.rank, self.plan, self._fingerprint = rank, handover.plan(rank), handover.fingerprint()
+        """Plan; raises as `Handover.plan` does."""
+        self.rank, self.plan, self.whole = rank, handover.plan(rank), handover.plan_whole(rank)
+        self._fingerprint = handover.fingerprint()
         self._wire: Wire | None = None
 
     @property
@@ -102,12 +148,22 @@ class HandoverRank:
         self.close()
         self._wire = join_group(meeting, self.rank, self._fingerprint)
 
-    def run(self, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
+    def push(self, tensors: Mapping[str, Tensor], _: Outlets) -> SyncStats:
+        """A trainer rank's part; see `Strategy` and `run`."""
+        return self.run(tensors, None)
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        target: Parameters | None,
+        load: Callable[[Mapping[str, Tensor]], None] | None = None,
+    ) -> SyncStats:
         """One sync; together with all others.
 
         Args:
             tensors: what a trainer rank holds, under the names of its layout; empty on an engine's.
             target: the parameters of an engine's rank; None on a trainer's.
+            load: what an engine's rank does with tensors that come whole, which it must not keep.
 
         Raises:
             WeightSyncError: another rank is gone or late, and the ranks have to `join` again. What has arrived is
@@ -115,7 +171,31 @@ class HandoverRank:
         """
         if not self.joined:
             raise WeightSyncError(f"rank {self.rank} has no connections to the other ranks: a sync needs `join` first")
-        executor = BoxExecutor(self.rank, self.plan.rounds, self.plan.memory, wire=self._wire)
+        counted = [self._run_whole(part, tensors, target, load) for part in self.whole]
+        return sum(counted, self._execute(self.plan, tensors, target))
+
+    def _run_whole(
+        self,
+        part: WholePlan,
+        tensors: Mapping[str, Tensor],
+        target: Parameters | None,
+        load: Callable[[Mapping[str, Tensor]], None] | None,
+    ) -> SyncStats:
+        if target is None:
+            return self._execute(part.rounds, tensors, None)
+        assert load is not None, f"rank {self.rank} cannot load {list(part.tensors)}"
+        device = next(iter(target.tensors.values())).device
+        borrowed = {
+            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            for name, spec in part.tensors.items()
+        }
+        stats = self._execute(part.rounds, tensors, Parameters(borrowed))
+        load(borrowed)
+        num_bytes = sum(tensor.nbytes for tensor in borrowed.values())
+        return replace(stats, peak_extra_bytes=stats.peak_extra_bytes + num_bytes)
+
+    def _execute(self, planned: Planned, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
+        executor = BoxExecutor(self.rank, planned.rounds, planned.memory, wire=self._wire)
         executor.run(tensors, target)
         return executor.ledger.stats()
 

@@ -9,7 +9,7 @@ Whoever holds weights describes them this way; whoever moves weights needs nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -182,6 +182,16 @@ class WeightLayout:
     def __getstate__(self) -> dict[str, Any]:
         # a hash of names is another one in every process
         return {"tensors": self.tensors, "pieces": self.pieces}
+
+
+def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
+    """The layout without its pieces of some tensors."""
+    if not names:
+        return layout
+    table = layout.table
+    rows = np.flatnonzero(~np.isin(table.tensor, [i for i, name in enumerate(table.tensors) if name in names]))
+    columns = (getattr(table, name)[rows] for name in ("tensor", "local", "dims", "boxes", "local_boxes"))
+    return WeightLayout(layout.tensors, PieceTable(table.tensors, table.locals, *columns))
 
 
 def volume(box: Box) -> int:

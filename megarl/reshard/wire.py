@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
+from megarl.errors import LostRankError, WeightSyncError
 
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -158,9 +158,9 @@ def _begin(call: Any, tensor: Tensor, rank: int) -> dist.Work:
     return work
 
 
-def _lost(peers: Iterable[int], error: RuntimeError) -> WeightSyncError:
+def _lost(peers: Iterable[int], error: RuntimeError) -> LostRankError:
     words = _GLOO_NOISE.sub("", str(error).splitlines()[0])
-    return WeightSyncError(f"lost the connection to {_ranks(peers)} ({words})")
+    return LostRankError(f"lost the connection to {_ranks(peers)} ({words})")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

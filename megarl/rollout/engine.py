@@ -130,7 +130,7 @@ class RolloutEngine(GenerationEngine, Protocol):
         ...
 
     async def receive_weights(self) -> list[SyncStats]:
-        """Receive the model's boxes straight into the parameters, while the trainer sends them.
+        """Receive the model while the trainer sends it: boxes straight into the parameters, whole tensors to be loaded.
 
         Returns:
             By TP rank, what it has counted.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,8 @@ def join(_: nn.Module, order: Order, __: Reply) -> None:
     _demand_prepared().join(Meeting(**order["meeting"]))
 
 
-def receive(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) -> None:
-    """Receive the plan's boxes; refuse them all if one is wrong, here or in another rank."""
+def receive(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
+    """Receive the plan's tensors and boxes; refuse them all if a box is wrong, here or in another rank."""
     session, mine = open_session(order["session"]), _demand_prepared()
     whole = False
     try:
@@ -54,7 +55,7 @@ def receive(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) -> Non
         if not ballot.agree(ready=not found):
             return
         reply.wrote = True
-        reply.result = asdict(mine.run({}, Parameters(tensors)))
+        reply.result = asdict(mine.run({}, Parameters(tensors), lambda some: model.load_weights(list(some.items()))))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         whole = True

@@ -66,6 +66,8 @@ class WeightSession:
         """Of the boxes that are brought in this update; None before the first."""
         self._received = False
         """The ranks were asked to receive boxes in this update."""
+        self._prepared_whole: tuple[str, ...] = ()
+        """Tensors that they receive whole."""
         self._sync_seconds = 0.0
         """How long the ranks may wait for those that they have joined."""
         self._watch: asyncio.Task[None] | None = None
@@ -165,6 +167,7 @@ class WeightSession:
             await self._ask(prepare_order(path, engine))
         finally:
             path.unlink(missing_ok=True)
+        self._prepared_whole = handover.whole
 
     async def join(self, meeting: Meeting) -> None:
         """Have the ranks connect with the trainer's, which have to join at the same time.
@@ -176,7 +179,7 @@ class WeightSession:
         await self._ask(join_order(meeting), extra_seconds=self._sync_seconds)
 
     async def receive(self) -> list[SyncStats]:
-        """Have the ranks receive their boxes, all of them; by TP rank, what each has counted.
+        """Have the ranks receive the model; by TP rank, what each has counted.
 
         Raises:
             WeightSyncError: a rank refused, or a rank of either side is gone or late; the update is closed.
@@ -186,6 +189,7 @@ class WeightSession:
         orders = [receive_order(self._num_updates)] * self._spec.tp
         what = "the order to receive weights"
         replies = await self._or_close(orders, what=what, extra_seconds=self._sync_seconds)
+        self._arrived.update(self._prepared_whole)
         return [SyncStats(**reply.result) for reply in replies]
 
     async def end(self, policy_version: int) -> None:

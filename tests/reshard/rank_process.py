@@ -100,12 +100,18 @@ class HandoverMember:
         if fault is not None and fault[1] == self._rank:
             held, parameters = Fragile(held, fault[0]), Fragile(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)
-        books = self._mine.run(held, target)
+        books = self._mine.run(held, target, self._load)
         mismatched = 0
         for piece in self._need.pieces if self._need is not None else ():
             got = self._parameters[piece.local][slices(piece.local_box)]
             mismatched += int((got != self._value(piece.tensor, number)[slices(piece.box)]).sum())
         return books, mismatched
+
+    def _load(self, whole):
+        """As an engine does with whole tensors: it keeps its own part."""
+        for piece in self._need.pieces:
+            if piece.tensor in whole:
+                self._parameters[piece.local][slices(piece.local_box)] = whole[piece.tensor][slices(piece.box)]
 
 
 class Fragile(dict):

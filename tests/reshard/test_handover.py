@@ -3,6 +3,7 @@
 import pickle
 import re
 import signal
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,51 @@ def test_three_syncs_are_bitwise_and_counted(ranks):
             assert books.buckets == (len(planned) if receives else 0)
 
 
+def test_what_engines_load_themselves_comes_whole_and_in_bounded_memory(ranks):
+    whole = ("layers.3", "layers.4", *(f"layers.{i}" for i in range(30, 40)))
+    handover = replace(ranks.handover, whole=whole)
+    assert [len(part.tensors) for part in handover.plan_whole(0)] == [5, 5, 2]
+    call(ranks.ranks, "prepare", handover)
+    ranks.meet()
+    try:
+        for number in (20, 21):
+            results = ranks.sync(number)
+            assert [mismatched for _, mismatched in results] == [0] * 4
+            for rank, (books, _) in enumerate(results):
+                assert books.bytes_received == (rank in RECEIVERS) * synthetic.MODEL_BYTES
+                assert books.bytes_sent == synthetic.MODEL_BYTES / 2
+                assert books.peak_extra_bytes <= 2 * BUCKET_BYTES
+    finally:
+        call(ranks.ranks, "prepare", ranks.handover)
+        ranks.meet()
+
+
+@pytest.mark.parametrize("whole", [(), ("layers.1", "layers.40")])
+def test_each_missing_byte_enters_a_machine_once(whole):
+    """Three engines of two TP ranks: one machine has one of them, another has two, the trainer's have none."""
+    nodes = (0, 0, 1, 1, 2, 2, 3, 3, 3, 3)
+    handover = Handover(
+        sources=synthetic.trainers(RankGrid(tp=2, dp=2)),
+        needs=tuple(synthetic.needs([GenerationPlace(0, 0, tp) for tp in range(2)], 1, 2).values()),
+        num_engines=3,
+        nodes=nodes,
+        bucket_bytes=BUCKET_BYTES,
+        whole=whole,
+    )
+    entering, sent, received = Counter(), 0, 0
+    for rank in range(handover.size):
+        for plan in (handover.plan(rank), *(part.rounds for part in handover.plan_whole(rank))):
+            for hop in (hop for each in plan.rounds for hop in each.hops):
+                sent += hop.bytes_sent
+                received += sum(message.num_bytes for message in hop.receives)
+                for message in hop.receives:
+                    entering[nodes[rank]] += message.num_bytes * (nodes[message.source] != nodes[rank])
+    assert entering == {2: synthetic.MODEL_BYTES, 3: synthetic.MODEL_BYTES}
+    # TP ranks hold halves, and what is loaded whole goes to both of them
+    twice = len(whole) * synthetic.MODEL_BYTES // synthetic.LAYERS
+    assert sent == received == 3 * (synthetic.MODEL_BYTES + twice)
+
+
 def test_a_slow_rank_still_gets_what_is_handed_on_to_it():
     """One tensor in a round, handed on in one direction: the fast rank has the next one while the slow one waits."""
     ranks = Ranks(arrangement(nodes=(0, 1, 1), bucket_bytes=8192))
@@ -174,6 +220,7 @@ def test_a_fingerprint_survives_the_way_to_another_process():
     handover = arrangement()
     assert pickle.loads(pickle.dumps(handover)).fingerprint() == handover.fingerprint()
     assert arrangement(nodes=(0, 0, 0, 0)).fingerprint() != handover.fingerprint()
+    assert replace(handover, whole=("layers.0",)).fingerprint() != handover.fingerprint()
 
 
 def test_trainer_and_engine_need_the_same_dtype():

@@ -4,14 +4,19 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from megarl.errors import WeightSyncError
+from megarl.reshard.handover import Handover
 from megarl.reshard.layout import slices
+from megarl.reshard.process_groups import Meeting, open_store
 from megarl.rollout.trace import trace_engine
 from megarl.rollout.weights import whole_tensors
+from tests.reshard.rank_process import HandoverMember, RankProcess, call
 from tests.rollout import reference
 from tests.rollout.remote import RemoteEngine, send_bucket, send_round
+from tests.rollout.test_reception import Versions, trainer_layouts
 from tests.rollout.test_weights import PROMPTS
 
 TP = 2
@@ -106,6 +111,13 @@ def held(engine, folder):
     return [torch.load(folder / f"rank{rank}.pt") | torch.load(folder / f"rank{rank}.buffers.pt") for rank in range(TP)]
 
 
+def assert_computed_anew(tensors):
+    computed = {name for name in tensors if name.endswith(".gemma_weight")}
+    assert len(computed) == NUM_NORMS
+    for name in computed:
+        assert torch.equal(tensors[name], 1 + tensors[name.replace("gemma_weight", "weight")]), name
+
+
 def test_what_must_come_whole_is_known_with_an_engine_and_without(whole, gemma_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert len(whole) == NUM_NORMS
@@ -120,10 +132,7 @@ def test_successive_updates_reach_what_the_engine_computes(engine, whole, gemma_
         update(engine, model, whole, version)
         now = held(engine, tmp_path / "held")
         for tensors in now:
-            computed = {name for name in tensors if name.endswith(".gemma_weight")}
-            assert len(computed) == NUM_NORMS
-            for name in computed:
-                assert torch.equal(tensors[name], 1 + tensors[name.replace("gemma_weight", "weight")]), name
+            assert_computed_anew(tensors)
         generations = engine.generate(PROMPTS, temperature=0.0)
         assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
         assert {v for g in generations for v in g.policy_versions} == {version}
@@ -140,6 +149,49 @@ def test_successive_updates_reach_what_the_engine_computes(engine, whole, gemma_
             assert here.logprobs.tolist() == there.logprobs.tolist()
     finally:
         fresh.close()
+
+
+def test_an_engine_that_receives_by_itself_loads_them_whole(engine, whole, gemma_dir, tmp_path):
+    """Each TP rank has the boxes of its parameters, and all of what it computes values from, before version 3."""
+    layouts, store = engine.call("layouts"), open_store("127.0.0.1")
+    handover = Handover(
+        sources=trainer_layouts(layouts[0].tensors),
+        needs=layouts,
+        num_engines=1,
+        nodes=(0, 0, 1, 1),
+        bucket_bytes=1 << 14,
+        whole=whole,
+    )
+    models = {version: changed(gemma_dir, seed=version) for version in (2, 3)}
+    for version, model in models.items():
+        save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / f"{version}.safetensors")
+    trainers = [RankProcess(HandoverMember, rank, handover, Versions(str(tmp_path))) for rank in range(2)]
+    try:
+        for trainer in trainers:
+            trainer.wait_started()
+        engine.call("prepare_receive", handover, 0)
+        meeting = Meeting("127.0.0.1", store.port, "gemma", handover.size, 30.0)
+        joining = engine.submit("join_trainer", meeting)
+        call(trainers, "join", meeting)
+        joining.result(30)
+        for version, model in models.items():
+            engine.call("randomize_weights")
+            engine.call("begin_weights")
+            receiving = engine.submit("receive_weights")
+            sent = [books for books, _ in call(trainers, "sync", version)]
+            received = receiving.result(30)
+            engine.call("end_weights", version)
+            assert sum(b.bytes_sent for b in (*sent, *received)) == sum(b.bytes_received for b in received)
+            # what both TP ranks need enters their machine once
+            assert sum(b.bytes_sent for b in sent) == sum(p.nbytes for p in model.parameters())
+            for tensors in held(engine, tmp_path / "held"):
+                assert_computed_anew(tensors)
+            generations = engine.generate(PROMPTS, temperature=0.0)
+            assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
+            assert {v for g in generations for v in g.policy_versions} == {version}
+    finally:
+        for trainer in trainers:
+            trainer.close()
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,14 @@ Tensors of which engines compute values of their own go first, whole, by way of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 from torch import Tensor
 
 from megarl.reshard.cache import Planned, cached_plan
 from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import PieceTable, WeightLayout
+from megarl.reshard.layout import without
 from megarl.reshard.process_groups import free_group, make_group, own_group
 from megarl.reshard.strategies.gather_hf import GatherHf
 from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
@@ -75,13 +74,3 @@ def plan_boxes(context: SyncContext, bucket_bytes: int) -> Planned:
         bucket_bytes,
         groups=context.groups,
     )
-
-
-def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
-    """The layout without its pieces of some tensors."""
-    if not names:
-        return layout
-    table = layout.table
-    rows = np.flatnonzero(~np.isin(table.tensor, [i for i, name in enumerate(table.tensors) if name in names]))
-    columns = (getattr(table, name)[rows] for name in ("tensor", "local", "dims", "boxes", "local_boxes"))
-    return WeightLayout(layout.tensors, PieceTable(table.tensors, table.locals, *columns))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import SharedBuffer, TensorSlot, lay_out, torch_dtype
+from megarl.reshard.bucket import SharedBuffer, TensorSlot, lay_out, split_into_buckets, torch_dtype
 from megarl.reshard.groups import Cells
 from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
 from megarl.reshard.ledger import Ledger
@@ -122,7 +122,7 @@ def plan_buckets(
             for name in dict.fromkeys(name for of_rank in cell for name in of_rank):
                 holders.setdefault(name, []).append((kind, number))
     plans = []
-    for names in _split_into_buckets(tensors, bucket_bytes):
+    for names in split_into_buckets(tensors, bucket_bytes):
         slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), tensors[n].shape) for n in names)
         gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
         plans.append(BucketPlan(tuple(gathers), num_bytes))
@@ -204,19 +204,6 @@ def _owned(tensor: str, of_ranks: Sequence[Sequence[Piece]]) -> tuple[tuple[Piec
 
 def _elements(pieces: Sequence[Piece]) -> int:
     return sum(volume(piece.box) for piece in pieces)
-
-
-def _split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
-    buckets: list[list[str]] = []
-    used = bucket_bytes
-    for name, spec in tensors.items():
-        _, size = lay_out([(name, torch_dtype(spec.dtype), spec.shape)])
-        if used + size > bucket_bytes:
-            buckets.append([])
-            used = 0
-        buckets[-1].append(name)
-        used += size
-    return buckets
 
 
 @dataclass(frozen=True, slots=True)
