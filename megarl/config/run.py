@@ -115,6 +115,29 @@ class RunConfig(StageConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _engines_apart_receive(self) -> RunConfig:
+        if not self.engines_apart:
+            return self
+        name, strategy = self.placement.rollout.pool, self.weight_sync.strategy
+        if strategy not in ("auto", "exact"):
+            raise ValueError(
+                f"weight_sync.strategy needs auto or exact where engines have slots of their own "
+                f"(placement.rollout.pool is {name!r}), got {strategy}"
+            )
+        for place, role in self.placement.places.items():
+            if role.pool == name:
+                raise ValueError(
+                    f"placement.{place}.pool is {name!r}, where the engines are; they share slots with the trainer's "
+                    "processes, or have their own"
+                )
+        return self
+
+    @property
+    def engines_apart(self) -> bool:
+        """Whether engines have slots of their own, where they receive weights over the network."""
+        return self.placement.rollout.pool != MAIN_POOL
+
     @property
     def rollout_pool(self) -> PoolConfig:
         """Where the engines are."""

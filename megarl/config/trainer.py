@@ -123,10 +123,14 @@ class OffloadConfig(Section):
         """Whether there is something to do."""
         return bool(self.optimizer or self.gradients or self.weights)
 
-    def resolved(self, device: str) -> OffloadConfig:
-        """With every default replaced by what it stands for on `device`, `cpu` or `cuda`."""
+    def resolved(self, device: str, *, shared: bool = True) -> OffloadConfig:
+        """With every default replaced by what it stands for on `device`, `cpu` or `cuda`.
+
+        Args:
+            shared: engines use the same devices.
+        """
         unset = [name for name in ("optimizer", "gradients") if getattr(self, name) is None]
-        return self.model_copy(update=dict.fromkeys(unset, device == "cuda"))
+        return self.model_copy(update=dict.fromkeys(unset, device == "cuda" and shared))
 
 
 class TrainerConfig(Section):

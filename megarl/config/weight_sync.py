@@ -14,7 +14,7 @@ class WeightSyncConfig(Section):
     """`gather_hf`: gather whole tensors over the training ranks, hand them over under Hugging Face names. `micro_dp`:
     every rank receives what its engine rank needs and it lacks, from its micro-DP group (HybridFlow). `exact`: the same
     from any rank, for any sizes. `auto`: `micro_dp` where the sizes divide and each engine it places lies on one
-    machine, else `exact`."""
+    machine, else `exact`. Engines with slots of their own receive their part themselves, from any rank: `exact`."""
 
     bucket_bytes: int = Field(default=256 * 2**20, ge=1)
     """Tensors travel in buckets of at most this size (one larger tensor travels alone)."""

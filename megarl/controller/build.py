@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from megarl.controller.policy_run import PolicyRun
 from megarl.controller.preflight import prompt_budget
 from megarl.controller.roles import Models, total_updates
 from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.servers import choose_servers
+from megarl.controller.servers import choose_servers, own_servers
 from megarl.controller.trainer_group import FrozenGroup, TrainerGroup, rank_processes, trainer_on
 from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts
@@ -25,8 +26,7 @@ from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.work import ModelSpec, TrainerSpec
 from megarl.megatron.worker import FrozenWorker
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import reserve, reserve_pools
-from megarl.reshard.placement import consecutive_servers
+from megarl.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.tracking.phases import PhaseTimer
 from megarl.workers.group import Group, Processes, WorkerProcesses
 
@@ -102,7 +102,7 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
         pool = pools[MAIN_POOL]
         processes = rank_processes(pool, "trainer")
         trainer = trainer_on(config, processes)
-        engines = EngineGroup(config, pool, choose_servers(config, pool, trainer.grid))
+        engines = start_engines(config, pools, trainer.grid)
         closing.callback(engines.shutdown)
         models, starting = Models.start(config, processes, pools)
         starting.append(trainer.start_workers(trainer_spec(config)))
@@ -125,11 +125,18 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
     )
 
 
+def start_engines(config: RunConfig, pools: Mapping[str, SlotPool], grid: RankGrid) -> EngineGroup:
+    """Engines beside the ranks of a trainer of that grid, or on slots of their own; they are not up yet."""
+    pool = pools[config.placement.rollout.pool]
+    return EngineGroup(
+        config, pool, own_servers(config, pool) if config.engines_apart else choose_servers(config, pool, grid)
+    )
+
+
 def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
     """Engines that serve the model folder as it is, and the held-out prompts; `closing` as in `build_policy_run`."""
     (pool,) = reserve_pools(config.placement, {config.placement.rollout.pool: config.rollout_pool}).values()
-    servers = consecutive_servers(config.rollout.replicas, gen_tp=config.rollout.tp)
-    engines = EngineGroup(config, pool, [group for (group,) in servers])
+    engines = EngineGroup(config, pool, own_servers(config, pool))
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     _, held_out = _read_prompts(config)

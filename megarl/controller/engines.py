@@ -12,11 +12,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config import RunConfig
 from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
 from megarl.placement.pool import SlotPool
+from megarl.reshard.handover import Handover
 from megarl.reshard.layout import WeightLayout
 from megarl.rollout.environment import engine_environment
 from megarl.rollout.sglang import SglangEngine
 from megarl.rollout.spec import EngineSpec, engine_spec
 from megarl.workers.failure import wait_all
+from megarl.workers.group import RemoteCall
 from megarl.workers.shell import AsyncShell
 
 SHUTDOWN_SECONDS = 3.0
@@ -32,15 +34,19 @@ class StartedEngine:
 
 
 class EngineGroup:
-    """Rank r of engine i runs on slot `servers[i][r]` of the pool, beside the trainer rank that serves it."""
+    """Rank r of engine i runs on slot `servers[i][r]` of the pool.
+
+    In the trainer's pool, that is beside the trainer rank that serves it.
+    """
 
     def __init__(self, config: RunConfig, pool: SlotPool, servers: Sequence[Sequence[int]]) -> None:
-        self.servers = servers
+        self.servers, self.pool = servers, pool
         self._timeout = config.weight_sync.timeout_seconds
         tp, device = config.rollout.tp, pool.device
         environment = engine_environment(device, tp)
         if device == "cuda":
-            # The slots' GPUs are granted to their trainer ranks; Ray would hide them from the engine.
+            # Ray would hide what it has not granted to this very process: all of the slots' GPUs where trainer ranks
+            # have them, and else those of all slots but the first.
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         actor = ray.remote(AsyncShell)
         self.engines: list[StartedEngine] = []
@@ -49,7 +55,8 @@ class EngineGroup:
             slots, name = [pool.slots[rank] for rank in ranks], f"engine {replica}"
             of_engine = environment | gpu_environment([slot.gpu_id for slot in slots])
             handle = actor.options(
-                num_cpus=0,
+                num_cpus=slots[0].cpus if config.engines_apart else 0,
+                num_gpus=slots[0].gpus if config.engines_apart else 0,
                 max_restarts=0,
                 max_concurrency=10_000,  # every request in flight is a call
                 scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slots[0].bundle),
@@ -93,9 +100,24 @@ class EngineGroup:
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """The same call on every engine; raises as `wait_all` does."""
-        refs = [engine.handle.invoke.remote(method, *arguments) for engine in self.engines]
+        return self.begin(method, *arguments).result(self._timeout)
+
+    def begin(self, method: str, *arguments: Any) -> RemoteCall[list[Any]]:
+        """As `call`, returning at once."""
+        return self._begin(method, [arguments] * len(self.engines))
+
+    def prepare_receive(self, handover: Handover) -> None:
+        """Have each engine plan what it receives of the trainer's ranks; raises as `wait_all` does."""
+        ref = ray.put(handover)
+        self._begin("prepare_receive", [(ref, number) for number in range(len(self.engines))]).result(self._timeout)
+
+    def _begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> RemoteCall[list[Any]]:
+        """Args:
+        arguments: by engine.
+        """
+        refs = [engine.handle.invoke.remote(method, *own) for engine, own in zip(self.engines, arguments, strict=True)]
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
-        return wait_all(refs, what=method, names=names, timeout=self._timeout)
+        return RemoteCall(refs, list, method, names)
 
     def shutdown(self) -> None:
         """End the engines' processes in order, also while they start; one that is gone already is no error."""

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.placement import PlacementConfig
+from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.preference import DpoConfig, PreferenceConfig, RmConfig
 from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, PythonRewardConfig
 from megarl.config.run import RunConfig, StageConfig
@@ -188,13 +188,14 @@ def _folders(config: StageConfig) -> Iterator[str]:
 
 def _engines(config: RunConfig) -> Iterator[str]:
     """Engines that fit no node, or that the strategy would spread; a cluster may turn out to spread the slots else."""
-    placement, tp, replicas = config.placement, config.rollout.tp, config.rollout.replicas
-    per_node = placement.slots_per_node // tp
-    if placement.nodes * per_node < replicas:
+    placement, tp, replicas, pool = config.placement, config.rollout.tp, config.rollout.replicas, config.rollout_pool
+    per_node = pool.slots_per_node // tp
+    if pool.nodes * per_node < replicas:
+        of_pool = f" of {pool_key(placement.rollout.pool)}" if config.engines_apart else ""
         yield (
             f"rollout.replicas: engines need rollout.tp = {tp} slots of one node each, got replicas = {replicas} > "
-            f"nodes * (slots_per_node // tp) = {placement.nodes} * ({placement.slots_per_node} // {tp}) = "
-            f"{placement.nodes * per_node}"
+            f"nodes * (slots_per_node // tp){of_pool} = {pool.nodes} * ({pool.slots_per_node} // {tp}) = "
+            f"{pool.nodes * per_node}"
         )
     if config.weight_sync.strategy != "micro_dp":
         return
@@ -218,7 +219,7 @@ def _engines(config: RunConfig) -> Iterator[str]:
 def _ports(config: RunConfig) -> Iterator[str]:
     base = config.rollout.engine.base_port
     # On several nodes, which one runs a replica is not known here.
-    if base is None or config.placement.nodes > 1 or "RAY_ADDRESS" in os.environ:
+    if base is None or config.rollout_pool.nodes > 1 or "RAY_ADDRESS" in os.environ:
         return
     for replica in range(config.rollout.replicas):
         port = base + PORTS_PER_REPLICA * replica

@@ -9,7 +9,7 @@ from megarl.controller.resharding import read_model
 from megarl.errors import ConfigError
 from megarl.megatron.families.layouts import trainer_layouts
 from megarl.placement.grid import RankGrid
-from megarl.placement.pool import SlotPool
+from megarl.placement.pool import Slot, SlotPool
 from megarl.reshard.placement import (
     Servers,
     TensorGroup,
@@ -27,8 +27,32 @@ from megarl.rollout.trace import trace_layouts
 
 def machines(pool: SlotPool) -> Topology:
     """By trainer rank, the machine of its slot."""
+    return Topology(number_machines(pool.slots))
+
+
+def number_machines(slots: Iterable[Slot]) -> tuple[int, ...]:
+    """By slot, the number of its machine."""
     number: dict[str, int] = {}
-    return Topology(tuple(number.setdefault(slot.node, len(number)) for slot in pool.slots))
+    return tuple(number.setdefault(slot.node, len(number)) for slot in slots)
+
+
+def own_servers(config: RunConfig, pool: SlotPool) -> list[TensorGroup]:
+    """[engine][tensor rank] -> slot of `pool`, which the engines have to themselves: neighbours on one machine.
+
+    Raises:
+        ConfigError: the machines have too few slots.
+    """
+    tp, replicas, nodes = config.rollout.tp, config.rollout.replicas, machines(pool).nodes
+    groups: list[TensorGroup] = []
+    for node in sorted(set(nodes)):
+        here = [slot for slot, at in enumerate(nodes) if at == node]
+        groups += [tuple(here[i : i + tp]) for i in range(0, len(here) - tp + 1, tp)]
+    if len(groups) < replicas:
+        raise ConfigError(
+            f"rollout.replicas: engines need rollout.tp = {tp} slots of one machine each, which the pool has "
+            f"for {len(groups)}, got {replicas}"
+        )
+    return groups[:replicas]
 
 
 def choose_servers(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[TensorGroup]:

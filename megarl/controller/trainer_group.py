@@ -8,13 +8,14 @@ from operator import add
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megarl.batch.balance import SequenceCost
-from megarl.config import StageConfig
+from megarl.config import RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.controller.resharding import read_model
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.work import (
     ADD_UP,
     EvaluationWork,
+    Invitation,
     Key,
     ModelSpec,
     SyncSetup,
@@ -30,10 +31,11 @@ from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
 from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
 from megarl.workers.payload import Payload
-from megarl.workers.transfers import BROADCAST, Transfer, to_all
+from megarl.workers.transfers import BROADCAST, Transfer, from_first, to_all
 
 if TYPE_CHECKING:
     from megarl.megatron.offload import OffloadStats
+    from megarl.reshard.process_groups import Meeting
     from megarl.reshard.strategy import SyncStats
 
 W = TypeVar("W", bound=Evaluator)
@@ -95,13 +97,21 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """As `train_step`, returning at once where ranks are other processes; steps run in the order of beginning."""
         return self.group.begin(TrainerWorker.train_step, work, via=self._split_by_dp)
 
-    def prepare_sync(self, setup: SyncSetup) -> None:
-        """Plan how weights travel from now on."""
-        self.group.call(TrainerWorker.prepare_sync, setup, via=BROADCAST)
+    def prepare_sync(self, setup: SyncSetup) -> Invitation | None:
+        """Plan how weights travel from now on; what engines need to know that receive them themselves."""
+        return self.group.call(TrainerWorker.prepare_sync, setup, via=_PREPARE)
+
+    def begin_join(self, meeting: Meeting) -> Pending[None]:
+        """Connect with engines that receive the weights themselves, and which have to join at the same time."""
+        return self.group.begin(TrainerWorker.join_engines, meeting, via=BROADCAST)
 
     def push_weights(self) -> SyncStats:
         """Deliver the current weights."""
-        return self.group.call(TrainerWorker.push_weights, None, via=ADD_UP)
+        return self.begin_push().result()
+
+    def begin_push(self) -> Pending[SyncStats]:
+        """As `push_weights`, returning at once: engines that receive the weights themselves do so meanwhile."""
+        return self.group.begin(TrainerWorker.push_weights, None, via=ADD_UP)
 
     def offload(self) -> OffloadStats:
         """Free the devices of what training alone needs; of all ranks together."""
@@ -116,6 +126,9 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         self.group.call(TrainerWorker.save_hf, folder, via=BROADCAST)
 
 
+_PREPARE: Transfer[SyncSetup, Invitation | None] = Transfer(to_all, from_first)
+
+
 def _total(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
     return reduce(add, results)
 
@@ -128,7 +141,9 @@ def trainer_on(config: StageConfig, processes: Processes) -> TrainerGroup:
     """The stage's trainer, as the role `trainer` in `processes`."""
     model, _ = read_model(config.model.path)
     group = processes.group("trainer", RankGrid.of(config.trainer.parallel, processes.size))
-    return TrainerGroup(group, cost=sequence_cost(model), offloaded=config.trainer.offload.resolved(processes.device))
+    shared = not (isinstance(config, RunConfig) and config.engines_apart)
+    offloaded = config.trainer.offload.resolved(processes.device, shared=shared)
+    return TrainerGroup(group, cost=sequence_cost(model), offloaded=offloaded)
 
 
 def rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:

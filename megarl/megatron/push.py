@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.megatron.model_rank import ModelRank
-from megarl.megatron.work import SyncSetup
+from megarl.megatron.work import Invitation, SyncSetup
 from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import replica_cells
+from megarl.reshard.groups import Cells, replica_cells
+from megarl.reshard.handover import HandoverRank
 from megarl.reshard.layout import WeightLayout
+from megarl.reshard.process_groups import Meeting, open_store
 from megarl.reshard.strategies.make import make_strategy
 from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats
 from megarl.reshard.topology import Topology
@@ -23,19 +29,31 @@ class WeightPusher:
         rank, world = dist.get_rank(), dist.get_world_size()
         layouts: list[WeightLayout] = [model.layout] * world
         dist.all_gather_object(layouts, model.layout)
-        context = SyncContext(
-            rank=rank,
-            sources=layouts,
-            topology=Topology(setup.nodes or (0,) * world),
-            senders=sorted(rank for rank, outlets in setup.outlets.items() if outlets.whole),
-            needs=setup.needs,
-            groups=setup.groups,
-            whole=setup.whole,
-            copies=replica_cells(_grid(model.groups, world)),
-        )
         self._model = model
         self._outlets = setup.outlets.get(rank, Outlets())
-        self.strategy: Strategy = make_strategy(setup.config, context)
+        self.invitation: Invitation | None = None
+        """To engines that receive the weights themselves; on rank 0."""
+        self.strategy: Strategy
+        if setup.handover is None:
+            copies = replica_cells(_grid(model.groups, world))
+            self.strategy = make_strategy(setup.config, _context(setup, rank, layouts, copies))
+            return
+        distinct: dict[WeightLayout, WeightLayout] = {}  # engines are sent each once
+        handover = replace(setup.handover, sources=[distinct.setdefault(layout, layout) for layout in layouts])
+        self.strategy = HandoverRank(handover, rank)
+        if rank == 0:
+            host = os.environ["MASTER_ADDR"]  # of this very machine
+            self._store = open_store(host)
+            self.invitation = Invitation(handover=handover, host=host, port=self._store.port)
+
+    def join(self, meeting: Meeting) -> None:
+        """Connect with the other ranks and with the engines' ranks, all of which join at the same time.
+
+        Raises:
+            WeightSyncError: another rank did not join in time.
+        """
+        assert isinstance(self.strategy, HandoverRank), "there are no engines to join"
+        self.strategy.join(meeting)
 
     def push(self) -> SyncStats:
         """Deliver the current weights.
@@ -49,6 +67,21 @@ class WeightPusher:
     def close(self) -> None:
         """Free the buffers."""
         self.strategy.close()
+
+
+def _context(
+    setup: SyncSetup, rank: int, layouts: Sequence[WeightLayout], copies: Sequence[Sequence[Cells]]
+) -> SyncContext:
+    return SyncContext(
+        rank=rank,
+        sources=layouts,
+        topology=Topology(setup.nodes or (0,) * len(layouts)),
+        senders=sorted(rank for rank, outlets in setup.outlets.items() if outlets.whole),
+        needs=setup.needs,
+        groups=setup.groups,
+        whole=setup.whole,
+        copies=copies,
+    )
 
 
 def _grid(groups: ProcessGroupCollection, world: int) -> RankGrid:

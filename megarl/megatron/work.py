@@ -16,6 +16,7 @@ from megarl.config.algorithm import PolicyConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.placement.grid import RankGrid
+from megarl.reshard.handover import Handover
 from megarl.reshard.layout import WeightLayout
 from megarl.reshard.strategy import Outlets, SyncStats
 from megarl.workers.payload import Payload
@@ -191,6 +192,19 @@ class SyncSetup:
     """Micro-DP groups."""
     whole: tuple[str, ...] = ()
     """Tensors that go to engines whole where all others go as boxes."""
+    handover: Handover | None = None
+    """Where engines receive the weights themselves, which makes of the above all but `config` idle; `sources` are the
+    trainer's to fill in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """From the trainer to engines that receive the weights themselves."""
+
+    handover: Handover
+    host: str
+    port: int
+    """Of the store at which all ranks meet."""
 
 
 def micro_batches_of_replicas(
@@ -251,13 +265,10 @@ def _merge(results: Sequence[Mapping[Key, Any]], _: RankGrid) -> Mapping[Key, An
     return merged
 
 
-def total(results: Sequence[SyncStats], _: RankGrid) -> SyncStats:
-    """What all ranks together moved; the most buckets and extra memory of any."""
-    together = reduce(add, results)
-    sent, received = together.bytes_sent, together.bytes_received
-    assert sent == received, f"ranks sent {sent} bytes and received {received}"
-    return replace(together, buckets=max(r.buckets for r in results))
+def total(results: Sequence[SyncStats]) -> SyncStats:
+    """What ranks together moved; the most buckets and extra memory of any."""
+    return replace(reduce(add, results), buckets=max(r.buckets for r in results))
 
 
-ADD_UP: Transfer[None, SyncStats] = Transfer(to_all, total)
+ADD_UP: Transfer[None, SyncStats] = Transfer(to_all, lambda results, _: total(results))
 """Every rank's part of a push."""

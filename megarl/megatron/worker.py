@@ -10,7 +10,17 @@ import numpy as np
 
 from megarl.batch.pack import PerToken
 from megarl.config.trainer import OffloadConfig
-from megarl.megatron.work import EvaluationWork, Key, ModelSpec, SyncSetup, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.work import (
+    EvaluationWork,
+    Invitation,
+    Key,
+    ModelSpec,
+    SyncSetup,
+    TrainerSpec,
+    TrainStats,
+    TrainWork,
+)
+from megarl.placement.process_start import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +29,7 @@ if TYPE_CHECKING:
     from megarl.megatron.offload import OffloadedTensors, OffloadStats
     from megarl.megatron.push import WeightPusher
     from megarl.megatron.trainer import MegatronTrainer
+    from megarl.reshard.process_groups import Meeting
     from megarl.reshard.strategy import SyncStats
 
 
@@ -74,11 +85,12 @@ class FrozenWorker(Evaluator):
     """One rank of a model that never changes."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        from megarl.megatron import platform
+        with importing():
+            from megarl.megatron import platform
 
-        platform.prepare()
-        from megarl.megatron.model_rank import ModelRank
-        from megarl.megatron.offload import OffloadedTensors
+            platform.prepare()
+            from megarl.megatron.model_rank import ModelRank
+            from megarl.megatron.offload import OffloadedTensors
 
         self._rank = ModelRank(spec)
         self._memory: OffloadedTensors = OffloadedTensors()
@@ -96,10 +108,11 @@ class TrainerWorker(Evaluator):
     """One rank of a model that trains."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        from megarl.megatron import platform
+        with importing():
+            from megarl.megatron import platform
 
-        platform.prepare()
-        from megarl.megatron.trainer import MegatronTrainer
+            platform.prepare()
+            from megarl.megatron.trainer import MegatronTrainer
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)
@@ -121,13 +134,19 @@ class TrainerWorker(Evaluator):
         """Bring all of it back; what this rank took. The other methods bring back what they need by themselves."""
         return self._trainer.memory.onload()
 
-    def prepare_sync(self, setup: SyncSetup) -> None:
-        """Plan how weights travel from now on."""
+    def prepare_sync(self, setup: SyncSetup) -> Invitation | None:
+        """Plan how weights travel from now on; on rank 0, what engines need to know that receive them themselves."""
         from megarl.megatron.push import WeightPusher
 
         if self._pusher is not None:
             self._pusher.close()
         self._pusher = WeightPusher(self._trainer.rank, setup)
+        return self._pusher.invitation
+
+    def join_engines(self, meeting: Meeting) -> None:
+        """Connect with engines that receive the weights themselves, while they do the same."""
+        assert self._pusher is not None, "join_engines needs prepare_sync first"
+        self._pusher.join(meeting)
 
     def push_weights(self, _: None) -> SyncStats:
         """Deliver the current weights as `prepare_sync` has planned; what this rank counted."""

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import LostRankError, MegarlError, WeightSyncError, WorkerError
 
 GRACE_SECONDS = 2.0
-"""How long the death of a rank is looked for after another one's failure: it fails everybody's collectives."""
+"""How long the cause is looked for after a failure that may come of another rank's: a death fails all collectives."""
 
 LOG_TAIL_LINES = 15
 
@@ -44,18 +44,35 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeou
 def _root_cause(
     error: RayError, failed: Any, waiting: Sequence[Any], *, what: str, names: Mapping[Any, str]
 ) -> MegarlError:
-    """What to raise for `error`, or for the death of another rank behind it."""
-    ours = isinstance(error, RayTaskError) and isinstance(error.cause, MegarlError)
-    if waiting and not ours and not isinstance(error, RayActorError):
+    """What to raise for `error`, or for another rank's failure behind it."""
+    if waiting and _doubt(error) > OWN:
         done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
         for ref in done:
             try:
                 ray.get(ref)
-            except RayActorError as death:
-                return translate(death, what=what, name=names.get(ref, "?"))
-            except RayError:
-                continue
+            except RayError as other:
+                if _doubt(other) < _doubt(error):
+                    error, failed = other, ref
     return translate(error, what=what, name=names.get(failed, "?"))
+
+
+OWN = 1
+"""`_doubt` of what a rank says of itself."""
+
+
+def _doubt(error: RayError) -> int:
+    """How much there is to say that an error comes of another rank's: nothing, of a death."""
+    if isinstance(error, RayActorError):
+        return 0
+    match error.cause if isinstance(error, RayTaskError) else None:
+        case LostRankError():
+            return 4
+        case WeightSyncError():
+            return 3
+        case MegarlError():
+            return OWN
+        case _:
+            return 2
 
 
 def raise_failure(ref: Any, *, what: str, name: str) -> None:

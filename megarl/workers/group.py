@@ -160,13 +160,24 @@ class RemoteCall(Generic[R]):
     """A call under way in worker processes; see `Pending`."""
 
     refs: Sequence[Any]
-    gather: Callable[[Sequence[R]], R]
+    gather: Callable[[Sequence[Any]], R]
     what: str
     names: Mapping[Any, str]
 
     def result(self, timeout: float | None = None) -> R:
         """See `Pending`."""
         return self.gather(wait_all(self.refs, what=self.what, names=self.names, timeout=timeout))
+
+    def beside(self, other: Pending[T]) -> RemoteCall[tuple[R, T]]:
+        """Both as one call, where each side waits for the other: of a failure the cause may be on either."""
+        assert isinstance(other, RemoteCall), "a call in this process has nothing beside it"
+        count = len(self.refs)
+        return RemoteCall(
+            [*self.refs, *other.refs],
+            lambda results: (self.gather(results[:count]), other.gather(results[count:])),
+            f"{self.what} beside {other.what}",
+            {**self.names, **other.names},
+        )
 
 
 class WorkerGroup(Generic[W]):
@@ -187,7 +198,7 @@ class WorkerGroup(Generic[W]):
         """See `Group`."""
         return self.begin(method, argument, via=via).result(timeout)
 
-    def begin(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R]) -> Pending[R]:
+    def begin(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R]) -> RemoteCall[R]:
         """See `Group`."""
         ranks = zip(self._processes.actors, via.dispatch(argument, self.grid), strict=True)
         refs = [actor.invoke.remote(self.name, method.__name__, one) for actor, one in ranks]

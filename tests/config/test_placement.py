@@ -145,6 +145,25 @@ def test_engines_in_a_pool_of_their_own() -> None:
     )
 
 
+def test_engines_apart_receive_from_whichever_rank_holds_what_they_need() -> None:
+    placement = {"pools": {"b": {}}, "rollout": {"pool": "b"}}
+    assert not run().engines_apart
+    assert run(placement=placement, weight_sync={"strategy": "exact"}).engines_apart
+    for strategy in ("gather_hf", "micro_dp"):
+        assert problem(placement=placement, weight_sync={"strategy": strategy}) == (
+            f"RunConfig: weight_sync.strategy needs auto or exact where engines have slots of their own "
+            f"(placement.rollout.pool is 'b'), got {strategy}"
+        )
+
+
+def test_engines_share_no_pool_but_the_trainers() -> None:
+    placement = {"pools": {"b": {}}, "rollout": {"pool": "b"}, "critic": {"pool": "b"}}
+    assert problem(algorithm=PPO, placement=placement) == (
+        "RunConfig: placement.critic.pool is 'b', where the engines are; they share slots with the trainer's "
+        "processes, or have their own"
+    )
+
+
 def test_tensor_groups_span_nodes_of_one_nvlink_domain_only() -> None:
     tp8 = {"parallel": {"tp": 8}}
     assert run(trainer=tp8, placement={"nodes": 4, "slots_per_node": 4, "nvlink_domain_nodes": 2}).dp == 2

@@ -410,6 +410,17 @@ def test_engines_that_fit_no_node(tree: dict[str, Any]) -> None:
     ]
 
 
+def test_engines_of_a_pool_that_fit_no_node(tree: dict[str, Any]) -> None:
+    tree["rollout"] |= {"tp": 2, "replicas": 3}
+    placement = {"slots_per_node": 4, "rollout": {"pool": "b"}, "pools": {"b": {"nodes": 2, "slots_per_node": 3}}}
+    assert run_problems(tree, placement=placement) == [
+        "rollout.replicas: engines need rollout.tp = 2 slots of one node each, got replicas = 3 > "
+        "nodes * (slots_per_node // tp) of placement.pools.b = 2 * (3 // 2) = 2"
+    ]
+    tree["rollout"]["replicas"] = 2
+    assert run_problems(tree, placement=placement) == []
+
+
 def test_sizes_that_micro_dp_cannot_serve(tree: dict[str, Any]) -> None:
     tree["rollout"] |= {"tp": 2, "replicas": 1}
     tree["weight_sync"] = {"strategy": "micro_dp"}

@@ -10,7 +10,7 @@ from megarl.config import RunConfig
 from megarl.controller import servers
 from megarl.controller.engines import gpu_environment
 from megarl.controller.resharding import make_scenario, read_model
-from megarl.controller.servers import choose_servers, machines
+from megarl.controller.servers import choose_servers, machines, own_servers
 from megarl.data.tiny import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.megatron.families.layouts import trainer_layouts
@@ -38,6 +38,7 @@ def pool(nodes: int, per_node: int) -> SlotPool:
 
 
 def config(model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen_tp: int, replicas: int) -> RunConfig:
+    joined = nodes if per_node % tp else 1  # tensor-parallel groups over several nodes need NVLink between them
     return RunConfig.model_validate(
         {
             "run_dir": "unused",
@@ -47,7 +48,7 @@ def config(model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen
             "rollout": {"tp": gen_tp, "replicas": replicas},
             "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
             "weight_sync": {"strategy": strategy},
-            "placement": {"nodes": nodes, "slots_per_node": per_node},
+            "placement": {"nodes": nodes, "slots_per_node": per_node, "nvlink_domain_nodes": joined},
         }
     )
 
@@ -142,6 +143,28 @@ def test_micro_dp_is_refused_where_sizes_do_not_divide(model: str) -> None:
     run = config(model, "micro_dp", nodes=1, per_node=4, tp=2, gen_tp=4, replicas=1)
     with pytest.raises(ConfigError, match=r"tp 2 % 4 = 2"):
         choose_servers(run, pool(1, 4), RankGrid(tp=2, dp=2))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "gen_tp", "replicas", "expected"),
+    [
+        (1, 4, 1, 2, [(0,), (1,)]),
+        (2, 3, 2, 2, [(0, 1), (3, 4)]),
+        (2, 4, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+    ],
+)
+def test_engines_with_slots_of_their_own_take_neighbours_on_one_machine(
+    nodes: int, per_node: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
+) -> None:
+    run = config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
+    assert own_servers(run, pool(nodes, per_node)) == expected
+
+
+def test_engines_that_a_pool_has_no_room_for_are_refused(model: str) -> None:
+    run = config(model, "auto", nodes=2, per_node=3, tp=1, gen_tp=2, replicas=3)
+    says = r"^rollout\.replicas: engines need rollout\.tp = 2 slots of one machine each, .* has for 2, got 3$"
+    with pytest.raises(ConfigError, match=says):
+        own_servers(run, pool(2, 3))
 
 
 def test_an_engine_sees_its_gpus_in_the_order_of_its_ranks() -> None:

@@ -1,4 +1,4 @@
-"""A push that fails breaks the trainer ranks' connections: the next one makes them anew."""
+"""A push that fails breaks the ranks' connections: the next one makes them anew, on both sides."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,16 @@ import pytest
 
 from megarl.controller import weights
 from megarl.errors import WeightSyncError
+from megarl.megatron.work import Invitation
+from megarl.reshard.handover import Handover
+from megarl.reshard.layout import WeightLayout
+from megarl.reshard.process_groups import Meeting
 from megarl.reshard.strategy import SyncStats
 
 STATS = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=2, buckets=1, peak_extra_bytes=3)
+NOTHING = WeightLayout({}, ())
+HANDOVER = Handover(sources=[NOTHING] * 2, needs=[NOTHING], num_engines=1, nodes=(0, 0, 1), bucket_bytes=1)
+CONFIG = SimpleNamespace(weight_sync=SimpleNamespace(timeout_seconds=9.0))
 
 
 class Trainer:
@@ -38,7 +45,7 @@ class Engines:
 def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkeypatch):
     monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
     trainer, engines = Trainer(), Engines()
-    sync = weights.WeightSync(SimpleNamespace(), trainer, engines, SimpleNamespace())
+    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     for version in (0, 1):
         assert sync.push(version).bytes_moved == 3
     trainer.fails = True
@@ -50,3 +57,78 @@ def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkey
     sync.push(2)
     assert sync.policy_version == 2
     assert trainer.calls == ["prepare setup", "push", "push", "push", "prepare setup", "push"]
+
+
+def counted(sent, received, extra):
+    return SyncStats(
+        bytes_sent=sent,
+        bytes_received=received,
+        bytes_delivered=received,
+        buckets=2 if received else 0,
+        peak_extra_bytes=extra,
+    )
+
+
+class Call:
+    """Of one side, which waits for the other."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def beside(self, other):
+        return Call((self.value, other.value))
+
+    def result(self, _):
+        if isinstance(self.value[1], Exception):
+            raise self.value[1]
+        return self.value
+
+
+class TrainerApart(Trainer):
+    def prepare_sync(self, setup):
+        super().prepare_sync(setup)
+        return Invitation(handover=HANDOVER, host="10.0.0.1", port=7000 + len(self.calls))
+
+    def begin_join(self, meeting):
+        self.calls.append(meeting)
+        return Call(None)
+
+    def begin_push(self):
+        self.calls.append("push")
+        lost = WeightSyncError("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
+        return Call(lost if self.fails else counted(5, 0, 7))
+
+
+class EnginesApart(Engines):
+    def prepare_receive(self, handover):
+        self.calls.append(handover)
+
+    def begin(self, *call):
+        self.calls.append(call)
+        return Call([[counted(1, 4, 3), counted(0, 2, 3)]])
+
+
+def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
+    monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
+    trainer, engines = TrainerApart(), EnginesApart()
+    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+    first = Meeting("10.0.0.1", 7001, "weights", 3, 9.0)
+    report = sync.push(0)
+    assert report.stats == counted(6, 6, 7)
+    assert report.bytes_moved == 6
+    trainer.fails = True
+    says = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
+    with pytest.raises(WeightSyncError, match=says):
+        sync.push(1)
+    assert sync.policy_version == 0
+    trainer.fails = False
+    sync.push(1)
+    again = Meeting("10.0.0.1", 7005, "weights", 3, 9.0)
+    assert trainer.calls == ["prepare setup", first, "push", "push", "prepare setup", again, "push"]
+    receive, begin = ("receive_weights",), ("begin_weights",)
+    assert engines.calls == [
+        *(HANDOVER, ("join_trainer", first)),
+        *(begin, receive, ("end_weights", 0)),
+        *(begin, receive),
+        *(begin, HANDOVER, ("join_trainer", again), receive, ("end_weights", 1)),
+    ]

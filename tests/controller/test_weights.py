@@ -19,8 +19,8 @@ SPECS = {"norm": TensorSpec((4,), "float32")}
 class Engines:
     """In the place of an EngineGroup: sinks are named by what they lead to."""
 
-    def __init__(self, servers: list[tuple[int, ...]], whole: tuple[str, ...]) -> None:
-        self.servers, self._whole = servers, whole
+    def __init__(self, servers: list[tuple[int, ...]], whole: tuple[str, ...], pool: SlotPool | None = None) -> None:
+        self.servers, self._whole, self.pool = servers, whole, pool
         self._layouts = [WeightLayout(SPECS, ()) for _ in servers[0]]
 
     def layouts(self) -> list[WeightLayout]:
@@ -36,7 +36,7 @@ class Engines:
         return f"engine {replica} rank {tp_rank}"
 
 
-def setup_of(strategy: str, engines: Engines, *, machines: int = 2) -> Any:
+def setup_of(strategy: str, engines: Engines, *, machines: int = 2, placement: Any = None) -> Any:
     config = RunConfig.model_validate(
         {
             "run_dir": "unused",
@@ -46,7 +46,7 @@ def setup_of(strategy: str, engines: Engines, *, machines: int = 2) -> Any:
             "rollout": {"tp": 2, "replicas": len(engines.servers)},
             "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
             "weight_sync": {"strategy": strategy},
-            "placement": {"nodes": 2, "slots_per_node": 4},
+            "placement": {"nodes": 2, "slots_per_node": 4} | (placement or {}),
         }
     )
     slots = tuple(Slot(i, 1.0, 0.0, f"node {i * machines // 8}", None) for i in range(8))
@@ -102,3 +102,18 @@ def test_auto_is_exact_where_strided_engines_would_span_machines() -> None:
     setup = setup_of("auto", Engines([(0, 1), (2, 3)], ()), machines=4)
     assert setup.config.strategy == "exact"
     assert setup.groups == ()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "exact"])
+def test_engines_apart_are_ranks_of_the_trainers_plan(strategy: str) -> None:
+    """Two on machines of their own, the last slot of each of which is free, and one beside trainer ranks."""
+    nodes = ["node 2"] * 3 + ["node 3"] * 3 + ["node 1"] * 2
+    pool = SlotPool(None, tuple(Slot(i, 1.0, 0.0, node, None) for i, node in enumerate(nodes)), "cpu")
+    engines = Engines([(0, 1), (3, 4), (6, 7)], ("norm",), pool)
+    placement = {"pools": {"b": {"nodes": 4, "slots_per_node": 2}}, "rollout": {"pool": "b"}}
+    setup = setup_of(strategy, engines, placement=placement)
+    handover = setup.handover
+    assert (setup.outlets, setup.needs, setup.groups, setup.whole) == ({}, {}, (), ())
+    assert handover.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1)
+    assert list(handover.needs) == engines.layouts()
+    assert (handover.num_engines, handover.whole, handover.sources) == (3, ("norm",), ())

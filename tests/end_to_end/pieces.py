@@ -13,17 +13,17 @@ from torch import Tensor
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.controller.build import trainer_spec
+from megarl.config.placement import MAIN_POOL
+from megarl.controller.build import start_engines, trainer_spec
 from megarl.controller.engines import EngineGroup
 from megarl.controller.experience import Experience
 from megarl.controller.rollout_group import FinishedGroup, RolloutGroup
-from megarl.controller.servers import choose_servers
 from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
 from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.work import SurrogateLoss, TrainStats
-from megarl.placement.pool import SlotPool, reserve
+from megarl.placement.pool import SlotPool, reserve_pools
 from megarl.rollout.engine import Sampling
 from megarl.workers.group import WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
@@ -40,6 +40,7 @@ class Pieces:
     weights: WeightSync
     prompts: Sequence[Prompt]
     pool: SlotPool
+    """The trainer's."""
     processes: WorkerProcesses
     """The trainer's."""
 
@@ -74,10 +75,11 @@ def make_config(world: Path, run_dir: Path, **sections: Any) -> RunConfig:
 
 def build(config: RunConfig) -> Pieces:
     """All of it, up and idle."""
-    pool = reserve(config.placement)
+    pools = reserve_pools(config.placement, config.placement.all_pools)
+    pool = pools[MAIN_POOL]
     processes = rank_processes(pool, "trainer")
     trainer = trainer_on(config, processes)
-    engines = EngineGroup(config, pool, choose_servers(config, pool, trainer.grid))
+    engines = start_engines(config, pools, trainer.grid)
     starting = trainer.start_workers(trainer_spec(config))
     rollout = RolloutGroup(config, engines)
     starting.result(120)

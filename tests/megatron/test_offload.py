@@ -186,6 +186,8 @@ def test_storages_of_others_stay_and_new_ones_are_found():
 def test_by_default_cuda_alone_offloads_optimizer_and_gradients():
     assert OffloadConfig().resolved("cuda") == OffloadConfig(optimizer=True, gradients=True)
     assert not OffloadConfig().resolved("cpu").anything
+    assert not OffloadConfig().resolved("cuda", shared=False).anything
+    assert OffloadConfig(weights=True).resolved("cuda", shared=False).anything
     chosen = OffloadConfig(optimizer=False, weights=True)
     assert chosen.resolved("cuda") == OffloadConfig(optimizer=False, gradients=True, weights=True)
     assert chosen.resolved("cpu").anything

@@ -18,7 +18,7 @@ import ray
 from ray.util import remove_placement_group
 
 from megarl.config.placement import PlacementConfig
-from megarl.errors import RewardError, WorkerError
+from megarl.errors import LostRankError, MegarlError, RewardError, WeightSyncError, WorkerError
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import Slot, SlotPool, reserve
 from megarl.workers.failure import wait_all
@@ -53,6 +53,20 @@ class Worker:
                 sys.stderr.write("its last words\n")
                 os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+    def fail_each(self, how: tuple[str, str]) -> Any:
+        """The second rank later than the first."""
+        time.sleep(0.5 * self.rank)
+        match how[self.rank]:
+            case "LostRankError":
+                raise LostRankError("lost the connection")
+            case "WeightSyncError":
+                raise WeightSyncError("the boxes are wrong")
+            case "ValueError":
+                raise ValueError("of no use")
+            case "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.rank
 
 
 EACH: Transfer[Any, Any] = Transfer(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
@@ -145,6 +159,35 @@ def test_a_failure_of_one_rank_does_not_wait_for_the_others(group: WorkerGroup[W
     ):
         group.call(Worker.fail, (rank, "ValueError"), via=BROADCAST)
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (("LostRankError", "WeightSyncError"), "^the boxes are wrong$"),
+        (("WeightSyncError", "LostRankError"), "^the boxes are wrong$"),
+        (
+            ("LostRankError", "ValueError"),
+            r"(?s)^workers\.fail_each failed on workers rank 1:\n.*ValueError: of no use",
+        ),
+        (("WeightSyncError", "SIGKILL"), r"^workers\.fail_each: workers rank 1 died\. "),
+        (("LostRankError", "nothing"), "^lost the connection$"),
+    ],
+)
+def test_of_a_sync_that_failed_the_cause_is_told(group: WorkerGroup[Worker], how: tuple[str, str], says: str) -> None:
+    with pytest.raises(MegarlError, match=says):
+        group.call(Worker.fail_each, how, via=BROADCAST)
+
+
+def test_calls_beside_each_other_are_waited_for_as_one(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    others: WorkerGroup[Opposite] = WorkerGroup("others", processes, RankGrid(dp=2))
+    others.start(Opposite, ()).result(60)
+    first, second = group.begin(Worker.fail_each, ("", ""), via=EACH), others.begin(Opposite.number, 3, via=EACH)
+    ranks, numbers = first.beside(second).result(30)
+    assert (ranks, [part[0] for part in numbers]) == ([0, 1], [3, 6])
+    first, second = group.begin(Worker.fail_each, ("", ""), via=EACH), others.begin(Opposite.number, -1, via=EACH)
+    with pytest.raises(WorkerError, match=r"(?s)^workers\.fail_each beside others\.number failed on others rank 1:\n"):
+        first.beside(second).result(30)
 
 
 def test_an_error_of_ours_arrives_as_it_was_raised(group: WorkerGroup[Worker]) -> None:
