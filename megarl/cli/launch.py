@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         labels=parse_labels(args.labels),
         node_address=args.node_address,
     )
-    return launch(world, options, args.command, say=_say)
+    return launch(world, options, [sys.executable, "-m", "megarl", *args.command], say=_say)
 
 
 def _cpus(environment: Mapping[str, str]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,14 +26,14 @@ class Head(Agent):
     """The node that leads.
 
     Args:
-        command: of megarl.
+        command: program and arguments, which run here.
     """
 
     def __init__(
         self, world: NodeWorld, options: LaunchOptions, say: Callable[[str], None], command: Sequence[str]
     ) -> None:
         super().__init__(world, options, say)
-        self._command_line = [sys.executable, "-m", "megarl", *command]
+        self._command_line = command
         self._command: asyncio.subprocess.Process | None = None
         self._told = 0
         self._ending: asyncio.Task[None] | None = None

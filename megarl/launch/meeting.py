@@ -20,7 +20,7 @@ from megarl.launch.link import Link, LinkLostError
 from megarl.launch.messages import End, Hello, Noted, Refused, Welcome
 from megarl.launch.world import NodeWorld
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 3.0
 """How long whoever is at a port may take to speak."""
 CONNECT_SECONDS = 2.0
 RETRY_SECONDS = 0.1

@@ -18,10 +18,10 @@ LAST_GRACE_SECONDS = 2.0
 
 
 def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, say: Callable[[str], None]) -> int:
-    """Run a megarl command on Ray over all nodes, each of which calls this; returns the command's exit code.
+    """Run a command on Ray over all nodes, each of which calls this; returns the command's exit code.
 
     Args:
-        command: without `megarl`; it runs on rank 0.
+        command: program and arguments; they run on rank 0, with RAY_ADDRESS in their environment.
         say: shows a line to the user.
 
     Raises:

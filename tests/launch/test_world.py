@@ -1,0 +1,145 @@
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.launch.world import NUM_PORTS, expand_hostlist, node_world
+
+STEP = {
+    "SLURM_CLUSTER_NAME": "c",
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+"""What srun of Slurm 22.05 sets for the second of two tasks."""
+
+HET_STEP = STEP | {
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
+    "SLURMD_NODENAME": "n1",
+}
+"""The same, for `srun --het-group=0,1` of a job whose first component has the second node."""
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.7",
+    "MASTER_PORT": "41001",
+}
+
+
+def test_step_of_slurm():
+    world = node_world(STEP)
+    assert (world.rank, world.size, world.host) == (1, 2, "n2")
+    assert world.head_hosts == ("n1", "10.0.0.1")
+    assert world.nodes == ("n1", "n2")
+    assert world.het_group is None
+
+
+def test_nodes_of_a_heterogeneous_step_come_by_component():
+    world = node_world(HET_STEP)
+    assert world.nodes == ("n2", "n1")
+    assert world.head_hosts[0] == "n2"
+    assert world.het_group == 1
+
+
+def test_step_over_one_component_of_a_heterogeneous_job():
+    one = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    world = node_world(HET_STEP | one)
+    assert world.nodes == ("n1",)
+    assert world.het_group == 1
+
+
+def test_batch_script_is_no_step():
+    batch = {name: value for name, value in STEP.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
+    with pytest.raises(ConfigError, match=r"one of the 2 nodes of Slurm job 17: .*srun --ntasks-per-node=1"):
+        node_world(batch)
+    alone = node_world(batch | {"SLURM_JOB_NUM_NODES": "1"})
+    assert (alone.rank, alone.size) == (0, 1)
+
+
+def test_several_tasks_a_node():
+    with pytest.raises(ConfigError, match="got 8 tasks on 2 nodes"):
+        node_world(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+
+
+def test_torchrun():
+    world = node_world(STEP | TORCHRUN)
+    assert (world.rank, world.size, world.head_hosts) == (1, 3, ("10.0.0.7",))
+    with pytest.raises(ConfigError, match="--nproc-per-node 1, got 4"):
+        node_world(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"})
+
+
+def test_flags_come_before_the_environment():
+    world = node_world(STEP | TORCHRUN, rank=2, size=4, head="node-a:12345")
+    assert (world.rank, world.size, world.head_hosts, world.ports) == (2, 4, ("node-a",), (12345,))
+    assert node_world(STEP, head="node-a").head_hosts == ("node-a",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"size": 2}, "--node-rank from 0 to 1, got None"),
+        ({"size": 2, "rank": 2, "head": "a"}, "--node-rank from 0 to 1, got 2"),
+        ({"size": 2, "rank": 1}, "needs --head"),
+        ({"size": 0}, "at least 1, got 0"),
+        ({"rank": 1, "head": "a"}, "needs --nodes"),
+        ({"size": 2, "rank": 1, "head": "a:b"}, "HOST or HOST:PORT, got a:b"),
+        ({}, "srun --ntasks-per-node=1 .*torchrun .*--nodes N --node-rank R --head HOST"),
+    ],
+)
+def test_flags_that_do_not_say_enough(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        node_world({}, **flags)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"SLURM_JOB_ID": "18"},
+        {"SLURM_STEP_ID": "1"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_CLUSTER_NAME": "d"},
+    ],
+)
+def test_nodes_of_one_start_agree_and_others_differ(other):
+    second, first = node_world(STEP), node_world(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"})
+    assert (first.token, first.ports) == (second.token, second.ports)
+    assert len(set(first.ports)) == NUM_PORTS
+    assert all(1024 < port < 32768 for port in first.ports)
+    assert node_world(STEP | other).token != first.token
+
+
+def test_unnamed_torchruns_differ_by_their_port():
+    assert node_world(TORCHRUN).token != node_world(TORCHRUN | {"MASTER_PORT": "41002"}).token
+    assert node_world(TORCHRUN).token == node_world(TORCHRUN | {"RANK": "0"}).token
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],login", ["n08", "n09", "n10", "n12", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("gpu-[001,003]-ib.x", ["gpu-001-ib.x", "gpu-003-ib.x"]),
+    ],
+)
+def test_hostlist(text, names):
+    assert list(expand_hostlist(text)) == names
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n1,,n2"])
+def test_no_hostlist(text):
+    with pytest.raises(ConfigError, match="no list of nodes"):
+        expand_hostlist(text)
