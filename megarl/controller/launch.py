@@ -47,7 +47,10 @@ def run_stage(config: C, method: Callable[[Controller, C], Any], *, begins_run: 
         MegarlError: what ended the run.
     """
     if torchrun_world() is not None:
-        raise ConfigError(f"{method.__name__} starts processes of its own, on Ray; it cannot run under torchrun")
+        raise ConfigError(
+            f"{method.__name__} starts processes of its own, on Ray, and cannot be torchrun's: start it with "
+            f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
+        )
     config = prepare_run(config, method.__name__, begins_run=begins_run)
     # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
     with terminated_is_interrupted(), _cluster(config), terminated_is_interrupted():
