@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,6 +57,8 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+SLURMD_NODENAME = "SLURMD_NODENAME"
 
 START_SECONDS = 30.0
 
@@ -229,6 +232,13 @@ class Job:
             self._ports |= _listening(process)
         return living
 
+    def node_of(self, process: psutil.Process) -> str | None:
+        """The node of Slurm that it runs on, which it or the process that it comes from was told."""
+        for each in (process, *process.parents()):
+            if SLURMD_NODENAME in (environment := each.environ()):
+                return environment[SLURMD_NODENAME]
+        return None
+
     def _is_ours(self, process: psutil.Process) -> bool:
         if process in self._seen:
             return True
@@ -254,11 +264,15 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left of the job."""
-        if not self.has_ended:
-            self.cancel("--signal=KILL", "--full")
-            self.cancel()
+        for options in (("--signal=KILL", "--full"), ()):
+            subprocess.run(
+                ["scancel", "--quiet", *options, self.id],
+                env=self._cluster.environment,
+                check=False,  # it may have ended
+            )
         for process in self.living():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
