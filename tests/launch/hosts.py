@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -268,6 +269,24 @@ class Hosts:
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
+
+    def torchrun(self, *module: str | Path, local_addr: bool = True) -> list[Command]:
+        """An agent with one process on each host; a keeps the meeting, and knows it by its own name."""
+        common = ["torchrun", f"--nnodes={len(self._hosts)}", "--nproc-per-node=1"]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self._hosts[0].name}:29400"]
+        own = {host: ["--local-addr", host.address] if local_addr else [] for host in self}
+        return [host.start(*common, *meeting, *own[host], "-m", *module) for host in self]
+
+    def ssh(self, folder: Path) -> Path:
+        """A program that runs a command on a host as ssh does: in a shell, and with an environment of its own."""
+        program = folder / "ssh"
+        entering = "".join(f"{host.name}) set -- {shlex.join(host.entering())} ;;\n" for host in self)
+        enter = 'exec "$@" env -i HOME="$HOME" PATH=/usr/bin:/bin sh -c "cd; $command"\n'
+        program.write_text(
+            f"#!/bin/sh\nname=$1; shift; command=$*\ncase $name in\n{entering}*) exit 255 ;;\nesac\n{enter}"
+        )
+        program.chmod(0o755)
+        return program
 
     def cut_off(self, host: Host) -> None:
         """From now on, none of its frames arrives, and none arrives there; nobody is told."""
