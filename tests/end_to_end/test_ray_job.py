@@ -1,0 +1,74 @@
+"""A run that is submitted to a Ray cluster which is there already, and stays there."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.launched import Launched, name_of, wait_until
+from tests.end_to_end.tiny_world import run_tree
+
+pytestmark = pytest.mark.slow
+
+REWARD = """
+def score(trajectory, text, row):
+    return float("1" in text)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, str]]:
+    """The head of a cluster with a token, and where it takes jobs."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
+    port = free_port()
+    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=true", "--disable-usage-stats"]
+    head = launch("start", *options, f"--dashboard-port={port}", "--object-store-memory=268435456", program="ray")
+    head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout, 60)
+    yield head, f"http://127.0.0.1:{port}"
+    assert head.process.poll() is None  # a job's end is not the cluster's
+
+
+def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    ray = Path(sys.executable).with_name("ray")
+    where = ["job", "submit", "--address", server, "--working-dir", str(folder), "--"]
+    return subprocess.run([ray, *where, *command], capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_a_submitted_run_finds_its_folder_and_leaves_the_cluster(
+    world: Path, tmp_path: Path, job_server: tuple[Launched, str]
+) -> None:
+    head, server = job_server
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    reward = {"terms": {"one": {"type": "python", "path": "my_rewards:score"}}}
+    tree = run_tree(world, tmp_path / "run", reward=reward, trainer={"steps": 2}, placement={"slots_per_node": 1})
+    (sent / "run.yaml").write_text(yaml.safe_dump(tree))
+    (sent / "my_rewards.py").write_text(REWARD)
+
+    done = submit(server, sent, sys.executable, "-m", "megarl", "train", "run.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert wait_until(lambda: "sglang::scheduler" not in map(name_of, head.living()), 10)
+
+    shutil.rmtree(tmp_path / "run")
+    done = submit(server, sent, sys.executable, "-m", "megarl", "train", "run.yaml", "--set", "rollout.tp=2")
+    assert done.returncode == 1
+    assert "rollout needs tp * replicas <= slots, got 2 * 1 = 2 > 1" in done.stdout
+    assert "exit code 2" in done.stdout
+    assert not (tmp_path / "run").exists()
