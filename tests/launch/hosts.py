@@ -124,7 +124,7 @@ class Host:
         self.pid = first.pid
         self._space = os.readlink(f"/proc/{self.pid}/ns/pid")
 
-    def entering(self, *arguments: str | Path) -> list[str]:
+    def entering(self, *arguments: object) -> list[str]:
         """The command line that runs `arguments` on the host, in this process's folder."""
         here = ["nsenter", "--target", str(self.pid), *NAMESPACES, f"--wdns={Path.cwd()}", "--"]
         return here + [str(argument) for argument in arguments]
@@ -135,7 +135,7 @@ class Host:
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return kept | {"PATH": programs, "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"} | variables
 
-    def run(self, *arguments: str | Path, seconds: float = 60) -> str:
+    def run(self, *arguments: object, seconds: float = 60) -> str:
         """Stdout of a command, which must succeed."""
         done = subprocess.run(
             self.entering(*arguments),
@@ -148,7 +148,7 @@ class Host:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def start(self, *arguments: str | Path, **variables: str) -> Command:
+    def start(self, *arguments: object, **variables: str) -> Command:
         """A command, running; this Python's programs come first."""
         return Command(self.entering(*arguments), self.environment(**variables), self._folder)
 
@@ -270,7 +270,7 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def torchrun(self, *module: str | Path, local_addr: bool = True) -> list[Command]:
+    def torchrun(self, *module: object, local_addr: bool = True) -> list[Command]:
         """An agent with one process on each host; a keeps the meeting, and knows it by its own name."""
         common = ["torchrun", f"--nnodes={len(self._hosts)}", "--nproc-per-node=1"]
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self._hosts[0].name}:29400"]
