@@ -1,4 +1,4 @@
-"""`megarl doctor`: what this machine has, what a run will use of it, and what is missing."""
+"""`megarl doctor`: what this machine has, what a run will use of it, and what is missing; or the same of a cluster."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megarl import __version__
+from megarl.cli.options import add_overrides
 from megarl.cli.output import console
+from megarl.errors import ConfigError
 from megarl.placement.machine import free_shared_memory, package_version, visible_gpus
+
+if TYPE_CHECKING:
+    from megarl.config import StageConfig
+
+STAGE_NAMES = ("train", "sft", "rm", "dpo")
 
 REQUIRED = (
     "torch",
@@ -66,18 +74,68 @@ class Diagnosis:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`[--json]`."""
+    """`[--json]`, and `--cluster [--config CONFIG [--stage ...] [--set ...]]`."""
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--cluster", action="store_true", help="check all nodes of the cluster at RAY_ADDRESS, as runs on it do"
+    )
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="with --cluster: and the paths of this run")
+    parser.add_argument("--stage", choices=STAGE_NAMES, default="train", help="the command that CONFIG is for")
+    add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where a run on this machine's CPU can start."""
+    """0 where a run on this machine's CPU can start; with --cluster, where nothing is wrong with its nodes.
+
+    Raises:
+        ConfigError: no cluster is there, or the configuration is wrong.
+    """
+    if args.cluster:
+        return _run_cluster(args)
+    if args.config is not None or args.overrides:
+        raise ConfigError("--config and --set need --cluster; `megarl check` is for this machine")
     diagnosis = diagnose()
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         _show(diagnosis)
     return 1 if diagnosis.missing else 0
+
+
+def _run_cluster(args: argparse.Namespace) -> int:
+    if "RAY_ADDRESS" not in os.environ:
+        raise ConfigError(
+            "--cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster` starts one "
+            "on the machines of a job"
+        )
+    from rich.markup import escape
+
+    from megarl.config.placement import PlacementConfig  # after that: Ray takes a second to import
+    from megarl.controller.node_checks import Places, check_cluster, places_of
+    from megarl.controller.node_table import nodes_table
+
+    config = None if args.config is None else _load(args)
+    placement = PlacementConfig() if config is None else config.placement
+    check = check_cluster(Places() if config is None else places_of(config), placement)
+    if args.json:
+        print(json.dumps(asdict(check) | {"sentences": check.sentences}, indent=2))
+    else:
+        out = console()
+        out.print(nodes_table(check.reports, check.problems))
+        out.print()
+        for sentence in check.sentences:
+            out.print(f"[red]wrong[/red] {escape(sentence)}", soft_wrap=True)
+        out.print(f"{check.line}: {'not ready' if check.problems else 'ready'}")
+    return 1 if check.problems else 0
+
+
+def _load(args: argparse.Namespace) -> StageConfig:
+    """The run's, with absolute paths."""
+    from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig, load_config
+    from megarl.controller.launch import with_absolute_paths
+
+    kinds: dict[str, type[StageConfig]] = {"train": RunConfig, "sft": SftConfig, "rm": RmConfig, "dpo": DpoConfig}
+    return with_absolute_paths(load_config(kinds[args.stage], args.config, args.overrides))
 
 
 def diagnose() -> Diagnosis:

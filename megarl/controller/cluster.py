@@ -11,15 +11,17 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.config.placement import PlacementConfig
+from megarl.controller.node_checks import Places, require_sound_nodes
 from megarl.placement.pool import SlotPool, reserve, start_cluster
 from megarl.workers.failure import translate
 
 
 @contextmanager
-def reserved_slots(placement: PlacementConfig, *, what: str, name: str) -> Iterator[SlotPool]:
+def reserved_slots(placement: PlacementConfig, places: Places, *, what: str, name: str) -> Iterator[SlotPool]:
     """Slots on the cluster, which ends with the block if it was started here; errors of Ray become megarl's.
 
     Args:
+        places: that every node must find, where nodes are checked.
         what: is being done, for errors.
         name: of a worker, for errors.
     """
@@ -28,6 +30,7 @@ def reserved_slots(placement: PlacementConfig, *, what: str, name: str) -> Itera
         try:
             start_cluster(placement)
             with terminated_is_interrupted():
+                require_sound_nodes(placement, places)
                 yield reserve(placement)
         except RayError as error:
             raise translate(error, what=what, name=name) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl.config import ConvertConfig
 from megarl.controller.cluster import reserved_slots
 from megarl.controller.model_folder import read_decoder, weight_problems
+from megarl.controller.node_checks import Places
 from megarl.controller.trainer_group import rank_processes
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint_files import COMPANIONS, find_weights, read_index
@@ -215,7 +216,11 @@ def _named(output: Path) -> Iterator[None]:
 def _ranks(conversion: Conversion) -> Iterator[ConvertGroup]:
     """Ranks with the model."""
     placement = conversion.config.sized_placement
-    with reserved_slots(placement, what="convert", name="a converter") as pool:
+    places = Places(
+        readable={"the model's folder": str(conversion.weights.absolute())},
+        writable={"the output's folder": str(conversion.output.absolute().parent)},
+    )
+    with reserved_slots(placement, places, what="convert", name="a converter") as pool:
         group = ConvertGroup(conversion.config, pool)
         group.start_workers(conversion).result(placement.start_timeout_seconds)
         yield group

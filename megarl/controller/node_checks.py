@@ -25,6 +25,7 @@ from megarl.controller.node_table import nodes_table
 from megarl.controller.tiny_model import will_write_model
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
+from megarl.placement.pool import start_cluster
 
 LOG_WIDTH = 160
 """Columns of the table where it goes to a file or a pipe."""
@@ -73,8 +74,7 @@ def require_sound_nodes(placement: PlacementConfig, places: Places) -> str | Non
     asked = len(nodes) > 1 if placement.node_checks is None else placement.node_checks
     if not asked:
         return None
-    timeout = placement.node_check_timeout_seconds
-    check = check_nodes(nodes, places, timeout_seconds=timeout, uses_gpus=placement.device != "cpu")
+    check = check_nodes(nodes, places, placement)
     if not check.problems:
         return check.line
     console = Console(stderr=True, highlight=False)
@@ -91,7 +91,9 @@ def places_of(config: StageConfig) -> Places:
     if not will_write_model(config):
         readable["model.path"] = config.model.path
     readable |= dict(_models(config, ""))
-    writable = {"run_dir": config.run_dir} | ({} if config.export_dir is None else {"export_dir": config.export_dir})
+    writable = {"run_dir": config.run_dir}
+    if not Path(config.export_path).is_relative_to(config.run_dir):
+        writable["export_dir"] = config.export_path
     return Places(
         readable={key: path for key, path in readable.items() if path is not None},
         writable={key: str(_existing(Path(folder))) for key, folder in writable.items()},
@@ -117,25 +119,33 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def check_nodes(
-    nodes: Sequence[ClusterNode], places: Places, *, timeout_seconds: float, uses_gpus: bool = True
-) -> ClusterCheck:
-    """What nodes say, and what is wrong with them; nothing is left running.
+def check_cluster(places: Places, placement: PlacementConfig) -> ClusterCheck:
+    """As `check_nodes`, of the cluster at RAY_ADDRESS, which is joined and left.
 
-    Args:
-        timeout_seconds: for the answers, and for each reduction.
-        uses_gpus: nodes that have some add up a number with NCCL as well.
+    Raises:
+        ConfigError: no cluster answers there, or a folder of `places.writable` cannot be written from here.
+    """
+    try:
+        start_cluster(placement)
+        return check_nodes(cluster_nodes(), places, placement)
+    finally:
+        ray.shutdown()
+
+
+def check_nodes(nodes: Sequence[ClusterNode], places: Places, placement: PlacementConfig) -> ClusterCheck:
+    """What nodes say, and what is wrong with them; nothing is left running.
 
     Raises:
         ConfigError: a folder of `places.writable` cannot be written from here.
     """
     started = time.perf_counter()
-    with _question(places) as question, surveyed(nodes, timeout_seconds=timeout_seconds) as survey:
+    timeout = placement.node_check_timeout_seconds
+    with _question(places) as question, surveyed(nodes, timeout_seconds=timeout) as survey:
         reports = survey.reports(question)
         held = ray.cluster_resources().get("GPU", 0.0) - ray.available_resources().get("GPU", 0.0)
         problems = find_problems(reports, gpus_held=held)
         problems += survey.unreached(reports)
-        backends: list[Backend] = ["gloo", "nccl"] if uses_gpus else ["gloo"]
+        backends: list[Backend] = ["gloo"] if placement.device == "cpu" else ["gloo", "nccl"]
         for backend in backends:
             if not any(problem.about in (*REDUCTION_NEEDS, REDUCTION) for problem in problems):
                 problems += survey.reduce(reports, backend)

@@ -22,7 +22,7 @@ from megarl.controller.node_agent import Backend, NodeAgent, Reduction
 from megarl.controller.node_problems import ANSWER, REDUCTION, Problem, Unreached, merged, unreached_problems
 from megarl.controller.node_report import Clock, NodeReport, Question
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.reach import Address
+from megarl.placement.reach import Address, Interface
 
 KNOCK_SECONDS = 5.0
 """How long a connection between two nodes may take."""
@@ -65,7 +65,7 @@ class Survey:
     """The agents, and what is asked of them. Nodes are known by their index."""
 
     def __init__(self, nodes: Sequence[ClusterNode], agents: Sequence[Any], timeout_seconds: float) -> None:
-        self._nodes, self._agents, self._timeout = nodes, agents, timeout_seconds
+        self._nodes, self._agents, self.timeout_seconds = nodes, agents, timeout_seconds
 
     def reports(self, question: Question) -> list[NodeReport]:
         """What every node says, or why it does not."""
@@ -99,7 +99,7 @@ class Survey:
             for host in _hosts(reports[i], is_one_machine)
         ]
         others = {i: [address for address in addresses if address.name != str(i)] for i in ports}
-        seconds = min(KNOCK_SECONDS, self._timeout)
+        seconds = min(KNOCK_SECONDS, self.timeout_seconds)
         answers = self._ask([self._agents[i].knock.remote(others[i], seconds) for i in ports])
         missed: list[Unreached] = []
         for i, answer in zip(ports, answers, strict=True):
@@ -108,8 +108,12 @@ class Survey:
                 continue
             for door, reason in zip(others[i], answer.value, strict=True):
                 if reason is not None:
-                    target = reports[int(door.name)].name
-                    missed.append(Unreached(source=reports[i].name, target=target, address=str(door), reason=reason))
+                    target = reports[int(door.name)]
+                    missed.append(
+                        Unreached(
+                            source=reports[i].name, target=target.name, address=_shown(target, door), reason=reason
+                        )
+                    )
         return [*merged(problems), *unreached_problems(missed, len(reports))]
 
     def reduce(self, reports: Sequence[NodeReport], backend: Backend) -> list[Problem]:
@@ -118,7 +122,7 @@ class Survey:
         if len(members) < 2:
             return []
         first = members[0]
-        (store,) = self._ask([self._agents[first].open_store.remote(reports[first].address, self._timeout)])
+        (store,) = self._ask([self._agents[first].open_store.remote(reports[first].address, self.timeout_seconds)])
         if store.failure:
             return [_not_reduced(reports[first], backend, store)]
         reductions = [
@@ -128,7 +132,7 @@ class Survey:
                 port=store.value,
                 rank=rank,
                 size=len(members),
-                timeout_seconds=self._timeout,
+                timeout_seconds=self.timeout_seconds,
                 gpu=_idlest_gpu(reports[i]) if backend == "nccl" else None,
             )
             for rank, i in enumerate(members)
@@ -156,9 +160,9 @@ class Survey:
         """What comes within the timeout, in the order of the references."""
         if not refs:
             return []
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self._timeout + grace_seconds)
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self.timeout_seconds + grace_seconds)
         in_time = set(done)
-        late = _Answer(failure=f"no answer within {self._timeout:g} s", is_late=True)
+        late = _Answer(failure=f"no answer within {self.timeout_seconds:g} s", is_late=True)
         return [_answer(ref) if ref in in_time else late for ref in refs]
 
 
@@ -184,7 +188,7 @@ def _not_reduced(report: NodeReport, backend: Backend, answer: _Answer) -> Probl
     over = (
         f"NCCL, NCCL_SOCKET_IFNAME={report.facts.nccl or 'not set'}"
         if backend == "nccl"
-        else f"gloo on {gloo.name or 'its interface'} ({gloo.address})"
+        else f"{_gloo(gloo)} ({gloo.address})"
     )
     says = f"did not add up a number with the other nodes over {over}: {answer.failure}"
     return Problem(about=REDUCTION, nodes=(report.name,), says=says)
@@ -206,6 +210,18 @@ def _hosts(report: NodeReport, is_one_machine: bool) -> list[str]:
     gloo = report.facts.gloo
     counts = gloo.address is not None and (is_one_machine or not gloo.is_loopback)
     return list(dict.fromkeys([report.address, *([gloo.address] if counts and gloo.address else [])]))
+
+
+def _shown(report: NodeReport, door: Address) -> str:
+    """With what makes processes of the node listen there."""
+    if report.facts is None or door.host == report.address:
+        return str(door)
+    return f"{door} ({_gloo(report.facts.gloo)})"
+
+
+def _gloo(interface: Interface) -> str:
+    why = "GLOO_SOCKET_IFNAME" if interface.is_chosen else "its host name"
+    return f"gloo on {interface.name or 'an unknown interface'}, by {why}"
 
 
 def _members(reports: Sequence[NodeReport], backend: Backend) -> list[int]:

@@ -52,7 +52,7 @@ class Column:
 def nodes_table(reports: Sequence[NodeReport], problems: Sequence[Problem]) -> RenderableType:
     """What is known of the nodes, those that `problems` are about marked."""
     bad = {(problem.about, name) for problem in problems for name in problem.nodes or [r.name for r in reports]}
-    columns = list(_columns(reports, {about for about, _ in bad}))
+    columns = list(_columns(reports, bad))
     told = {about for about, _ in bad}
     shared = [c for c in columns if c.about not in told and (c.span is not None or len(set(c.cells)) == 1)]
     apart = [c for c in columns if c not in shared]
@@ -79,16 +79,16 @@ def _apart(reports: Sequence[NodeReport], columns: Sequence[Column], bad: set[tu
     return table
 
 
-def _columns(reports: Sequence[NodeReport], told: set[str]) -> Iterator[Column]:
-    """`told`: what problems are about."""
-    if ANSWER in told:
-        yield Column(about=ANSWER, cells=tuple("yes" if r.failure is None else "none" for r in reports))
+def _columns(reports: Sequence[NodeReport], bad: set[tuple[str, str]]) -> Iterator[Column]:
+    """`bad`: what problems are about, and a node that has one."""
+    yield from _failures(reports, bad, ANSWER)
     for package in dict.fromkeys(package for r in reports for package in r.versions):
         cells = (r.versions.get(package) or "none" if r.versions else UNKNOWN for r in reports)
         yield Column(about=package, cells=tuple(cells))
-    yield _of_facts(reports, "driver", lambda facts: facts.gpus[0].driver if facts.gpus else "none")
     yield _of_facts(reports, GPUS, _gpus)
-    yield _quantity(reports, GPU_MEMORY, _used_bytes, GIB, "GiB")
+    if any(r.facts and r.facts.gpus for r in reports):
+        yield _of_facts(reports, "driver", lambda facts: facts.gpus[0].driver if facts.gpus else "none")
+        yield _quantity(reports, GPU_MEMORY, _used_bytes, GIB, "GiB")
     yield _quantity(reports, "cores", lambda facts: facts.cores, 1, "")
     yield _quantity(reports, MEMORY, lambda facts: facts.memory_bytes, GIB, "GiB")
     yield _quantity(reports, SHARED_MEMORY, lambda facts: facts.shared_memory_bytes, GIB, "GiB")
@@ -98,9 +98,15 @@ def _columns(reports: Sequence[NodeReport], told: set[str]) -> Iterator[Column]:
     keys = dict.fromkeys(path.key for r in reports if r.facts for path in r.facts.paths)
     for key in keys:
         yield _of_facts(reports, key, partial(_path, key))
-    for about in (REACH, REDUCTION):
-        if about in told:
-            yield Column(about=about, cells=tuple("failed" if r.facts else UNKNOWN for r in reports))
+    yield from _failures(reports, bad, REACH)
+    yield from _failures(reports, bad, REDUCTION)
+
+
+def _failures(reports: Sequence[NodeReport], bad: set[tuple[str, str]], about: str) -> Iterator[Column]:
+    """Nothing where no node has failed."""
+    cells = tuple("failed" if (about, r.name) in bad else "ok" for r in reports)
+    if "failed" in cells:
+        yield Column(about=about, cells=cells)
 
 
 def _of_facts(reports: Sequence[NodeReport], about: str, text: Callable[[NodeFacts], str]) -> Column:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from megarl.config import ScoreConfig
 from megarl.controller.cluster import reserved_slots
 from megarl.controller.model_folder import read_decoder, weight_problems
+from megarl.controller.node_checks import Places
 from megarl.controller.resharding import read_model
 from megarl.controller.trainer_group import rank_processes
 from megarl.data.token_lines import TokenFile, TokenLine
@@ -106,7 +107,8 @@ def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
 @contextmanager
 def scorers(config: ScoreConfig) -> Iterator[WorkerProcesses]:
     """Processes for ranks, on Ray."""
-    with reserved_slots(config.sized_placement, what="score", name="a scorer") as pool:
+    places = Places(readable={"model.path": str(Path(config.model.path).absolute())})
+    with reserved_slots(config.sized_placement, places, what="score", name="a scorer") as pool:
         yield rank_processes(pool, "scorer")
 
 

@@ -95,3 +95,17 @@ def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
     assert uses()["attention and layers"] == "megarl's torch layers"
     machine(gpus=("H200",), sglang_kernel=None)
     assert uses()["rollout engine"].startswith("SGLang on CUDA, which lacks sglang-kernel here")
+
+
+def test_a_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["doctor", "--cluster"]) == 2
+    assert capsys.readouterr().err == (
+        "error: --cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster` starts "
+        "one on the machines of a job\n"
+    )
+
+
+def test_a_configuration_is_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--config", "x.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: --config and --set need --cluster")

@@ -21,11 +21,19 @@ def shown(*reports: NodeReport, color: bool = False) -> list[str]:
 def test_what_all_nodes_have_is_said_once() -> None:
     lines = shown(*(report(name, memory_bytes=(100 + i) * GIB) for i, name in enumerate("abc")))
     assert lines[0] == "all 3 nodes"
-    assert "torch              2.13.0+cpu" in lines
-    assert "memory free        100.0 to 102.0 GiB" in lines
-    assert "cores              8" in lines
-    assert "NCCL               none" in lines
+    said = {line[:15].strip(): line[15:].strip() for line in lines[1:]}
+    assert said["torch"] == "2.13.0+cpu"
+    assert said["memory free"] == "100.0 to 102.0 GiB"
+    assert said["cores"] == "8"
+    assert said["NCCL"] == said["GPUs"] == "none"
+    assert said["clock ahead"] == "1.0 ms"
     assert not any(line.startswith("node") for line in lines)
+
+
+def test_gpus_are_said_of_machines_that_have_them() -> None:
+    lines = shown(report("a", gpus=8), report("b", gpus=8))
+    said = {line[:19].strip(): line[19:].strip() for line in lines[1:]}
+    assert (said["GPUs"], said["driver"], said["GPU memory in use"]) == ("8 H200", "570.1", "0.0 GiB")
 
 
 def test_what_differs_is_said_by_node_and_what_is_wrong_is_marked() -> None:
@@ -56,5 +64,5 @@ def test_a_node_that_does_not_answer() -> None:
     assert lines[0] == "all 2 nodes"
     header, a, b = lines[-3:]
     assert header.split()[:2] == ["node", "answer"]
-    assert a.split()[:3] == ["a", "yes", "3.11.2"]
-    assert b.split()[:4] == ["b", "!", "none", "?"]
+    assert a.split()[:3] == ["a", "ok", "3.11.2"]
+    assert b.split()[:4] == ["b", "!", "failed", "?"]

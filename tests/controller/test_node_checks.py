@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import SftConfig
+from megarl.controller.launch import with_absolute_paths
+from megarl.controller.node_checks import places_of
+from tests.controller.groups import run_config
+
+
+def test_every_path_that_a_run_uses_is_looked_for(tmp_path: Path) -> None:
+    sections = {
+        "model": {"path": "/m"},
+        "data": {"path": "/d.jsonl", "eval_path": "/e.jsonl"},
+        "run_dir": str(tmp_path / "runs" / "one"),
+        "export_dir": str(tmp_path / "export"),
+        "reward": {
+            "terms": {"judge": {"type": "model", "path": "/judge"}, "match": {"type": "numeric"}},
+        },
+    }
+    config = run_config({"type": "ppo", "critic": {"path": "/critic"}, "reference": {"path": "/ref"}}, **sections)
+    places = places_of(with_absolute_paths(config))
+    assert places.readable == {
+        "data.path": "/d.jsonl",
+        "data.eval_path": "/e.jsonl",
+        "model.path": "/m",
+        "algorithm.critic.path": "/critic",
+        "algorithm.reference.path": "/ref",
+        "reward.terms.judge.path": "/judge",
+    }
+    assert places.writable == {"run_dir": str(tmp_path), "export_dir": str(tmp_path)}
+
+
+def test_an_export_into_the_runs_folder_needs_no_look_of_its_own(tmp_path: Path) -> None:
+    config = SftConfig.model_validate({"run_dir": str(tmp_path), "model": {"path": "/m"}, "data": {"path": "/d"}})
+    places = places_of(with_absolute_paths(config))
+    assert places.writable == {"run_dir": str(tmp_path)}
+    assert places.readable == {"data.path": "/d", "model.path": "/m"}
