@@ -17,6 +17,7 @@ from megarl.config.section import Section
 from megarl.controller.cluster import terminated_is_interrupted
 from megarl.controller.controller import Controller
 from megarl.controller.events import Event, Note, Phase
+from megarl.controller.node_checks import places_of, require_sound_nodes
 from megarl.controller.preflight import require_ready
 from megarl.controller.tiny_model import write_missing_model
 from megarl.errors import ConfigError
@@ -54,10 +55,13 @@ def run_stage(config: C, method: Callable[[Controller, C], Any], *, begins_run: 
     config = prepare_run(config, method.__name__, begins_run=begins_run)
     # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
     with terminated_is_interrupted(), _cluster(config), terminated_is_interrupted():
+        checked = require_sound_nodes(config.placement, places_of(config))
         actor = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0).remote()
         result = getattr(actor, method.__name__).remote(config)
         try:
             with RunProgress(config.trainer.steps) as progress:
+                if checked is not None:
+                    progress.say(checked)
                 _follow(actor, result, progress)
             return ray.get(result)
         except RayError as error:
