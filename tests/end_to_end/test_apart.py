@@ -1,0 +1,146 @@
+"""Engines on slots of their own, which receive the weights themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import remove_placement_group
+
+from megarl.config import RunConfig
+from megarl.controller.resharding import read_model
+from megarl.controller.weights import sync_setup
+from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.megatron.families.layouts import trainer_layouts
+from megarl.reshard.handover import Handover
+from tests.end_to_end.pieces import Pieces, build
+from tests.end_to_end.test_pieces import MISMATCH, differing
+from tests.end_to_end.tiny_world import run_tree
+
+APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
+TIMEOUT = 8.0
+SLACK = 4.0
+"""Seconds that it takes to find out who has failed, on a busy machine."""
+
+
+@contextmanager
+def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> Iterator[Pieces]:
+    """Two data-parallel trainer ranks, and an engine on a third slot."""
+    sections: dict[str, Any] = {
+        "weight_sync": {"bucket_bytes": 60_000, "timeout_seconds": timeout_seconds},
+        "placement": APART,
+    }
+    pieces = build(RunConfig.model_validate(run_tree(world, folder, **sections)))
+    try:
+        yield pieces
+    finally:
+        pieces.engines.shutdown()
+        pieces.processes.stop()
+        remove_placement_group(pieces.pool.group)  # the cluster has few slots
+
+
+def planned(pieces: Pieces) -> Handover:
+    """From the sizes of both sides alone."""
+    setup = sync_setup(pieces.config, pieces.trainer.grid, pieces.engines, pieces.pool)
+    assert setup.handover is not None
+    model, _ = read_model(pieces.config.model.path)
+    return replace(setup.handover, sources=trainer_layouts(model, pieces.trainer.grid, "float32"))
+
+
+def test_the_engine_receives_what_the_trainer_exports_bit_by_bit(cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run", timeout_seconds=60.0) as pieces:
+        assert not {slot.bundle for slot in pieces.pool.slots} & {slot.bundle for slot in pieces.engines.pool.slots}
+        handover = planned(pieces)
+        hops = [[hop for r in handover.plan(rank).rounds for hop in r.hops] for rank in range(3)]
+        for version in (0, 1):
+            exported = pieces.exported(tmp_path / f"exported-{version}")
+            pieces.engines.call("randomize_weights")
+            report = pieces.weights.push(version)
+            assert differing(pieces.served(tmp_path / f"served-{version}"), exported) == []
+            stats, need = report.stats, sum(t.nbytes for t in exported.values())
+            assert stats.bytes_sent == stats.bytes_received == stats.bytes_delivered == report.bytes_moved == need
+            assert stats.bytes_sent == sum(hop.bytes_sent for of_rank in hops for hop in of_rank)
+            assert stats.messages == sum(len(hop.receives) for of_rank in hops for hop in of_rank)
+            # both trainer ranks hold everything, and share the work
+            assert max(sum(hop.bytes_sent for hop in of_rank) for of_rank in hops) < 0.6 * need
+            groups = pieces.sample(f"version-{version}")
+            assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
+            assert 0 < pieces.train(groups).metrics[MISMATCH] <= 1e-4
+
+
+def pid_of(actor: Any) -> int:
+    pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return pid
+
+
+def failing_push(
+    pieces: Pieces, version: int, stopped: int, meanwhile: Callable[[], None]
+) -> tuple[MegarlError, float]:
+    """How a push ends, and when, in which a process stands still while something happens."""
+    errors: list[MegarlError] = []
+
+    def push() -> None:
+        with pytest.raises(MegarlError) as error:
+            pieces.weights.push(version)
+        errors.append(error.value)
+
+    os.kill(stopped, signal.SIGSTOP)
+    started, thread = time.monotonic(), threading.Thread(target=push)
+    thread.start()
+    try:
+        time.sleep(1.0)
+        meanwhile()
+        thread.join(3 * TIMEOUT)
+        seconds = time.monotonic() - started
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert not thread.is_alive()
+    return errors[0], seconds
+
+
+@pytest.mark.slow
+def test_a_trainer_rank_that_stalls_is_named_and_one_that_dies(cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run") as pieces:
+        first, second = map(pid_of, pieces.processes.actors)
+        pieces.weights.push(0)
+        error, seconds = failing_push(pieces, 1, second, lambda: None)
+        assert isinstance(error, WeightSyncError)
+        assert "of the weights: nothing from rank 1 within 8 s" in str(error)
+        assert "(ranks up to 1 are trainer ranks, those of engine i begin at 2 + 1 * i)" in str(error)
+        assert seconds < TIMEOUT + SLACK
+        with pytest.raises(WeightSyncError, match="the engine holds parts of version 0 and of an update that failed"):
+            pieces.sample("mixed")
+        exported = pieces.exported(tmp_path / "exported")
+        pieces.weights.push(1)
+        assert differing(pieces.served(tmp_path / "served"), exported) == []
+        error, seconds = failing_push(pieces, 2, first, lambda: os.kill(second, signal.SIGKILL))
+        assert isinstance(error, WorkerError)
+        assert "trainer rank 1 died. " in str(error)
+        assert seconds < TIMEOUT + SLACK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["scheduler", "host"])
+def test_an_engine_that_dies_is_named(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run") as pieces:
+        pieces.weights.push(0)
+        (health,) = pieces.engines.call("health")
+        (scheduler,) = health.scheduler_pids
+        doomed = scheduler if victim == "scheduler" else psutil.Process(scheduler).ppid()
+        error, seconds = failing_push(
+            pieces, 1, pid_of(pieces.processes.actors[1]), lambda: os.kill(doomed, signal.SIGKILL)
+        )
+        assert isinstance(error, WorkerError)
+        says = "the engine's scheduler process of TP rank 0 was ended by SIGKILL"
+        assert says in str(error) if victim == "scheduler" else "engine 0 died. " in str(error)
+        assert seconds < TIMEOUT + SLACK
