@@ -79,8 +79,8 @@ def test_the_compiler_is_that_of_torch():
     gpu = pins("gpu.txt")
     release = gpu["cuda-toolkit"].rsplit(".", 2)[0]
     assert release == "13.0"
-    for package in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl", "nvidia-cuda-runtime"):
-        assert gpu[package].startswith(f"{release}."), package
+    for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-profiler-api", "cuda-runtime"):
+        assert gpu[f"nvidia-{part}"].startswith(f"{release}."), part
 
 
 def test_apex_is_pinned_to_a_commit():
