@@ -19,7 +19,7 @@ from platform import python_version
 
 from megarl import __version__
 from megarl.errors import ConfigError, LaunchError
-from megarl.launch.descendants import reap_orphans
+from megarl.launch.children import Children
 from megarl.launch.labels import nvlink_domain, own_labels
 from megarl.launch.messages import End, Hello
 from megarl.launch.ray_node import RayNode, interface_environment, ray_arguments, ray_environment
@@ -57,18 +57,18 @@ class Agent(ABC):
         self.environment: Mapping[str, str] = dict(os.environ)
         self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         """How the run ended."""
-        self._nvlink_domain = asyncio.create_task(nvlink_domain())
+        self.children = Children()
+        self._nvlink_domain = asyncio.create_task(nvlink_domain(self.children))
+        self.ray = RayNode(self.children, self.environment)
 
     async def run(self) -> End:
         """How the run ended; this node's part of it has ended too."""
         loop = asyncio.get_running_loop()
-        self.ray = await RayNode.prepared(self.environment)
         for number in TOLD_TO_END:
             if signal.getsignal(number) is signal.SIG_IGN:  # nohup
                 continue
             loop.add_signal_handler(number, self.told_to_end, number)
         loop.add_signal_handler(signal.SIGUSR1, self.told_of_time)
-        loop.add_signal_handler(signal.SIGCHLD, lambda: reap_orphans(self.own_children()))
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         work = asyncio.create_task(self.work())
         work.add_done_callback(self._worked)
@@ -95,10 +95,6 @@ class Agent(ABC):
     @abstractmethod
     def told_of_time(self) -> None:
         """SIGUSR1: the time limit is near."""
-
-    def own_children(self) -> set[int]:
-        """Children that are waited for."""
-        return {self.ray.pid}
 
     def finish(self, exit_code: int, reason: str | None = None) -> None:
         """The run is over; only the first call counts."""

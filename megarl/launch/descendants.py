@@ -37,16 +37,6 @@ def at_start_of_child(when_parent_dies: signal.Signals) -> Callable[[], None]:
     return prepare
 
 
-def reap_orphans(own: set[int]) -> None:
-    """Let adopted processes that have ended go; `own` children are waited for elsewhere."""
-    for child in psutil.Process().children():
-        try:
-            if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-        except (psutil.NoSuchProcess, ChildProcessError):
-            continue  # ended, and was waited for, in between
-
-
 def end_descendants(grace_seconds: float) -> list[str]:
     """End every descendant: SIGTERM, and SIGKILL to what is left after `grace_seconds`; returns who needed it.
 

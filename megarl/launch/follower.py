@@ -18,16 +18,19 @@ class Follower(Agent):
 
     async def work(self) -> None:
         """See `Agent.work`."""
-        self._link, welcome = await find_head(
+        self._link, answer = await find_head(
             self.world,
             hello(self.world, self.options),
             join_timeout=self.options.join_timeout,
             node_timeout=self.options.node_timeout,
         )
+        if isinstance(answer, End):
+            self.finish(answer.exit_code)
+            return
         listening = asyncio.create_task(self._listen(self._link))
         try:
-            await self.start_ray(welcome.ray_address, welcome.node_address)
-            self.say(f"{self.world.host}: joined {welcome.ray_address} as {welcome.node_address}")
+            await self.start_ray(answer.ray_address, answer.node_address)
+            self.say(f"{self.world.host}: joined {answer.ray_address} as {answer.node_address}")
             self._link.send(Joined())
             self._link.send(Failed(await self.ray.lost()))
         except LaunchError as e:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
 from megarl.launch.agent import SIGNALLED, Agent, LaunchOptions, command_environment, hello
-from megarl.launch.descendants import at_start_of_child
+from megarl.launch.children import Child
 from megarl.launch.link import LinkLostError
 from megarl.launch.meeting import Meeting, Peer, addresses
 from megarl.launch.messages import End, Failed, Joined, Stop, Welcome
@@ -18,6 +19,8 @@ from megarl.launch.world import NodeWorld
 
 COMMAND_END_SECONDS = 20.0
 """How long the command may take to end in order."""
+IMPATIENCE_SECONDS = 0.5
+"""A signal that comes so long after the first is a second request."""
 PEERS_END_SECONDS = 10.0
 """How long the other nodes may take to end their parts."""
 
@@ -34,13 +37,14 @@ class Head(Agent):
     ) -> None:
         super().__init__(world, options, say)
         self._command_line = command
-        self._command: asyncio.subprocess.Process | None = None
-        self._told = 0
+        self._command: Child | None = None
+        self._told_at: float | None = None
         self._ending: asyncio.Task[None] | None = None
         self._time_is_near = False
         self._meeting = Meeting(world, hello(world, options), options.node_timeout)
         self._peers: list[Peer] = []
         self._joined: set[int] = set()
+        self._lost: set[int] = set()
         self._all_joined = asyncio.Event()
         self._watching: list[asyncio.Task[None]] = []
 
@@ -56,7 +60,10 @@ class Head(Agent):
         started = self._phase("nodes met", started, ", ".join(names))
 
         ray_address = f"{own}:{free_port()}"
-        await self.start_ray(ray_address, own)
+        try:
+            await self.start_ray(ray_address, own)
+        except LaunchError as e:
+            raise LaunchError(f"node {self.world.host} (rank 0): {e}") from e
         self._watching.append(asyncio.create_task(self._watch_ray()))
         started = self._phase("Ray up", started, ray_address)
 
@@ -82,21 +89,19 @@ class Head(Agent):
 
     def told_to_end(self, number: int) -> None:
         """See `Agent.told_to_end`; the command ends in order, at the second time at once."""
-        self._told += 1
-        if self._told == 1:
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
             self._end_in_order(number)
-        elif self._command is not None and self._command.returncode is None:
-            self._command.kill()
+        # a request may come twice: some send it to a process, some to its descendants too
+        elif now - self._told_at > IMPATIENCE_SECONDS and self._command is not None:
+            self._command.signal(signal.SIGKILL)
 
     def told_of_time(self) -> None:
         """See `Agent.told_of_time`; the command's business."""
         self._time_is_near = True
-        if self._command is not None and self._command.returncode is None:
-            self._command.send_signal(signal.SIGUSR1)
-
-    def own_children(self) -> set[int]:
-        """See `Agent.own_children`."""
-        return super().own_children() | ({self._command.pid} if self._command is not None else set())
+        if self._command is not None:
+            self._command.signal(signal.SIGUSR1)
 
     def _phase(self, name: str, started: float, what: str) -> float:
         now = time.monotonic()
@@ -104,16 +109,11 @@ class Head(Agent):
         return now
 
     async def _run_command(self, ray_address: str, own: str) -> None:
-        self._command = await asyncio.create_subprocess_exec(
-            *self._command_line,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=command_environment(self.environment, ray_address, own),
-            process_group=0,
-            preexec_fn=at_start_of_child(signal.SIGKILL),
-        )
+        environment = command_environment(self.environment, ray_address, own)
+        self._command = self.children.start(self._command_line, environment, when_parent_dies=signal.SIGKILL)
         if self._time_is_near:
-            self._command.send_signal(signal.SIGUSR1)
-        code = await self._command.wait()
+            self._command.signal(signal.SIGUSR1)
+        code = await asyncio.shield(self._command.ended)
         self.finish(code if code >= 0 else SIGNALLED - code)
 
     def _end_in_order(self, number: int) -> None:
@@ -123,20 +123,15 @@ class Head(Agent):
             self._ending = asyncio.create_task(self._end_command())
 
     async def _end_command(self) -> None:
-        if self._command is None or self._command.returncode is not None:
-            return
-        self._command.terminate()
-        try:
-            await asyncio.wait_for(self._command.wait(), COMMAND_END_SECONDS)
-        except TimeoutError:
-            self._command.kill()
-            await self._command.wait()
+        if self._command is not None:
+            await self._command.end(COMMAND_END_SECONDS)
 
     async def _watch(self, peer: Peer) -> None:
         while True:
             try:
                 message = await peer.link.receive()
             except LinkLostError as e:
+                self._lost.add(peer.hello.rank)
                 self.finish(LaunchError.exit_code, f"{peer}: {e}; the run has been ended")
                 return
             match message:
@@ -158,9 +153,8 @@ class Head(Agent):
 
     async def _see_off(self, peer: Peer) -> None:
         """Wait for the node to hang up, which it does when its part has ended."""
-        try:
+        with contextlib.suppress(LinkLostError, TimeoutError):
             async with asyncio.timeout(PEERS_END_SECONDS):
-                while True:
+                while peer.hello.rank not in self._lost:
                     await peer.link.receive()
-        except (LinkLostError, TimeoutError):
-            await peer.link.close()
+        await peer.link.close()

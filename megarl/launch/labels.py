@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import signal
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
+from megarl.launch.children import Children
 from megarl.launch.world import NodeWorld
 
 NODE_RANK = "megarl.node-rank"
@@ -48,22 +51,16 @@ def own_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
     return labels
 
 
-async def nvlink_domain() -> str | None:
-    """The NVLink domain that this node's GPUs share with other nodes'; None without one."""
+async def nvlink_domain(children: Children) -> str | None:
+    """The NVLink domain that this node's GPUs share with other nodes'; None without, or where the driver is mute."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    asked = await asyncio.create_subprocess_exec(
-        command,
-        "-q",
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    asked = children.start([command, "-q"], os.environ, when_parent_dies=signal.SIGKILL, is_heard=True)
     try:
-        answer, _ = await asyncio.wait_for(asked.communicate(), QUERY_SECONDS)
+        answer = await asyncio.wait_for((await asked.output()).read(), QUERY_SECONDS)
     except TimeoutError:
-        asked.kill()
+        asked.signal(signal.SIGKILL)
         return None
     return parse_nvlink_domain(answer.decode(errors="replace"))
 

@@ -9,6 +9,8 @@ from megarl.launch.messages import Beat, Message, decode, encode
 
 BEATS_PER_TIMEOUT = 6
 LONGEST_BEAT_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
+"""How long a lost node may hold up the end."""
 
 
 class LinkLostError(Exception):
@@ -60,11 +62,12 @@ class Link:
                 return message
 
     async def close(self) -> None:
-        """Send what is left, and hang up."""
+        """Send what is left, as far as the other end takes it, and hang up."""
         self._beats.cancel()
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), self._timeout)
+            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_SECONDS)
+        self._writer.transport.abort()
 
     async def _beat(self) -> None:
         while True:

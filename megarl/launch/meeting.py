@@ -165,8 +165,8 @@ def is_loopback(address: str) -> bool:
 
 async def find_head(
     world: NodeWorld, hello: Hello, *, join_timeout: float, node_timeout: float
-) -> tuple[Link, Welcome]:
-    """A connection to the head of this node's run, who has welcomed it.
+) -> tuple[Link, Welcome | End]:
+    """A connection to the head of this node's run, and what it said when all were there, or not.
 
     Raises:
         LaunchError: it is nowhere, or does not take this node in.
@@ -192,8 +192,8 @@ async def find_head(
     raise AssertionError(places)
 
 
-async def _ask(host: str, port: int, hello: Hello, node_timeout: float) -> tuple[Link, Welcome] | None:
-    """The head's welcome; None where another job's head is."""
+async def _ask(host: str, port: int, hello: Hello, node_timeout: float) -> tuple[Link, Welcome | End] | None:
+    """The head's answer; None where another job's head is."""
     connecting = asyncio.open_connection(host, port, family=socket.AF_INET)
     reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
     link = Link(reader, writer, node_timeout)
@@ -205,12 +205,11 @@ async def _ask(host: str, port: int, hello: Hello, node_timeout: float) -> tuple
     except BaseException:
         await link.close()
         raise
-    if isinstance(answer, Welcome):
+    if isinstance(answer, Welcome | End):
         return link, answer
     await link.close()
-    match answer:
-        case Refused(reason=reason, ours=True) | End(reason=str(reason)):
-            raise LaunchError(reason)
+    if isinstance(answer, Refused) and answer.ours:
+        raise LaunchError(answer.reason)
     return None
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -17,10 +18,11 @@ from pathlib import Path
 import psutil
 
 from megarl.errors import LaunchError
-from megarl.launch.descendants import at_start_of_child
+from megarl.launch.children import Children
 from megarl.launch.meeting import is_loopback
 from megarl.launch.world import FIRST_PORT, PORT_SPAN
 
+RAY_START = "megarl.placement.ray_start"
 IS_UP = "Ray runtime started"
 """What `ray start` says when its processes run and the head knows of them."""
 
@@ -28,8 +30,12 @@ START_SECONDS = 120.0
 """How long Ray may take on a node whose disks are busy."""
 END_SECONDS = 5.0
 """How long its processes may take to end, before they are killed."""
+LAST_WORDS_SECONDS = 1.0
 LAST_LINES = 15
 """Of what it said, for errors."""
+
+_CHATTER = re.compile(r"\s*(\[state-dump\]|\[[^]]* I |$)")
+"""In the logs of a process that died, of which Ray shows the ends."""
 
 LEAST_STORE = 128 * 2**20
 MOST_STORE = 16 * 2**30
@@ -38,35 +44,20 @@ MOST_STORE = 16 * 2**30
 class RayNode:
     """`ray start --block` as a child.
 
-    Made by `prepared`, which lets it import Ray while its arguments are not known yet.
+    It imports Ray at once, and waits to be told how to start it.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, children: Children, environment: Mapping[str, str]) -> None:
+        self._child = children.start(
+            [sys.executable, "-m", RAY_START],
+            ray_environment(environment),
+            when_parent_dies=signal.SIGTERM,
+            is_told=True,
+            is_heard=True,
+        )
         self._said: deque[str] = deque(maxlen=LAST_LINES)
         self._up = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
-
-    @classmethod
-    async def prepared(cls, environment: Mapping[str, str]) -> RayNode:
-        """A child that waits to be told how to start Ray."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "megarl.placement.ray_start",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=ray_environment(environment),
-            process_group=0,  # signals to the launcher's group are the launcher's business
-            preexec_fn=at_start_of_child(signal.SIGTERM),
-        )
-        return cls(process)
-
-    @property
-    def pid(self) -> int:
-        """Of the child."""
-        return self._process.pid
 
     async def start(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         """Return when this node is one of Ray's.
@@ -78,45 +69,37 @@ class RayNode:
         Raises:
             LaunchError: Ray did not start; says what it said.
         """
-        assert self._process.stdin is not None
         order = {"arguments": [*arguments, "--block"], "environment": dict(environment)}
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said comes below
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            await self._process.stdin.drain()
-        up, ended = asyncio.create_task(self._up.wait()), asyncio.create_task(self._process.wait())
-        await asyncio.wait((up, ended), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        self._child.tell(json.dumps(order).encode() + b"\n")
+        up = asyncio.create_task(self._up.wait())
+        await asyncio.wait((up, self._child.ended), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
-        ended.cancel()
         if not self._up.is_set():
-            raise LaunchError(f"Ray did not start:\n{self._last_words()}")
+            within = "" if self._child.ended.done() else f" within {START_SECONDS:g} s"
+            raise LaunchError(f"Ray did not start{within}:\n{await self._last_words()}")
 
     async def lost(self) -> str:
         """Wait until it ends, which it should not; returns what it said last."""
-        await self._process.wait()
-        await self._reading
-        return f"Ray ended:\n{self._last_words()}"
+        await asyncio.wait((self._child.ended,))
+        return f"Ray ended:\n{await self._last_words()}"
 
     async def stop(self) -> None:
         """End Ray's processes on this node."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), END_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+        await self._child.end(END_SECONDS)
         self._reading.cancel()
 
     async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+        async for line in await self._child.output():
             text = line.decode(errors="replace").rstrip()
-            self._said.append(text)
+            if not _CHATTER.match(text):
+                self._said.append(text)
             if IS_UP in text:
                 self._up.set()
 
-    def _last_words(self) -> str:
-        return "\n".join(f"  {line}" for line in self._said if line)
+    async def _last_words(self) -> str:
+        # not to the end of the file, which a process that Ray has left behind may keep open
+        await asyncio.wait((self._reading,), timeout=LAST_WORDS_SECONDS)
+        return "\n".join(f"  {line}" for line in self._said)
 
 
 def ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -155,6 +138,7 @@ def ray_arguments(
         "--dashboard-agent-listen-port": "0",
         "--object-store-memory": str(store_bytes()),
         "--include-log-monitor": "false",
+        "--log-color": "false",
         "--temp-dir": _temp_dir(rank),
         "--labels": ",".join(f"{key}={value}" for key, value in labels.items()),
     }

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
 from megarl.launch.agent import LaunchOptions
-from megarl.launch.descendants import adopt_orphans, end_descendants
 from megarl.launch.follower import Follower
 from megarl.launch.head import Head
-from megarl.launch.messages import End
+from megarl.launch.keeper import keep
+from megarl.launch.messages import End, decode, encode
 from megarl.launch.world import NodeWorld
-
-LAST_GRACE_SECONDS = 2.0
-"""For processes that are left when Ray and the command have ended."""
 
 
 def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, say: Callable[[str], None]) -> int:
@@ -27,11 +24,11 @@ def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, 
     Raises:
         LaunchError: the nodes did not meet, Ray did not start, or a node was lost.
     """
-    adopt_orphans()
-    try:
-        end = asyncio.run(_run(world, options, command, say))
-    finally:
-        end_descendants(LAST_GRACE_SECONDS)
+    said, code = keep(lambda: encode(asyncio.run(_run(world, options, command, say))))
+    if code:
+        raise LaunchError(f"node {world.host} (rank {world.rank}): its launcher ended with exit code {code}")
+    end = decode(said)
+    assert isinstance(end, End), end
     if end.reason is not None:
         raise LaunchError(end.reason)
     return end.exit_code

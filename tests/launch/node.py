@@ -1,0 +1,40 @@
+"""One node's `megarl launch`, for any command.
+
+python -m tests.launch.node RANK SIZE PORT NODE_TIMEOUT fake|real COMMAND...
+"""
+
+import os
+import sys
+
+from megarl.cli.output import print_error
+from megarl.errors import MegarlError
+from megarl.launch import head, keeper, ray_node
+from megarl.launch.agent import LaunchOptions
+from megarl.launch.run import launch
+from megarl.launch.world import node_world
+from megarl.placement.early_stop import signal_held
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    rank, size, port, node_timeout, ray, *command = sys.argv[1:]
+    if ray == "fake":
+        ray_node.RAY_START = "tests.launch.fake_ray"
+    head.COMMAND_END_SECONDS = float(os.environ.get("COMMAND_END_SECONDS", "1"))
+    keeper.GRACE_SECONDS = 0.3
+    world = node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
+    options = LaunchOptions(join_timeout=20.0, node_timeout=float(node_timeout), cpus=2, labels={})
+    try:
+        with signal_held():
+            return launch(world, options, command, say=say)
+    except MegarlError as error:
+        print_error(str(error))
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
