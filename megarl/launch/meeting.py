@@ -172,7 +172,8 @@ async def find_head(
         LaunchError: it is nowhere, or does not take this node in.
     """
     deadline = time.monotonic() + join_timeout
-    places = [(host, port) for host in world.head_hosts for port in world.ports]
+    # every host at the likeliest port first: a name that does not resolve may take seconds
+    places = [(host, port) for port in world.ports for host in world.head_hosts]
     last = ""
     for host, port in itertools.cycle(places):
         if time.monotonic() > deadline:

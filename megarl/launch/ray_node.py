@@ -105,7 +105,7 @@ class RayNode:
 def ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What Ray and the command get of `environment`."""
     # torchrun's place in the world is the launcher's: a worker has its own
-    kept = {name: value for name, value in environment.items() if not _is_torchruns(name)}
+    kept = {name: value for name, value in environment.items() if not _is_torchruns(name) and name != "RAY_ADDRESS"}
     # no token unless one is asked for: `ray start` would take one from the home folder of the head alone
     kept.setdefault("RAY_AUTH_MODE", "disabled")
     # when Ray is told to end, nothing on it is worth waiting for

@@ -89,6 +89,10 @@ def test_torchruns_place_stays_with_the_launcher():
     assert {name for name in before if name not in after} == {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
 
 
+def test_another_cluster_is_forgotten():
+    assert "RAY_ADDRESS" not in ray_environment({"RAY_ADDRESS": "10.0.0.9:6379"})
+
+
 def test_token_authentication_is_the_users_choice():
     assert ray_environment({})["RAY_AUTH_MODE"] == "disabled"
     assert ray_environment({"RAY_AUTH_MODE": "token"})["RAY_AUTH_MODE"] == "token"

@@ -1,0 +1,59 @@
+import sys
+
+import pytest
+
+from megarl.cli import launch as cli
+from megarl.cli.main import main
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `launch` was called with; no node of Slurm's or torchrun's."""
+    calls = []
+
+    def launch(world, options, command, *, say):
+        calls.append((world, options, command))
+        return 75
+
+    monkeypatch.setattr(cli, "launch", launch)
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_options_before_the_command_are_launchs_and_the_rest_the_commands(launched):
+    words = ["--nodes", "2", "--node-rank", "1", "--head", "a:1234", "--labels", "gpu=h100,rack=3", "--labels", "x=y"]
+    words += ["--gpus", "8", "--node-timeout", "5", "train", "run.yaml", "--set", "a.b=c", "--head", "d"]
+    assert main(["launch", *words]) == 75
+    ((world, options, command),) = launched
+    assert (world.rank, world.size, world.head_hosts, world.ports) == (1, 2, ("a",), (1234,))
+    assert options.labels == {"gpu": "h100", "rack": "3", "x": "y"}
+    assert (options.gpus, options.node_timeout, options.join_timeout) == (8, 5.0, 60.0)
+    assert command == [sys.executable, "-m", "megarl", "train", "run.yaml", "--set", "a.b=c", "--head", "d"]
+
+
+@pytest.mark.parametrize(("slurm", "words", "cpus"), [(None, [], 3), ("12", [], 12), ("12", ["--cpus", "5"], 5)])
+def test_cpus_are_the_users_or_slurms_or_all(launched, monkeypatch, slurm, words, cpus):
+    if slurm is not None:
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert main(["launch", "--nodes", "1", *words, "doctor"]) == 75
+    assert launched[0][1].cpus == cpus
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "1"], "launch needs a command, one of train, sft, "),
+        (["--nodes", "1", "launch", "train"], "got launch train"),
+        (["--nodes", "1", "--join-timeout", "0", "doctor"], "--join-timeout needs a number above 0, got 0"),
+        (["--nodes", "1", "--labels", "gpu", "doctor"], "--labels needs KEY=VALUE"),
+        (["doctor"], "launch needs to know the nodes: start it with `srun"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(launched, capsys, words, message):
+    assert main(["launch", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert not launched
