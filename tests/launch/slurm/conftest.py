@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.tiny_world import write_world
-from tests.launch.slurm.cluster import Job, SlurmCluster, missing
+from tests.launch.slurm.cluster import SlurmCluster, missing
+from tests.launch.slurm.job import Job
 
 Submit = Callable[..., Job]
 

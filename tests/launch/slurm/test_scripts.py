@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.launch.slurm.cluster import ROOT, SCRIPTS
+from tests.launch.slurm.cluster import ROOT
+from tests.launch.slurm.job import SCRIPTS
 
 PROGRAM = """\
 #!/usr/bin/env bash

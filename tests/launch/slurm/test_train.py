@@ -51,4 +51,4 @@ def test_a_node_with_other_packages_fails_the_job_which_names_it(submit: Submit,
     assert job.wait(60) == 1
     assert "error: node n2 (127.0.0.1, rank 1) has ray 0.1, n1 (rank 0) has " in job.output
     assert "Ray up" not in job.output
-    job.assert_nothing_is_left(5)
+    assert job.living() == []

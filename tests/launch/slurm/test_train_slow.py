@@ -17,8 +17,9 @@ import pytest
 
 from tests.end_to_end.launched import name_of
 from tests.end_to_end.tiny_world import write_run
-from tests.launch.slurm.cluster import Job, SlurmCluster
+from tests.launch.slurm.cluster import SlurmCluster
 from tests.launch.slurm.conftest import Submit
+from tests.launch.slurm.job import LOOK_SECONDS, Job
 from tests.launch.slurm.test_train import END_SECONDS, RECIPE, here
 
 pytestmark = pytest.mark.slow
@@ -124,7 +125,7 @@ def test_cancelled_at_random_moments_nothing_is_left(slurm: SlurmCluster, tmp_pa
             until = time.monotonic() + chance.uniform(0.5, LATEST_CANCEL_SECONDS)
             while time.monotonic() < until:
                 job.living()
-                time.sleep(0.2)
+                time.sleep(LOOK_SECONDS)
             assert not job.has_ended, job.output
             job.cancel()
             job.assert_nothing_is_left(END_SECONDS)
