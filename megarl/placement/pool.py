@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,9 @@ from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2
 """CPU slots that a local cluster gets beyond the pool's, for the controller and light workers."""
+
+ANSWER_SECONDS = 10.0
+"""How long a connection to a cluster may take."""
 
 NODE_ID_LABEL = "ray.io/node-id"
 """Ray's own label of every node."""
@@ -58,13 +62,26 @@ def start_cluster(config: PlacementConfig) -> bool:
     quiet = {"logging_level": "error", "log_to_driver": False}
     if address:
         try:
+            _require_listener(address)
             ray.init(address=address, **quiet)
-        except ConnectionError as e:
-            raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {e}") from e
+        except OSError as e:
+            why = e.strerror.lower() if e.strerror else str(e)  # Ray's own errors are no errno's
+            raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
     cpus = max(os.cpu_count() or 1, config.all_slots + SPARE_CPUS)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
     return True
+
+
+def _require_listener(address: str) -> None:
+    """Return where somebody listens; Ray itself would try for minutes. Addresses such as `auto` are Ray's to read.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
 
 
 def _store_bytes() -> int:

@@ -71,12 +71,18 @@ def test_cuda_without_enough_gpus_is_a_configuration_error() -> None:
 
 
 def test_an_address_where_nobody_answers_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: object) -> None:
-        raise ConnectionError("refused")
-
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: .*refused$"):
+        start_cluster(PlacementConfig())
+
+
+def test_an_address_that_only_ray_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(pool.ray, "init", refuse)
-    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: refused$"):
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=auto: no Ray cluster answers there: Could not find any"):
         start_cluster(PlacementConfig())
 
 
