@@ -48,10 +48,16 @@ class LaunchOptions:
 
 
 class Agent(ABC):
-    """What the head and the others have in common: a Ray node, signals, and an end."""
+    """What the head and the others have in common: a Ray node, signals, and an end.
 
-    def __init__(self, world: NodeWorld, options: LaunchOptions, say: Callable[[str], None]) -> None:
+    Args:
+        own: what this node says of itself.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, world: NodeWorld, options: LaunchOptions, own: Hello, say: Callable[[str], None]) -> None:
         self.world = world
+        self.own = own
         self.options = options
         self.say = say
         self.environment: Mapping[str, str] = dict(os.environ)
@@ -127,7 +133,11 @@ class Agent(ABC):
 
 
 def hello(world: NodeWorld, options: LaunchOptions) -> Hello:
-    """What this node says of itself."""
+    """What this node says of itself.
+
+    Raises:
+        ConfigError: it has no Ray.
+    """
     try:
         ray = version("ray")
     except PackageNotFoundError as e:

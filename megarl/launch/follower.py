@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import SIGNALLED, Agent, hello
+from megarl.launch.agent import SIGNALLED, Agent
 from megarl.launch.link import Link, LinkLostError
 from megarl.launch.meeting import find_head
 from megarl.launch.messages import End, Failed, Joined, Stop
@@ -20,7 +20,7 @@ class Follower(Agent):
         """See `Agent.work`."""
         self._link, answer = await find_head(
             self.world,
-            hello(self.world, self.options),
+            self.own,
             join_timeout=self.options.join_timeout,
             node_timeout=self.options.node_timeout,
         )

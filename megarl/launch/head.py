@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import SIGNALLED, Agent, LaunchOptions, command_environment, hello
+from megarl.launch.agent import SIGNALLED, Agent, LaunchOptions, command_environment
 from megarl.launch.children import Child
 from megarl.launch.link import LinkLostError
 from megarl.launch.meeting import Meeting, Peer, addresses
-from megarl.launch.messages import End, Failed, Joined, Stop, Welcome
+from megarl.launch.messages import End, Failed, Hello, Joined, Stop, Welcome
 from megarl.launch.ray_node import free_port
 from megarl.launch.world import NodeWorld
 
@@ -21,8 +21,8 @@ COMMAND_END_SECONDS = 20.0
 """How long the command may take to end in order."""
 IMPATIENCE_SECONDS = 0.5
 """A signal that comes so long after the first is a second request."""
-PEERS_END_SECONDS = 10.0
-"""How long the other nodes may take to end their parts."""
+PEERS_END_SECONDS = 6.0
+"""How long the other nodes may take to end their parts: with the above, within the 30 s of Slurm and torchrun."""
 
 
 class Head(Agent):
@@ -33,15 +33,20 @@ class Head(Agent):
     """
 
     def __init__(
-        self, world: NodeWorld, options: LaunchOptions, say: Callable[[str], None], command: Sequence[str]
+        self,
+        world: NodeWorld,
+        options: LaunchOptions,
+        own: Hello,
+        say: Callable[[str], None],
+        command: Sequence[str],
     ) -> None:
-        super().__init__(world, options, say)
+        super().__init__(world, options, own, say)
         self._command_line = command
         self._command: Child | None = None
         self._told_at: float | None = None
         self._ending: asyncio.Task[None] | None = None
         self._time_is_near = False
-        self._meeting = Meeting(world, hello(world, options), options.node_timeout)
+        self._meeting = Meeting(world, own, options.node_timeout)
         self._peers: list[Peer] = []
         self._joined: set[int] = set()
         self._lost: set[int] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import psutil
 from megarl.errors import LaunchError
 from megarl.launch.children import Children
 from megarl.launch.meeting import is_loopback
-from megarl.launch.world import FIRST_PORT, PORT_SPAN
+from megarl.launch.world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
 
 RAY_START = "megarl.placement.ray_start"
 IS_UP = "Ray runtime started"
@@ -106,8 +107,12 @@ def ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What Ray and the command get of `environment`."""
     # torchrun's place in the world is the launcher's: a worker has its own
     kept = {name: value for name, value in environment.items() if not _is_torchruns(name) and name != "RAY_ADDRESS"}
-    # no token unless one is asked for: `ray start` would take one from the home folder of the head alone
-    kept.setdefault("RAY_AUTH_MODE", "disabled")
+    secret = kept.pop(SECRET_VARIABLE, "")
+    if "RAY_AUTH_MODE" not in kept:
+        # without a secret no token: `ray start` would take one from the home folder of the head alone
+        kept["RAY_AUTH_MODE"] = "token" if secret else "disabled"
+        if secret:
+            kept["RAY_AUTH_TOKEN"] = hashlib.sha256(f"ray {secret}".encode()).hexdigest()
     # when Ray is told to end, nothing on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import LaunchOptions
+from megarl.launch.agent import LaunchOptions, hello
 from megarl.launch.follower import Follower
 from megarl.launch.head import Head
 from megarl.launch.keeper import keep
-from megarl.launch.messages import End, decode, encode
+from megarl.launch.messages import End, Hello, decode, encode
 from megarl.launch.world import NodeWorld
 
 
@@ -22,9 +22,11 @@ def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, 
         say: shows a line to the user.
 
     Raises:
+        ConfigError: this node has no Ray.
         LaunchError: the nodes did not meet, Ray did not start, or a node was lost.
     """
-    said, code = keep(lambda: encode(asyncio.run(_run(world, options, command, say))))
+    own = hello(world, options)
+    said, code = keep(lambda: encode(asyncio.run(_run(world, options, own, command, say))))
     if code:
         raise LaunchError(f"node {world.host} (rank {world.rank}): its launcher ended with exit code {code}")
     end = decode(said)
@@ -34,6 +36,8 @@ def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, 
     return end.exit_code
 
 
-async def _run(world: NodeWorld, options: LaunchOptions, command: Sequence[str], say: Callable[[str], None]) -> End:
-    agent = Follower(world, options, say) if world.rank else Head(world, options, say, command)
+async def _run(
+    world: NodeWorld, options: LaunchOptions, own: Hello, command: Sequence[str], say: Callable[[str], None]
+) -> End:
+    agent = Follower(world, options, own, say) if world.rank else Head(world, options, own, say, command)
     return await agent.run()

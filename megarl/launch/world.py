@@ -7,7 +7,7 @@ import itertools
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megarl.errors import ConfigError
 
@@ -16,6 +16,9 @@ NUM_PORTS = 8
 FIRST_PORT = 20000
 PORT_SPAN = 12000
 """Below 32768, where systems begin to hand out ports of their own accord."""
+
+SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"
+"""Any text that the nodes of a run share and others do not know. With it, only they are let in, and Ray asks for it too."""
 
 HOW_TO_START = (
     "launch needs to know the nodes: start it with `srun --ntasks-per-node=1 megarl launch ...` in a Slurm job, with "
@@ -45,17 +48,20 @@ class NodeWorld:
     het_group: int | None = None
     """Component of a heterogeneous Slurm job."""
 
+    secret: str = field(default="", repr=False)
+    """What only this job's nodes know; empty: nothing."""
+
     @property
     def token(self) -> str:
         """What a node shows the head, so that it is not taken for another job's."""
-        return hashlib.sha256(self.job.encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{self.job} {self.secret}".encode()).hexdigest()[:32]
 
     @property
     def ports(self) -> tuple[int, ...]:
         """Ports at which the head may listen, in the order in which they are tried."""
         if self.head_port is not None:
             return (self.head_port,)
-        first = FIRST_PORT + int(self.token[:8], 16) % (PORT_SPAN - NUM_PORTS)
+        first = FIRST_PORT + int(hashlib.sha256(self.job.encode()).hexdigest()[:8], 16) % (PORT_SPAN - NUM_PORTS)
         return tuple(range(first, first + NUM_PORTS))
 
     def describe(self, rank: int) -> str:
@@ -68,6 +74,8 @@ def node_world(
 ) -> NodeWorld:
     """This node's place, from the flags where they are given, else from torchrun's environment, else from Slurm's.
 
+    The secret is that of the environment.
+
     Args:
         rank: `--node-rank`.
         size: `--nodes`.
@@ -76,6 +84,11 @@ def node_world(
     Raises:
         ConfigError: neither says enough, or a node has more than one process.
     """
+    world = _place(environment, rank, size, head)
+    return replace(world, secret=environment.get(SECRET_VARIABLE, ""))
+
+
+def _place(environment: Mapping[str, str], rank: int | None, size: int | None, head: str | None) -> NodeWorld:
     if size is not None:
         return _from_flags(rank, size, head)
     if rank is not None:

@@ -244,11 +244,11 @@ def test_beats_keep_a_quiet_connection(job):
         await meeting.open()
         follower = asyncio.create_task(follow(world(1, job=job), node_timeout=0.4))
         (peer,) = await meeting.gather(5.0)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.8)
         peer.link.send(WELCOME)
         link, _ = await follower
         quiet = asyncio.create_task(peer.link.receive())
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.8)
         assert not quiet.done()
         await link.close()
         with pytest.raises(LinkLostError, match="it ended without a word"):

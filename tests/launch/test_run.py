@@ -193,7 +193,7 @@ def test_killed_work_is_noticed(nodes, rank):
     both.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_silent_node_is_lost(nodes, rank):
     both = nodes(waits(), node_timeout=2.0)
     both.wait_for("command runs")
@@ -207,10 +207,14 @@ def test_silent_node_is_lost(nodes, rank):
     both.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("mode", "message"),
-    [("refuse", "Ray did not start:\n  no room for the object store"), ("die", "Ray ended:\n")],
+    ("rank", "mode", "message"),
+    [
+        (0, "refuse", "Ray did not start:\n  no room for the object store"),
+        (1, "die", "Ray ended:\n"),
+        pytest.param(1, "refuse", "Ray did not start:\n  no room for the object store", marks=pytest.mark.slow),
+        pytest.param(0, "die", "Ray ended:\n", marks=pytest.mark.slow),
+    ],
 )
 def test_ray_that_fails_ends_the_run(nodes, rank, mode, message):
     both = nodes(waits(), environment={"FAKE_RAY": f"{mode}{rank}"})
