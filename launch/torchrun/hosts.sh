@@ -2,7 +2,8 @@
 # A run on several machines without a batch system, over ssh:
 #   launch/torchrun/hosts.sh HOSTFILE train CONFIG [--set key=value ...]
 #
-# HOSTFILE has a machine a line, as ssh knows it; the first leads. All see the same files under the same paths.
+# HOSTFILE has a machine a line, as ssh knows it, and after that its address on the network of the run where it is to be
+# another. All see the same files under the same paths.
 #   train, eval                       megarl launch on every machine brings up Ray, the first runs the command
 #   launch [OPTIONS] COMMAND ...      the same with options of megarl launch, for any of its commands
 #   sft, rm, dpo, score               torchrun on every machine, PROCS_PER_NODE ranks on each, without Ray
@@ -14,7 +15,6 @@ set -uo pipefail
 SSH=${SSH:-ssh -o ServerAliveInterval=15}  # what runs a command on a machine
 MEGARL_ROOT=${MEGARL_ROOT:-$PWD}           # the checkout; relative paths begin there
 VENV=${VENV:-$MEGARL_ROOT/.venv}           # virtual environment with megarl
-HEAD=${HEAD:-}                             # where the others reach the first machine; empty: as in HOSTFILE
 PROCS_PER_NODE=${PROCS_PER_NODE:-auto}     # ranks on each machine; auto: one for every GPU, or core where there is none
 RDZV_PORT=${RDZV_PORT:-29400}              # where torchrun's agents meet, on the first machine
 # Names of variables that all machines get from here where they are set; others can read them, so no secrets.
@@ -30,10 +30,13 @@ hostfile=$1
 shift
 [[ -r $hostfile ]] || refuse "HOSTFILE needs a file, got $hostfile"
 mapfile -t hosts < <(awk '{ sub(/#.*/, "") } NF { print $1 }' "$hostfile")
+# slots=8 and the like are for other programs
+mapfile -t addresses < <(awk '{ sub(/#.*/, "") } NF { print (NF > 1 && $2 !~ /=/) ? $2 : $1 }' "$hostfile")
 size=${#hosts[@]}
 ((size > 0)) || refuse "HOSTFILE needs a machine a line, got none in $hostfile"
 read -ra ssh <<<"$SSH"
-head=${HEAD:-${hosts[0]#*@}}
+addresses=("${addresses[@]#*@}")
+head=${addresses[0]}
 id=hosts.$HOSTNAME.$$
 
 # Runs on a machine: changes to folder $1 and runs the rest. Its input ends with the connection, or before it to end it.
@@ -56,10 +59,11 @@ command_of() {
     [[ -z ${!name+set} ]] || command+=("$name=${!name}")
   done
   local launch=("$VENV/bin/megarl" launch --nodes "$size" --node-rank "$rank" --head "$head")
-  # torchrun tells by the machine's own name whether the meeting is at its place, and is wrong where that name means the
-  # loopback; hence is_host
+  # torchrun tells by the machine's own name whether it keeps the meeting, and is wrong where that name means the
+  # loopback: hence is_host
   local torchrun=("$VENV/bin/torchrun" --nnodes "$size" --nproc-per-node "$PROCS_PER_NODE" --rdzv-id "$id"
-    --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-conf "is_host=$((rank == 0))")
+    --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-conf "is_host=$((rank == 0))"
+    --local-addr "${addresses[rank]}")
   case $1 in
     train | eval) command+=("${launch[@]}" "$@") ;;
     launch) command+=("${launch[@]}" "${@:2}") ;;

@@ -43,7 +43,7 @@ class Script:
         for name, text in (("ssh", HERE_IS_SSH), ("bin/megarl", PROGRAM), ("bin/torchrun", PROGRAM)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "hosts").write_text("# two machines\nuser@n1  slots=4\n\n  n2 # the other\n")
+        (folder / "hosts").write_text("# two machines\nuser@n1  slots=4\n\n  n2 10.0.0.2 # the other\n")
         self.environment = os.environ | {"SSH": str(folder / "ssh"), "VENV": str(folder), "MEGARL_ROOT": str(folder)}
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -79,8 +79,10 @@ def test_each_machine_is_told_its_rank_and_where_the_first_is(script: Script) ->
         f"user@n1: megarl|{common}|0|--head|n1|train|{awkward}|",
         f"n2: megarl|{common}|1|--head|n1|train|{awkward}|",
     ]
-    script.start("launch", "--node-timeout", "5", "sft", "x", HEAD="10.0.0.1").wait(10)
-    assert script.said[1].endswith("|1|--head|10.0.0.1|--node-timeout|5|sft|x|")
+    (script.folder / "hosts").write_text("n1 10.0.0.1\n")
+    script.start("launch", "--node-timeout", "5", "sft", "x").wait(10)
+    (said,) = script.said
+    assert said.endswith("|--nodes|1|--node-rank|0|--head|10.0.0.1|--node-timeout|5|sft|x|")
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo", "score", "benchmarks.reshard"])
@@ -89,6 +91,7 @@ def test_stages_without_engines_are_torchruns(command: str, script: Script) -> N
     first, second = (line.split("|") for line in script.said)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=1"} < set(first)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=0"} < set(second)
+    assert [words[words.index("--local-addr") + 1] for words in (first, second)] == ["n1", "10.0.0.2"]
     assert first[first.index("--rdzv-id") + 1] == second[second.index("--rdzv-id") + 1]
     module = ["-m", command] if "." in command else ["-m", "megarl", command]
     assert first[-len(module) - 2 :] == [*module, "x", ""]
@@ -138,8 +141,7 @@ def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], message: str, scr
 @pytest.mark.slow
 def test_it_fine_tunes_on_hosts_of_their_own(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
     hosts: Hosts = make_hosts()
-    a, b = hosts
-    (tmp_path / "hosts").write_text(f"{a.address}\n{b.address}\n")
+    (tmp_path / "hosts").write_text("".join(f"{host.name} {host.address}\n" for host in hosts))
     config = write_sft(world, tmp_path)
     ssh = hosts.ssh(tmp_path)
     done = subprocess.run(
@@ -151,6 +153,6 @@ def test_it_fine_tunes_on_hosts_of_their_own(make_hosts: MakeHosts, world: Path,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{a.address}: step 3/3" in done.stdout
+    assert "a: step 3/3" in done.stdout
     for host in hosts:
         host.assert_nothing_runs(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ APART: dict[str, Any] = {"placement": {"slots_per_node": 2, "pools": {"engines":
 """The trainer on one host, the engine on the other."""
 
 
+def by_hand(hosts: Sequence[Host], head: str, *arguments: object, ranks: Sequence[int] = (0, 1)) -> list[Command]:
+    """Launched without torchrun, on those hosts that have one of `ranks`."""
+    size = ("--nodes", len(hosts), "--head", head)
+    return [hosts[rank].start("megarl", "launch", *size, "--node-rank", rank, *arguments) for rank in ranks]
+
+
 def rows(folder: Path) -> list[dict[str, float]]:
     """What the training steps have written."""
     file = folder / "run" / "metrics.jsonl"
@@ -61,7 +68,7 @@ def test_two_hosts_train_together_until_one_is_cut_off(make_hosts: MakeHosts, wo
     hosts = make_hosts(delay=DELAY)
     a, b = hosts
     config = write_run(world, tmp_path, **TOGETHER)
-    on_a, on_b = hosts.torchrun("megarl", "launch", "--node-timeout", NODE_TIMEOUT, "train", config)
+    on_a, on_b = by_hand([a, b], a.name, "--node-timeout", NODE_TIMEOUT, "train", config)
     wait_for_step(2, tmp_path, on_a, 120)
     assert kinds(a) == kinds(b) == {TRAINER, ENGINE}
     hosts.cut_off(b)
@@ -81,8 +88,8 @@ def test_a_head_that_cannot_be_reached_is_one_sentence(make_hosts: MakeHosts) ->
     hosts.cut_off(a)
     begun = time.monotonic()
     places = (a.address, "10.77.0.9", "localhost")
-    options = ("--nodes", "2", "--node-rank", "1", "--join-timeout", JOIN_TIMEOUT)
-    commands = [b.start("megarl", "launch", *options, "--head", place, "train", "none.yaml") for place in places]
+    options = ("--join-timeout", JOIN_TIMEOUT, "train", "none.yaml")
+    commands = [by_hand([a, b], place, *options, ranks=[1])[0] for place in places]
     for place, command in zip(places, commands, strict=True):
         assert command.wait(20) == 1
         sentence = rf"error: node b \(rank 1\) found no head within {JOIN_TIMEOUT} s, at {place}, ports \d+-\d+: .+\n"
