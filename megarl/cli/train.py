@@ -19,8 +19,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(RunConfig, args.config, args.overrides)
     from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
     from megarl.controller.launch import run_stage
+    from megarl.tracking.startup import of_command
 
-    run_stage(config, Controller.train)
+    run_stage(config, Controller.train, startup=of_command())
     print_where(config)
     return 0
 

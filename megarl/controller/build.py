@@ -28,6 +28,7 @@ from megarl.megatron.worker import FrozenWorker
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool, reserve, reserve_pools
 from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.startup import Startup
 from megarl.workers.group import Group, Processes, WorkerProcesses
 
 
@@ -94,11 +95,12 @@ def reference_group(config: DpoConfig, group: Group[FrozenWorker]) -> FrozenGrou
     return FrozenGroup(group, cost=sequence_cost(read_decoder(Path(config.dpo.reference.path))))
 
 
-def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) -> PolicyRun:
+def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup) -> PolicyRun:
     """Trainer, engines and rollout workers, up and idle; the data read. `closing` ends what must end in order."""
     timer = PhaseTimer()
     with timer.phase("start", waiting=True):
-        pools = reserve_pools(config.placement, config.placement.all_pools)
+        with startup.phase("slots", "ray"):
+            pools = reserve_pools(config.placement, config.placement.all_pools)
         pool = pools[MAIN_POOL]
         processes = rank_processes(pool, "trainer")
         trainer = trainer_on(config, processes)
@@ -107,19 +109,26 @@ def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack) ->
         models, starting = Models.start(config, processes, pools)
         starting.append(trainer.start_workers(trainer_spec(config)))
         rollout = RolloutGroup(config, engines)
-        prompts, held_out = _read_prompts(config)
+        with startup.phase("data"):
+            prompts, held_out = _read_prompts(config)
         for pending in starting:
             pending.result(config.placement.start_timeout_seconds)
         engines.wait_started()
         rollout.start()
+        startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
+        startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
+        startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
+    with startup.phase("weight sync plan"):
+        weights = WeightSync(config, trainer, engines, pool)
     return PolicyRun(
         config,
         events,
         timer,
+        startup,
         trainer=trainer,
         models=models,
         rollout=rollout,
-        weights=WeightSync(config, trainer, engines, pool),
+        weights=weights,
         prompts=prompts,
         held_out=held_out,
     )

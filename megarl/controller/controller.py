@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 
+from megarl import IMPORTED_SINCE
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.algorithms import train
 from megarl.controller.build import build_evaluation, build_policy_run, stage_processes
 from megarl.controller.evaluation import greedy_score
 from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.stages import make_dpo, make_rm, make_sft
+from megarl.tracking.startup import Startup
 
 
 class Controller:
     """Hosted by a Ray actor with two threads: one runs the stage, one answers `events`, `finish_early` and `stop`."""
 
-    def __init__(self) -> None:
+    def __init__(self, startup: Startup, asked: float) -> None:
+        """`startup`: of the command; `asked`: when Ray was asked for this process, in Unix time."""
+        startup.add("controller", "ray", [(asked, IMPORTED_SINCE)])
+        startup.add("controller", "imports", [(IMPORTED_SINCE, time.time())])
+        self._startup = startup
         self._events = EventLog()
         self._closing = ExitStack()
 
@@ -35,7 +42,7 @@ class Controller:
         """Reinforcement learning from start to export."""
         self._events.add(Note("starting trainer ranks and rollout engines"))
         with self._closing:
-            run = build_policy_run(config, self._events, self._closing)
+            run = build_policy_run(config, self._events, self._closing, self._startup)
             train(run)
             run.export(run.trainer)
             run.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config import RunConfig
 from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
 from megarl.placement.pool import SlotPool
+from megarl.placement.process_start import ProcessStart
 from megarl.reshard.handover import Handover
 from megarl.reshard.layout import WeightLayout
 from megarl.rollout.environment import engine_environment
@@ -48,6 +50,8 @@ class EngineGroup:
             # Ray would hide what it has not granted to this very process: all of the slots' GPUs where trainer ranks
             # have them, and else those of all slots but the first.
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        self.asked = time.time()
+        """When Ray was asked for their processes."""
         actor = ray.remote(AsyncShell)
         self.engines: list[StartedEngine] = []
         self._starting: dict[Any, str] = {}
@@ -63,7 +67,7 @@ class EngineGroup:
                 runtime_env={"env_vars": of_engine},
             ).remote(of_engine)
             spec = engine_spec(config, replica, device)
-            self._starting[handle.build.remote(_start_engine, (spec,), of_engine)] = name
+            self._starting[handle.build.remote(_start_engine, (spec,), of_engine, time.time())] = name
             self.engines.append(StartedEngine(handle, name))
         self._start_timeout = config.rollout.engine.start_timeout_seconds
 
@@ -74,6 +78,17 @@ class EngineGroup:
             WorkerError: one did not come up.
         """
         wait_all(list(self._starting), what="engine start", names=self._starting, timeout=self._start_timeout)
+
+    def came_up(self) -> list[ProcessStart]:
+        """How each engine's process did."""
+        refs = [engine.handle.came_up.remote() for engine in self.engines]
+        names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
+        return wait_all(refs, what="start", names=names, timeout=self._timeout)
+
+    def first_completion(self) -> float:
+        """When the first one was finished on any engine, in Unix time; there has been one."""
+        found: list[float] = [when for when in self.call("first_completion") if when is not None]
+        return min(found)
 
     def remote_engines(self) -> list[RemoteEngine]:
         """For rollout workers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from megarl.placement import early_stop
 from megarl.placement.pool import start_cluster
 from megarl.placement.torchrun import torchrun_world
 from megarl.tracking.progress import RunProgress, StepLine
+from megarl.tracking.startup import Startup
 from megarl.workers.failure import translate
 
 C = TypeVar("C", bound=StageConfig)
@@ -32,17 +34,20 @@ S = TypeVar("S", bound=Section)
 
 POLL_SECONDS = 0.2
 
-RESULTS = ("metrics.jsonl", "tensorboard", "rollouts", "summary.json")
+RESULTS = ("metrics.jsonl", "tensorboard", "rollouts", "startup.json", "summary.json")
 """What a run writes into its folder step by step; an earlier run's is kept under another name."""
 STOP_SECONDS = 4.0
 """How long an interrupted run may take to end in order, before Ray ends its processes."""
 
 
-def run_stage(config: C, method: Callable[[Controller, C], Any], *, begins_run: bool = True) -> Any:
+def run_stage(
+    config: C, method: Callable[[Controller, C], Any], *, begins_run: bool = True, startup: Startup | None = None
+) -> Any:
     """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
 
     Args:
         begins_run: the results of an earlier run in the folder are set aside.
+        startup: what came before; None: nothing that counts.
 
     Raises:
         MegarlError: what ended the run.
@@ -52,11 +57,15 @@ def run_stage(config: C, method: Callable[[Controller, C], Any], *, begins_run: 
             f"{method.__name__} starts processes of its own, on Ray, and cannot be torchrun's: start it with "
             f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
         )
-    config = prepare_run(config, method.__name__, begins_run=begins_run)
+    startup = startup or Startup(time.time())
+    with startup.phase("checks"):
+        config = prepare_run(config, method.__name__, begins_run=begins_run)
     # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
-    with terminated_is_interrupted(), _cluster(config), terminated_is_interrupted():
-        checked = require_sound_nodes(config.placement, places_of(config))
-        actor = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0).remote()
+    with terminated_is_interrupted(), _cluster(config, startup), terminated_is_interrupted():
+        with startup.phase("node checks"):
+            checked = require_sound_nodes(config.placement, places_of(config))
+        hosted = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0)
+        actor = hosted.remote(startup, time.time())
         result = getattr(actor, method.__name__).remote(config)
         try:
             with RunProgress(config.trainer.steps) as progress:
@@ -168,8 +177,9 @@ def show(event: Event, progress: RunProgress) -> None:
 
 
 @contextmanager
-def _cluster(config: StageConfig) -> Iterator[None]:
-    start_cluster(config.placement)
+def _cluster(config: StageConfig, startup: Startup) -> Iterator[None]:
+    with startup.phase("cluster", "ray"):
+        start_cluster(config.placement)
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ from megarl.megatron.work import ReturnsLoss, SurrogateLoss, TrainStats
 from megarl.rollout.engine import Sampling
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
+from megarl.tracking.startup import Startup
 from megarl.tracking.summary import RunSummary
 from megarl.workers.group import Pending
 
@@ -43,6 +44,7 @@ class PolicyRun(StageRun):
         config: RunConfig,
         events: EventLog,
         timer: PhaseTimer,
+        startup: Startup,
         *,
         trainer: TrainerGroup,
         models: Models,
@@ -59,6 +61,7 @@ class PolicyRun(StageRun):
         self.sampling = Sampling(
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
+        self._startup, self._is_started = startup, False
         self._kl = _kl_state(config)
         self._training: dict[str, Pending[TrainStats]] = {}
         self._evaluations: dict[int, float] = {}
@@ -68,7 +71,8 @@ class PolicyRun(StageRun):
 
     def begin(self) -> None:
         """Give the engines the first weights, and see how good they are."""
-        self._push_weights(policy_version=0)
+        with self._startup.phase("first weight sync"):
+            self._push_weights(policy_version=0)
         self._offload()
         if not self.ends_early():
             self._evaluate()
@@ -101,6 +105,7 @@ class PolicyRun(StageRun):
                 label=label,
                 seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
             )
+        self._tell_start()
         batch = Experience(groups=groups)
         self._add_model_rewards(batch)
         return batch
@@ -314,10 +319,20 @@ class PolicyRun(StageRun):
             return
         with self.phase("evaluate"):
             score = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
+        self._tell_start()
         self._evaluations[self.step] = score
         term = self.config.reward.eval_name
         self.log({f"eval/{term}": score})
         self.say(f"step {self.step}: eval {term} {score:.3f} on {len(self._held_out)} held-out prompts")
+
+    def _tell_start(self) -> None:
+        """Once there are completions: write `startup.json`, and say what the start was made of."""
+        if self._is_started:
+            return
+        self._is_started = True
+        report = self._startup.ended("first completion", self.rollout.first_completion())
+        report.write(Path(self.config.run_dir) / "startup.json")
+        self.say(report.line)
 
     def _own_metrics(self, tokens_per_second: float) -> dict[str, float]:
         # The controller passes references on and must not grow with what they point to.

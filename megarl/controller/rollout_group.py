@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from megarl.controller.tokens import EstimateJob, Findings
 from megarl.errors import WorkerError
 from megarl.megatron.work import TokenColumn
 from megarl.placement.nodes import light_nodes
+from megarl.placement.process_start import ProcessStart
 from megarl.rollout.engine import Sampling
 from megarl.rollout.worker import GroupJob, GroupSummary
 from megarl.workers.failure import raise_failure, wait_all
@@ -40,21 +42,35 @@ class RolloutGroup:
         self._config = config
         self._timeout = config.rollout.request_timeout_seconds * 2
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        self.asked = time.time()
+        """When Ray was asked for the workers' processes."""
         actor = ray.remote(AsyncShell)
         nodes = light_nodes()
         self._workers = []
         for index in range(config.rollout.workers):
             here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
             options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
-            self._workers.append(options.remote(environment))
+            worker = options.remote(environment)
+            worker.expect.remote(RolloutProcess, self.asked)  # it imports for seconds, while engines start
+            self._workers.append(worker)
         self._engines = engines
         self._records: list[Any] = []
 
     def start(self) -> None:
         """Build the workers; the engines must be up."""
         arguments = (self._config, self._engines.remote_engines())
-        refs = [worker.build.remote(RolloutProcess, arguments, {}) for worker in self._workers]
+        asked = time.time()
+        refs = [worker.build.remote(RolloutProcess, arguments, {}, asked) for worker in self._workers]
         wait_all(refs, what="rollout worker start", names=self._names(refs))
+
+    def came_up(self) -> list[ProcessStart]:
+        """How each worker's process did."""
+        refs = [worker.came_up.remote() for worker in self._workers]
+        return wait_all(refs, what="start", names=self._names(refs))
+
+    def first_completion(self) -> float:
+        """See `EngineGroup`."""
+        return self._engines.first_completion()
 
     def stream(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()

@@ -20,6 +20,7 @@ from megarl.megatron.work import (
     TrainStats,
     TrainWork,
 )
+from megarl.placement.process_start import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,11 +85,12 @@ class FrozenWorker(Evaluator):
     """One rank of a model that never changes."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        from megarl.megatron import platform
+        with importing():
+            from megarl.megatron import platform
 
-        platform.prepare()
-        from megarl.megatron.model_rank import ModelRank
-        from megarl.megatron.offload import OffloadedTensors
+            platform.prepare()
+            from megarl.megatron.model_rank import ModelRank
+            from megarl.megatron.offload import OffloadedTensors
 
         self._rank = ModelRank(spec)
         self._memory: OffloadedTensors = OffloadedTensors()
@@ -106,10 +108,11 @@ class TrainerWorker(Evaluator):
     """One rank of a model that trains."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        from megarl.megatron import platform
+        with importing():
+            from megarl.megatron import platform
 
-        platform.prepare()
-        from megarl.megatron.trainer import MegatronTrainer
+            platform.prepare()
+            from megarl.megatron.trainer import MegatronTrainer
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)

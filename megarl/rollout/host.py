@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megarl.errors import ConfigError, WorkerError
+from megarl.placement.process_start import importing
 from megarl.rollout.arguments import engine_arguments
 from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
 from megarl.rollout.spec import EngineSpec
@@ -141,7 +142,8 @@ class EngineHost:
         self._clean_up()
 
     def _launch(self) -> None:
-        from sglang.srt.entrypoints.engine import Engine
+        with importing():
+            from sglang.srt.entrypoints.engine import Engine
 
         host = self
         if self._stopping:  # while SGLang was imported, which takes seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class SglangEngine:
         self._host = EngineHost(spec)
         self._weights = WeightSession(self._host)
         self._num_requests = 0
+        self._first_completion: float | None = None
 
     async def start(self) -> None:
         """Return once the engine answers.
@@ -165,6 +167,10 @@ class SglangEngine:
             policy_version=self._weights.policy_version, num_requests=self._num_requests, scheduler_pids=pids
         )
 
+    async def first_completion(self) -> float | None:
+        """When the first one was finished, in Unix time; None before."""
+        return self._first_completion
+
     async def shutdown(self) -> None:
         """End the engine's processes; requests in flight are lost. May be called twice."""
         await self._host.stop()
@@ -203,6 +209,8 @@ class SglangEngine:
             answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
         except (ValueError, HTTPException) as e:  # an HTTPException is SGLang's word for its own overload
             raise WorkerError(f"request {request.request_id}: {e}") from e
+        if self._first_completion is None:
+            self._first_completion = time.time()
         return self._generation(answer)
 
     def _generation(self, answer: dict[str, Any]) -> Generation:

@@ -13,6 +13,7 @@ A role (actor, critic, ...) is a group: a worker on every rank. Several roles ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
+from megarl.placement.process_start import ProcessStart
 from megarl.workers.failure import wait_all
 from megarl.workers.payload import Kept, Payload, StoredPayload
 from megarl.workers.shell import Shell
@@ -104,6 +106,8 @@ class WorkerProcesses:
 
     def __init__(self, name: str, pool: SlotPool, environment: Mapping[str, str]) -> None:
         self.name, self.pool = name, pool
+        self.asked = time.time()
+        """When Ray was asked for them."""
         actor = ray.remote(Shell)
         self.actors = [
             actor.options(
@@ -149,6 +153,12 @@ class WorkerProcesses:
             for rank in range(len(self.actors))
         ]
 
+    def came_up(self) -> list[ProcessStart]:
+        """By rank, how its process did."""
+        refs = [actor.came_up.remote() for actor in self.actors]
+        names = {ref: f"{self.name} process {rank}" for rank, ref in enumerate(refs)}
+        return wait_all(refs, what="start", names=names)
+
     def stop(self) -> None:
         """End every process, and with it the workers of every role."""
         for actor in self.actors:
@@ -191,7 +201,8 @@ class WorkerGroup(Generic[W]):
     def start(self, factory: Callable[..., W], arguments: tuple[Any, ...]) -> Pending[None]:
         """See `Group`; torch.distributed's variables are set before."""
         ranks = zip(self._processes.actors, self._processes.rank_variables(), strict=True)
-        refs = [actor.build.remote(self.name, factory, arguments, variables) for actor, variables in ranks]
+        asked = time.time()
+        refs = [actor.build.remote(self.name, factory, arguments, variables, asked) for actor, variables in ranks]
         return RemoteCall(refs, lambda _: None, f"{self.name}.start", self._names(refs))
 
     def call(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R], timeout: float | None = None) -> R:

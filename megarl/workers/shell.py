@@ -11,12 +11,15 @@ from typing import Any
 
 import ray
 
+from megarl.placement.process_start import Diary, ProcessStart
+
 
 class Shell:
     """Hosts workers, one a role, whose methods are plain functions, run one at a time on the main thread."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
+        self._diary = Diary()
         self._workers: dict[str, Any] = {}
 
     def rendezvous(self) -> tuple[str, int]:
@@ -26,12 +29,22 @@ class Shell:
             return ray.util.get_node_ip_address(), s.getsockname()[1]
 
     def build(
-        self, role: str, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
+        self,
+        role: str,
+        factory: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        environment: Mapping[str, str],
+        asked: float,
     ) -> None:
-        """Make the worker of `role`, with `environment` added to the process's."""
+        """Make the worker of `role`, with `environment` added to the process's; `asked`: when, in Unix time."""
         assert role not in self._workers, f"{role} is here already"
-        os.environ.update(environment)
-        self._workers[role] = factory(*arguments)
+        with self._diary.building(asked):
+            os.environ.update(environment)
+            self._workers[role] = factory(*arguments)
+
+    def came_up(self) -> ProcessStart:
+        """How this process did."""
+        return self._diary.read()
 
     def invoke(self, role: str, method: str, argument: Any) -> Any:
         """`method(argument)` of the worker of `role`."""
@@ -47,19 +60,32 @@ class AsyncShell:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
+        self._diary = Diary()
         self._worker: Any = None
         self._building: asyncio.Future[Any] | None = None
 
+    async def expect(self, factory: Callable[..., Any], asked: float) -> None:
+        """Have imported what `factory` needs, as it has been by now, before the worker can be built."""
+        self._diary.called(asked)
+
     async def build(
-        self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
+        self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], asked: float
     ) -> None:
-        """Make the worker, with `environment` added to the process's; `factory` may be a coroutine function."""
-        os.environ.update(environment)
-        worker = factory(*arguments)
-        if inspect.isawaitable(worker):
-            self._building = asyncio.ensure_future(worker)
-            worker = await self._building
-        self._worker = worker
+        """Make the worker, with `environment` added to the process's; `asked`: when, in Unix time.
+
+        `factory` may be a coroutine function.
+        """
+        with self._diary.building(asked):
+            os.environ.update(environment)
+            worker = factory(*arguments)
+            if inspect.isawaitable(worker):
+                self._building = asyncio.ensure_future(worker)
+                worker = await self._building
+            self._worker = worker
+
+    async def came_up(self) -> ProcessStart:
+        """How this process did."""
+        return self._diary.read()
 
     async def invoke(self, method: str, *arguments: Any) -> Any:
         """`await method(*arguments)` of the worker; Ray has put values in the place of references."""

@@ -6,6 +6,7 @@ Everything else is the real thing: `PolicyRun`, its books, and estimates from to
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from megarl.controller.tokens import EstimateJob, estimate
 from megarl.megatron.work import EvaluationWork, Key, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
 from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.startup import Startup
 from megarl.workers.payload import LocalPayload
 from tests.controller.groups import completion, finished, run_config
 
@@ -140,6 +142,9 @@ class Rollout:
     def finish_records(self) -> None:
         """There are none."""
 
+    def first_completion(self) -> float:
+        return time.time()
+
 
 @dataclass
 class Weights:
@@ -220,14 +225,16 @@ def train_on(
     """The run from its first push to its last, on these."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
     stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": Weights(log)}
-    run = PolicyRun(config, events, PhaseTimer(), models=models, prompts=prompts, held_out=[], **stand_ins)
+    startup = Startup(time.time())
+    run = PolicyRun(config, events, PhaseTimer(), startup, models=models, prompts=prompts, held_out=[], **stand_ins)
     train(run)
     run.finish()
+    said = [event.text for event in events.since(0)[0] if isinstance(event, Note)]
     rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
     return Scripted(
         run=run,
         log=log,
         metrics=[row for row in rows if "reward/mean" in row],
         pretraining=[row for row in rows if any(name.startswith("pretraining/") for name in row)],
-        notes=[event.text for event in events.since(0)[0] if isinstance(event, Note)],
+        notes=[text for text in said if not text.startswith("started in ")],
     )

@@ -76,6 +76,30 @@ def test_the_summary_says_what_happened(run: Finished, world: Path) -> None:
     assert rate / 3 < summary["tokens_per_second"] < rate * 3
 
 
+def test_the_start_is_shown_by_phase(run: Finished) -> None:
+    start = json.loads((run.folder / "startup.json").read_text())
+    phases = {phase["name"]: phase for phase in start["phases"]}
+    assert list(phases)[:2] == ["command", "checks"]
+    assert list(phases)[-2:] == ["first weight sync", "first completion"]
+    assert {"cluster", "controller", "slots", "data", "trainer ranks", "rollout engines", "rollout workers"} <= set(
+        phases
+    )
+    for phase in phases.values():
+        assert sum(phase["by_kind"].values()) == pytest.approx(phase["seconds"], abs=0.01), phase
+        assert 0 <= phase["begin"] <= phase["begin"] + phase["seconds"] <= start["seconds"] + 0.01, phase
+    kinds = start["by_kind"]
+    assert sum(kinds.values()) == pytest.approx(start["seconds"], abs=0.01)
+    assert set(kinds) == {"imports", "ray", "sglang", "megarl"}
+    assert min(kinds.values()) > 0.1
+    assert phases["rollout engines"]["by_kind"]["sglang"] > 1
+    assert all(phases[name]["by_kind"]["imports"] > 0.5 for name in ("command", "controller", "trainer ranks"))
+    (line,) = (line for line in run.command.stdout.splitlines() if line.startswith("started in "))
+    assert line == f"started in {start['seconds']:.1f} s: " + ", ".join(
+        f"{name} {kinds[kind]:.1f}"
+        for kind, name in (("imports", "imports"), ("ray", "Ray"), ("sglang", "SGLang"), ("megarl", "megarl"))
+    )
+
+
 def test_every_step_is_measured(run: Finished) -> None:
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -66,6 +66,8 @@ class Worker:
                 raise ValueError("of no use")
             case "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stall":
+                time.sleep(60)
         return self.rank
 
 
@@ -172,6 +174,7 @@ def test_a_failure_of_one_rank_does_not_wait_for_the_others(group: WorkerGroup[W
         ),
         (("WeightSyncError", "SIGKILL"), r"^workers\.fail_each: workers rank 1 died\. "),
         (("LostRankError", "nothing"), "^lost the connection$"),
+        (("WeightSyncError", "stall"), "^the boxes are wrong; nothing was heard of workers rank 1$"),
     ],
 )
 def test_of_a_sync_that_failed_the_cause_is_told(group: WorkerGroup[Worker], how: tuple[str, str], says: str) -> None:
@@ -245,7 +248,7 @@ def shell() -> Iterator[Any]:
 
 
 def test_calls_of_an_async_shell_run_side_by_side(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}), timeout=60)
+    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
     started = time.monotonic()
     refs = [shell.invoke.remote("work", 0.5) for _ in range(20)]
     assert wait_all(refs, what="work", names={}) == [0.5] * 20
@@ -253,14 +256,14 @@ def test_calls_of_an_async_shell_run_side_by_side(shell: Any, tmp_path: Any) -> 
 
 
 def test_a_built_worker_is_shut_down_also_while_it_works(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}), timeout=60)
+    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
     shell.invoke.remote("work", 60.0)
     ray.get(shell.stop.remote(), timeout=10)
     assert (tmp_path / "log").read_text() == "begun\nshut down\n"
 
 
 def test_a_worker_that_is_being_built_is_given_up(shell: Any, tmp_path: Any) -> None:
-    building = shell.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {})
+    building = shell.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {}, time.time())
     log = tmp_path / "log"
     assert wait_until(log.exists, 60)
     assert not ray.wait([building], timeout=0)[0]
