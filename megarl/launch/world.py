@@ -17,8 +17,8 @@ FIRST_PORT = 20000
 PORT_SPAN = 12000
 """Below 32768, where systems begin to hand out ports of their own accord."""
 
-SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"
-"""Any text that the nodes of a run share and others do not know. With it, only they are let in, and Ray asks for it too."""
+SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"  # noqa: S105 -- its name, no secret
+"""Any text that the nodes of a run share and others do not know: only they are then let in, by Ray too."""
 
 HOW_TO_START = (
     "launch needs to know the nodes: start it with `srun --ntasks-per-node=1 megarl launch ...` in a Slurm job, with "

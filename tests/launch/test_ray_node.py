@@ -96,3 +96,13 @@ def test_another_cluster_is_forgotten():
 def test_token_authentication_is_the_users_choice():
     assert ray_environment({})["RAY_AUTH_MODE"] == "disabled"
     assert ray_environment({"RAY_AUTH_MODE": "token"})["RAY_AUTH_MODE"] == "token"
+    chosen = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t"}
+    assert ray_environment(chosen | {"MEGARL_LAUNCH_SECRET": "s"}).items() >= chosen.items()
+
+
+def test_a_secret_of_the_run_becomes_rays_token():
+    first, second = (ray_environment({"MEGARL_LAUNCH_SECRET": secret}) for secret in "st")
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == len(second["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    assert "MEGARL_LAUNCH_SECRET" not in first

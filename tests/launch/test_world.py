@@ -120,6 +120,19 @@ def test_nodes_of_one_start_agree_and_others_differ(other):
     assert node_world(STEP | other).token != first.token
 
 
+@pytest.mark.parametrize("environment", [STEP, TORCHRUN, {}])
+def test_a_secret_lets_in_those_who_know_it_at_the_same_ports(environment):
+    flags = {} if environment else {"rank": 0, "size": 2, "head": "a"}
+    open_to_all = node_world(environment, **flags)
+    known, again, other = (
+        node_world(environment | {"MEGARL_LAUNCH_SECRET": secret}, **flags) for secret in ("s", "s", "t")
+    )
+    assert known == again
+    assert len({open_to_all.token, known.token, other.token}) == 3
+    assert open_to_all.ports == known.ports == other.ports
+    assert "'s'" not in repr(known)
+
+
 def test_unnamed_torchruns_differ_by_their_port():
     assert node_world(TORCHRUN).token != node_world(TORCHRUN | {"MASTER_PORT": "41002"}).token
     assert node_world(TORCHRUN).token == node_world(TORCHRUN | {"RANK": "0"}).token
