@@ -45,15 +45,19 @@ def _root_cause(
     error: RayError, failed: Any, waiting: Sequence[Any], *, what: str, names: Mapping[Any, str]
 ) -> MegarlError:
     """What to raise for `error`, or for another rank's failure behind it."""
+    silent: Sequence[Any] = ()
     if waiting and _doubt(error) > OWN:
-        done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
+        done, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
         for ref in done:
             try:
                 ray.get(ref)
             except RayError as other:
                 if _doubt(other) < _doubt(error):
                     error, failed = other, ref
-    return translate(error, what=what, name=names.get(failed, "?"))
+    cause = translate(error, what=what, name=names.get(failed, "?"))
+    if silent and isinstance(cause, WeightSyncError):  # whoever waits in vain is late in the eyes of others
+        return type(cause)(f"{cause}; nothing was heard of {', '.join(names.get(ref, '?') for ref in silent)}")
+    return cause
 
 
 OWN = 1
