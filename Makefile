@@ -47,8 +47,11 @@ packages-gpu: $(PACKAGES_GPU)
 $(INSTALLED_GPU): $(PACKAGES_GPU) setup.py pyproject.toml
 	@echo "[5/5] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m pip --disable-pip-version-check check
+	@! $(BIN)/python -m pip --disable-pip-version-check check | grep -vE "$(FINE)"
 	@touch $@
+
+# What `pip check` may say: Transformer Engine's wheel for every Python 3 is marked as one for 3.10 within.
+FINE := ^No broken requirements|^transformer.engine.cu13 .* is not supported on this platform
 
 # The compiler's wheels name libraries by version alone and call their folder lib: two links make a CUDA_HOME of them.
 $(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt
