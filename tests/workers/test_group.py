@@ -248,7 +248,7 @@ def shell() -> Iterator[Any]:
 
 
 def test_calls_of_an_async_shell_run_side_by_side(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}), timeout=60)
+    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
     started = time.monotonic()
     refs = [shell.invoke.remote("work", 0.5) for _ in range(20)]
     assert wait_all(refs, what="work", names={}) == [0.5] * 20
@@ -256,14 +256,14 @@ def test_calls_of_an_async_shell_run_side_by_side(shell: Any, tmp_path: Any) -> 
 
 
 def test_a_built_worker_is_shut_down_also_while_it_works(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}), timeout=60)
+    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
     shell.invoke.remote("work", 60.0)
     ray.get(shell.stop.remote(), timeout=10)
     assert (tmp_path / "log").read_text() == "begun\nshut down\n"
 
 
 def test_a_worker_that_is_being_built_is_given_up(shell: Any, tmp_path: Any) -> None:
-    building = shell.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {})
+    building = shell.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {}, time.time())
     log = tmp_path / "log"
     assert wait_until(log.exists, 60)
     assert not ray.wait([building], timeout=0)[0]
