@@ -21,6 +21,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in lines]
 
 
+@pytest.mark.slow
 def test_two_hosts_fine_tune_as_one_does(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"trainer": {"steps": 3, "batch_size": 8, "parallel": {"pp": 2}}}
     hosts = make_hosts(delay=DELAY)
