@@ -5,10 +5,12 @@ In Unix time, so that processes compare; those of several machines as well as th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 Interval = tuple[float, float]
 """Begin and end."""
@@ -49,6 +51,14 @@ class Diary:
     def read(self) -> ProcessStart:
         """What is in it."""
         return ProcessStart(there=self._there, imports=tuple(_imports), builds=tuple(self._builds))
+
+
+def process_created() -> float:
+    """When this process was, to the hundredth of a second; psutil would add the time of boot in whole seconds."""
+    stat = Path("/proc/self/stat").read_text()
+    ticks_after_boot = int(stat.rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_after_boot / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
 
 
 @contextmanager

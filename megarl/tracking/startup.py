@@ -23,10 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import psutil
-
 from megarl.errors import ConfigError
-from megarl.placement.process_start import Interval, ProcessStart
+from megarl.placement.process_start import Interval, ProcessStart, process_created
 from megarl.tracking.files import replaced
 
 Kind = Literal["launch", "imports", "ray", "sglang", "megarl"]
@@ -52,12 +50,13 @@ class Span:
 
 
 def seconds_by_kind(spans: Sequence[Span], begin: float, end: float) -> dict[Kind, float]:
-    """Seconds of [begin, end] that count as each kind; what no span covers is megarl's."""
+    """Seconds of [begin, end] that count as each kind; none where no span is."""
     cuts = sorted({begin, end, *(t for span in spans for t in (span.begin, span.end) if begin < t < end)})
     seconds = dict.fromkeys(KINDS, 0.0)
     for left, right in pairwise(cuts):
         there = {span.kind for span in spans if span.begin <= left and right <= span.end}
-        seconds[next((kind for kind in KINDS if kind in there), "megarl")] += right - left
+        if there:
+            seconds[min(there, key=KINDS.index)] += right - left
     return seconds
 
 
@@ -104,9 +103,10 @@ class Startup:
                     by_kind=seconds_by_kind(spans, first, last),
                 )
             )
+        whole = Span("", "megarl", self.begin, end)
         return StartReport(
             seconds=end - self.begin,
-            by_kind=seconds_by_kind(self.spans, self.begin, end),
+            by_kind=seconds_by_kind([*self.spans, whole], self.begin, end),
             phases=tuple(sorted(rows, key=lambda row: row.begin)),
         )
 
@@ -117,7 +117,7 @@ def of_command() -> Startup:
     Raises:
         ConfigError: that is no time.
     """
-    created, noted = psutil.Process().create_time(), os.environ.get(STARTED)
+    created, noted = process_created(), os.environ.get(STARTED)
     try:
         begun = created if noted is None else min(float(noted), created)
     except ValueError as e:
@@ -137,6 +137,7 @@ class PhaseReport:
     """Seconds since the start began."""
     seconds: float
     by_kind: dict[Kind, float]
+    """The rest of `seconds`, it waited for other phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

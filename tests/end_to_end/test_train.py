@@ -85,7 +85,7 @@ def test_the_start_is_shown_by_phase(run: Finished) -> None:
         phases
     )
     for phase in phases.values():
-        assert sum(phase["by_kind"].values()) == pytest.approx(phase["seconds"], abs=0.01), phase
+        assert sum(phase["by_kind"].values()) <= phase["seconds"] + 0.01, phase
         assert 0 <= phase["begin"] <= phase["begin"] + phase["seconds"] <= start["seconds"] + 0.01, phase
     kinds = start["by_kind"]
     assert sum(kinds.values()) == pytest.approx(start["seconds"], abs=0.01)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -27,3 +29,12 @@ def test_what_a_call_brings_is_imported_since_it_was_asked_for_and_the_process_f
     assert start.there == 10.0
     assert start.imports == ((10.0, 15.0), (18.0, 18.5), (20.0, 27.0))
     assert start.builds == ((16.0, 20.0), (27.0, 30.0))
+
+
+def test_a_process_knows_when_it_was_created() -> None:
+    program = (
+        "import time; time.sleep(0.5); from megarl.placement import process_start as p; print(p.process_created())"
+    )
+    before = time.time()
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert before - 0.05 <= float(child.stdout) <= time.time() - 0.5

@@ -29,8 +29,8 @@ SPANS = st.lists(
 def test_every_instant_counts_once_as_the_first_kind_that_applies(spans: list[Span], begin: int, length: int) -> None:
     want = dict.fromkeys(KINDS, 0.0)
     for instant in range(begin, begin + length):
-        there = [span.kind for span in spans if span.begin <= instant < span.end]
-        want[min(there, key=KINDS.index, default="megarl")] += 1.0
+        if there := [span.kind for span in spans if span.begin <= instant < span.end]:
+            want[min(there, key=KINDS.index)] += 1.0
     assert seconds_by_kind(spans, begin, begin + length) == want
 
 
@@ -78,7 +78,8 @@ def test_a_start_without_a_launcher_does_not_speak_of_one() -> None:
 
 
 def test_a_command_counts_from_its_process_or_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    created = psutil.Process().create_time()
+    created = psutil.Process().create_time()  # to the second
+    monkeypatch.setattr("megarl.tracking.startup.process_created", lambda: created)
     monkeypatch.delenv("MEGARL_STARTED", raising=False)
     alone = of_command()
     assert alone.begin == created
