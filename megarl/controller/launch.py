@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config import StageConfig, dump_config
 from megarl.config.algorithm import FrozenModelConfig
@@ -64,7 +65,8 @@ def run_stage(
     with terminated_is_interrupted(), _cluster(config, startup), terminated_is_interrupted():
         with startup.phase("node checks"):
             checked = require_sound_nodes(config.placement, places_of(config))
-        hosted = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        hosted = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0, scheduling_strategy=here)
         actor = hosted.remote(startup, time.time())
         result = getattr(actor, method.__name__).remote(config)
         try:
