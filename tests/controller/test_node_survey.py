@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import ray
 
 from megarl.config.placement import PlacementConfig
+from megarl.controller import node_checks
 from megarl.controller.node_checks import Places, require_sound_nodes
 from megarl.controller.node_problems import sentences
 from megarl.controller.node_report import Question
@@ -122,6 +124,12 @@ def test_a_node_that_is_gone_is_named(cluster: None) -> None:
     assert str(report.failure).startswith("no process of megarl runs there: ")
 
 
-def test_checks_are_asked_for_or_due_to_several_nodes(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_asked_for_or_due_to_several_nodes(
+    second_node: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert require_sound_nodes(PlacementConfig(node_checks=False), Places()) is None
+    one, _ = cluster_nodes()
+    monkeypatch.setattr(node_checks, "cluster_nodes", lambda: [one])
     assert require_sound_nodes(PlacementConfig(), Places()) is None
+    line = require_sound_nodes(PlacementConfig(node_checks=True), Places())
+    assert re.fullmatch(r"1 node checked in \d+\.\d s", str(line))
