@@ -58,7 +58,11 @@ run_torchrun() {
   require_whole_number RDZV_PORT
   # as Slurm itself reaches this node, which is the first of the job
   head=$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-  run_step "${bin}torchrun" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCS_PER_NODE" \
+  # torchrun tells by the machine's own name whether it keeps the meeting, and is wrong where that name means the loopback:
+  # hence is_host
+  # shellcheck disable=SC2016  # for the shell on each node
+  run_step bash -c 'exec "$0" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@"' \
+    "${bin}torchrun" --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$PROCS_PER_NODE" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 "$@"
 }

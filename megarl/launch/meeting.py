@@ -19,6 +19,7 @@ from megarl.errors import LaunchError
 from megarl.launch.link import Link, LinkLostError
 from megarl.launch.messages import End, Hello, Noted, Refused, Welcome
 from megarl.launch.world import NodeWorld
+from megarl.placement.network import is_loopback
 
 ANSWER_SECONDS = 3.0
 """How long whoever is at a port may take to speak."""
@@ -156,11 +157,6 @@ def addresses(peers: list[Peer], own: str | None) -> tuple[str, list[str]]:
     found = [peer.link.local_address for peer in peers]
     head = own or next((address for address in found if not is_loopback(address)), "127.0.0.1")
     return head, [peer.hello.address or (head if is_loopback(peer.address) else peer.address) for peer in peers]
-
-
-def is_loopback(address: str) -> bool:
-    """The address does not leave the machine."""
-    return address.startswith("127.")
 
 
 async def find_head(

@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from megarl.errors import LaunchError
 from megarl.launch.children import Children
-from megarl.launch.meeting import is_loopback
 from megarl.launch.world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
+from megarl.placement.network import interface_of, interface_variables, is_loopback
 
 RAY_START = "megarl.placement.ray_start"
 IS_UP = "Ray runtime started"
@@ -181,16 +179,5 @@ def free_port() -> int:
 
 def interface_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Collectives go through the interface of `address`, unless the user chose one; empty on the loopback."""
-    if is_loopback(address):
-        return {}
-    interface = _interface_of(address)
-    if interface is None:
-        return {}
-    # NCCL takes a name for the beginning of one, unless = stands before it
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    return {name: value for name, value in wanted.items() if name not in environment}
-
-
-def _interface_of(address: str) -> str | None:
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
+    interface = None if is_loopback(address) else interface_of(address)
+    return {} if interface is None else interface_variables(interface, environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any, Protocol
 
@@ -36,13 +37,19 @@ def interface_to(address: str) -> tuple[str, str]:
     raise ConfigError(f"{socket.gethostname()} reaches {address} from {local}, which none of its interfaces has")
 
 
-def interface_variables(interface: str) -> dict[str, str]:
-    """Variables that make gloo and NCCL use `interface`, save those that this process's environment has already.
+def interface_of(address: str) -> str | None:
+    """The interface that has `address`; None: none of this node's."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, each in interfaces if address in (entry.address for entry in each)), None)
+
+
+def interface_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make gloo and NCCL use `interface`, save those that `environment` has already.
 
     Left to itself, gloo takes the interface that the host's own name resolves to: often the loopback.
     """
     variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: no other that begins so
-    return {name: value for name, value in variables.items() if name not in os.environ}
+    return {name: value for name, value in variables.items() if name not in environment}
 
 
 class Store(Protocol):
@@ -65,11 +72,11 @@ def use_network_to_master(store: Store, rank: int, size: int) -> None:
     master = os.environ["MASTER_ADDR"]
     local, interface = interface_to(master)
     store.set(f"{SEEN}/{rank}", _resolve(master)[1][0])
-    if _is_loopback(local):
+    if is_loopback(local):
         seen = (store.get(f"{SEEN}/{other}").decode() for other in range(size))
-        outside = next((address for address in seen if not _is_loopback(address)), local)
+        outside = next((address for address in seen if not is_loopback(address)), local)
         _, interface = interface_to(outside)
-    os.environ.update(interface_variables(interface))
+    os.environ.update(interface_variables(interface, os.environ))
 
 
 def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
@@ -77,5 +84,6 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
     return family, target
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether `address` does not leave the machine."""
     return ip_address(address.partition("%")[0]).is_loopback

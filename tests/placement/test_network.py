@@ -28,12 +28,9 @@ def test_what_cannot_be_reached_is_named():
         interface_to("no-such-host.invalid")
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    assert interface_variables("eth1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert interface_variables("eth1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+def test_what_the_user_has_set_stays():
+    assert interface_variables("eth1", {}) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables("eth1", {"GLOO_SOCKET_IFNAME": "eth0"}) == {"NCCL_SOCKET_IFNAME": "=eth1"}
 
 
 RANK = """
