@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.controller.build import trainer_spec
+from megarl.controller.events import EventLog
 from megarl.controller.experience import Experience
 from megarl.controller.roles import Models, _model_spec
 from megarl.controller.trainer_group import rank_processes, trainer_on
@@ -111,7 +112,7 @@ def two_steps(config: Any, folder: Path) -> Ran:
         experience = Experience(groups=[finished(GROUP)])
         (found,) = map(dict, models.trained["critic"].values(experience.evaluation_work(config)).fetch()[:1])
         log: list[Asked] = []
-        metrics = train_on(config, trainer, models, Rollout(reward, log, length), log).metrics
+        metrics = train_on(config, trainer, models, Rollout(reward, log, length), log, EventLog()).metrics
         weights = {}
         for name in ("policy", "critic"):
             groups[name].save_hf(str(folder / name))
