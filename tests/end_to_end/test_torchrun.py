@@ -108,6 +108,7 @@ def rank_of(process: psutil.Process) -> str | None:
     return process.environ().get("RANK")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_asked_for_an_early_end_ends_all_after_the_same_step(
     world: Path, tmp_path: Path, launch: Launch
 ) -> None:
