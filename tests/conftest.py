@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 CLUSTER_SLOTS = 6
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # as in a shell's background job, whose children would not be interrupted by tests either
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from megarl.launch.labels import nvlink_domain, own_labels
 from megarl.launch.messages import End, Hello
 from megarl.launch.ray_node import RayNode, interface_environment, ray_arguments, ray_environment
 from megarl.launch.world import NodeWorld
+from megarl.placement.process_start import STARTED, process_created
 
 TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNALLED = 128
@@ -155,4 +156,5 @@ def hello(world: NodeWorld, options: LaunchOptions) -> Hello:
 def command_environment(environment: Mapping[str, str], ray_address: str, node_address: str) -> dict[str, str]:
     """What the command finds in its environment."""
     interfaces = interface_environment(node_address, environment)
-    return ray_environment(environment) | interfaces | {"RAY_ADDRESS": ray_address}
+    started = {STARTED: environment.get(STARTED, str(process_created()))}
+    return ray_environment(environment) | interfaces | started | {"RAY_ADDRESS": ray_address}

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+STARTED = "MEGARL_STARTED"
+"""Environment variable of a launcher or a batch script: the Unix time at which it began."""
+
 Interval = tuple[float, float]
 """Begin and end."""
 

@@ -24,16 +24,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megarl.errors import ConfigError
-from megarl.placement.process_start import Interval, ProcessStart, process_created
+from megarl.placement.process_start import STARTED, Interval, ProcessStart, process_created
 from megarl.tracking.files import replaced
 
 Kind = Literal["launch", "imports", "ray", "sglang", "megarl"]
 """The first that applies to an instant is what it counts as."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-STARTED = "MEGARL_STARTED"
-"""Environment variable of a launcher or a batch script: the Unix time at which it began."""
 
 NAMES = {"ray": "Ray", "sglang": "SGLang"}
 

@@ -97,21 +97,24 @@ def test_torchrun_on_each_node(run, tmp_path, script, arguments, module):
     assert done.code == 0
     assert done.calls == [
         "scontrol --oneliner show node a1",
-        f"srun --wait=60 --nodes=2 --ntasks=2 --ntasks-per-node=1 {tmp_path}/venv/bin/torchrun --nnodes 2 "
+        "srun --wait=60 --nodes=2 --ntasks=2 --ntasks-per-node=1 "
+        """bash -c exec "$0" --rdzv-conf "is_host=$((SLURM_NODEID == 0))" "$@" """
+        f"{tmp_path}/venv/bin/torchrun --nnodes 2 "
         "--nproc-per-node auto --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:24711 --rdzv-id 4711.1 "
         f"--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 -m {module}",
     ]
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", "sft.sbatch"])
-def test_in_a_container_the_image_has_the_programs(run, script):
+@pytest.mark.parametrize(("script", "program"), [("train.sbatch", "megarl"), ("sft.sbatch", "torchrun")])
+def test_in_a_container_the_image_has_the_programs(run, script, program):
     done = run(script, CONFIG, VENV="", CONTAINER_IMAGE="site#megarl:1", CONTAINER_MOUNTS="/data:/data")
     assert done.code == 0
     assert (
         f" --container-image=site#megarl:1 --container-workdir={ROOT} --container-mounts={ROOT}:{ROOT},/data:/data "
         in done.calls[-1]
     )
-    assert done.calls[-1].split()[8] in {"megarl", "torchrun"}
+    assert f" {program} " in done.calls[-1]
+    assert "venv" not in done.calls[-1]
 
 
 @pytest.mark.parametrize(
