@@ -13,12 +13,15 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def test_the_example_loads(tmp_path):
-    (example,) = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    example, pools = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
     path = tmp_path / "example.yaml"
     path.write_text(example)
     config = load_config(RunConfig, path)
     assert config.algorithm.group_size == 8
     assert config.dp == 2
+    path.write_text(example.partition("placement:")[0] + pools)
+    apart = load_config(RunConfig, path)
+    assert (apart.placement.slots, apart.rollout_pool.slots, apart.engines_apart) == (16, 32, True)
 
 
 def test_the_example_of_algorithms_loads(tmp_path):
