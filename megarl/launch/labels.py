@@ -12,13 +12,8 @@ from collections.abc import Sequence
 from megarl.errors import ConfigError
 from megarl.launch.children import Children
 from megarl.launch.world import NodeWorld
-
-NODE_RANK = "megarl.node-rank"
-HET_GROUP = "megarl.het-group"
-NVLINK_DOMAIN = "megarl.nvlink-domain"
-
-QUERY_SECONDS = 20.0
-"""How long the driver may take; a machine that just started needs a few."""
+from megarl.placement.machine import QUERY_SECONDS
+from megarl.placement.nodes import DOMAIN_LABEL, HET_GROUP_LABEL, RANK_LABEL
 
 _WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _LABEL = re.compile(rf"(?P<key>({_WORD}/)?{_WORD})=(?P<value>{_WORD})")
@@ -43,11 +38,11 @@ def parse_labels(words: Sequence[str]) -> dict[str, str]:
 
 def own_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
     """What is known of a node without the user."""
-    labels = {NODE_RANK: str(world.rank)}
+    labels = {RANK_LABEL: str(world.rank)}
     if world.het_group is not None:
-        labels[HET_GROUP] = str(world.het_group)
+        labels[HET_GROUP_LABEL] = str(world.het_group)
     if nvlink_domain is not None:
-        labels[NVLINK_DOMAIN] = nvlink_domain
+        labels[DOMAIN_LABEL] = nvlink_domain
     return labels
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from megarl.errors import LaunchError
 from megarl.launch.children import Children
 from megarl.launch.world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
+from megarl.placement.machine import store_bytes
 from megarl.placement.network import interface_of, interface_variables, is_loopback
 
 RAY_START = "megarl.placement.ray_start"
@@ -36,8 +37,8 @@ LAST_LINES = 15
 _CHATTER = re.compile(r"\s*(\[state-dump\]|\[[^]]* I |$)")
 """In the logs of a process that died, of which Ray shows the ends."""
 
-LEAST_STORE = 128 * 2**20
 MOST_STORE = 16 * 2**30
+"""Bytes of a node's object store."""
 
 
 class RayNode:
@@ -139,7 +140,7 @@ def ray_arguments(
         "--min-worker-port": "0",
         "--max-worker-port": "0",
         "--dashboard-agent-listen-port": "0",
-        "--object-store-memory": str(store_bytes()),
+        "--object-store-memory": str(store_bytes(most=MOST_STORE)),
         "--include-log-monitor": "false",
         "--log-color": "false",
         "--temp-dir": _temp_dir(rank),
@@ -154,12 +155,6 @@ def ray_arguments(
         arguments |= {"--port": port, "--ray-client-server-port": str(free_port()), "--include-dashboard": "false"}
     words = [word for pair in arguments.items() for word in pair]
     return words if rank else ["--head", "--disable-usage-stats", "--no-monitor", *words]
-
-
-def store_bytes() -> int:
-    """A quarter of /dev/shm for the object store: a second node on this machine, PyTorch and others need the rest."""
-    stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
-    return max(LEAST_STORE, min(MOST_STORE, stat.f_bavail * stat.f_frsize // 4))
 
 
 def _temp_dir(rank: int) -> str:

@@ -10,7 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 QUERY_SECONDS = 20.0
-"""How long the driver may take to name its GPUs; a machine that just started needs a few."""
+"""How long the driver may take to tell of its GPUs; a machine that just started needs a few."""
+
+LEAST_STORE = 128 * 2**20
+"""Bytes of an object store."""
 
 GPU_FACTS = ("index", "driver_version", "memory.total", "memory.used", "name")
 """As nvidia-smi calls them; the name last, since it may have commas."""
@@ -67,6 +70,16 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def store_bytes(*, most: int) -> int:
+    """For Ray's object store: a quarter of what /dev/shm has left; PyTorch and further nodes here need the rest.
+
+    Args:
+        most: bytes.
+    """
+    stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
+    return max(LEAST_STORE, min(most, stat.f_bavail * stat.f_frsize // 4))
 
 
 def free_shared_memory() -> int | None:

@@ -15,10 +15,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
+from megarl.placement.machine import store_bytes
 from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2
 """CPU slots that a local cluster gets beyond the pool's, for the controller and light workers."""
+
+MOST_STORE = 2 * 2**30
+"""Bytes of a local cluster's object store."""
 
 ANSWER_SECONDS = 10.0
 """How long a connection to a cluster may take."""
@@ -69,7 +73,13 @@ def start_cluster(config: PlacementConfig) -> bool:
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
     cpus = max(os.cpu_count() or 1, config.all_slots + SPARE_CPUS)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=store_bytes(most=MOST_STORE),
+        **quiet,
+    )
     return True
 
 
@@ -82,12 +92,6 @@ def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
-
-
-def _store_bytes() -> int:
-    """A quarter of /dev/shm for the object store: PyTorch and other programs need the rest."""
-    stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
-    return int(max(128 * 2**20, min(2 * 2**30, stat.f_bavail * stat.f_frsize // 4)))
 
 
 def reserve(config: PlacementConfig) -> SlotPool:
