@@ -34,9 +34,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         command.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pieces(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pieces]:
     """Two data-parallel trainer ranks, one engine, one rollout worker."""
     pieces = build(make_config(world, tmp_path_factory.mktemp("pieces")))
     yield pieces
-    pieces.engines.shutdown()
+    pieces.close()

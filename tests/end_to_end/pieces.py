@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -43,6 +44,12 @@ class Pieces:
     """The trainer's."""
     processes: WorkerProcesses
     """The trainer's."""
+
+    def close(self) -> None:
+        """End their processes, and give their slots back: the cluster has few."""
+        self.engines.shutdown()
+        self.processes.stop()
+        remove_placement_group(self.pool.group)
 
     def sample(self, label: str, *, temperature: float = 1.0) -> list[FinishedGroup]:
         """Two completions of each of four prompts."""

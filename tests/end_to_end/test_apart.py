@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from ray.util.placement_group import remove_placement_group
 
 from megarl.config import RunConfig
 from megarl.controller.resharding import read_model
@@ -45,9 +44,7 @@ def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> I
     try:
         yield pieces
     finally:
-        pieces.engines.shutdown()
-        pieces.processes.stop()
-        remove_placement_group(pieces.pool.group)  # the cluster has few slots
+        pieces.close()
 
 
 def planned(pieces: Pieces) -> Handover:

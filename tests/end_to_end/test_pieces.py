@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -148,11 +149,12 @@ def cool_trainer(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathF
     """Another trainer of the same model, for samples at temperature 0.7."""
     sampling = {"max_new_tokens": 12, "sampling": {"temperature": 0.7}}
     config = make_config(world, tmp_path_factory.mktemp("cool"), rollout=sampling)
-    processes = rank_processes(reserve(config.placement), "trainer")
+    processes = rank_processes(pool := reserve(config.placement), "trainer")
     trainer = trainer_on(config, processes)
     trainer.start_workers(trainer_spec(config)).result(120)
     yield trainer
     processes.stop()
+    remove_placement_group(pool.group)
 
 
 def test_they_agree_at_another_temperature_only_if_the_trainer_knows_it(
@@ -189,5 +191,4 @@ def test_a_killed_scheduler_ends_a_request_with_its_last_words(cluster: None, wo
         WorkerError, match=r"(?s)^the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of .*:\n."
     ):
         list(stream)
-    doomed.engines.shutdown()
-    doomed.processes.stop()
+    doomed.close()

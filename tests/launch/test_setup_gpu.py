@@ -40,7 +40,9 @@ def setup_gpu(tmp_path: Path) -> Setup:
             if body is not None:
                 (folder / name).write_text(f"#!/bin/sh\n{body}\n")
                 (folder / name).chmod(0o755)
-        environment = {name: value for name, value in os.environ.items() if name != "TORCH_CUDA_ARCH_LIST"}
+        # make tells the makes below it how it was called
+        ours = {"TORCH_CUDA_ARCH_LIST", "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         return subprocess.run(
             [folder / "make", "setup-gpu", f"VENV={tmp_path / 'venv'}", *arguments],
             cwd=ROOT,
