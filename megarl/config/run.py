@@ -11,10 +11,12 @@ from megarl.config.algorithm import (
     GrpoConfig,
     SafeRlhfConfig,
 )
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
 from megarl.config.limits import LimitsConfig
 from megarl.config.model import ModelConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
+from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
 from megarl.config.roles import Role, roles_of
 from megarl.config.rollout import RolloutConfig
@@ -93,6 +95,8 @@ class RunConfig(StageConfig):
     reward: RewardsConfig = RewardsConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     limits: LimitsConfig = LimitsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
 
     @property
     def roles(self) -> tuple[Role, ...]:
