@@ -13,6 +13,7 @@ from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import Column, PerToken, padded_length
 from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithm import PolicyConfig
+from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.placement.grid import RankGrid
@@ -143,6 +144,25 @@ class MiniBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """What is looked at before each update of a step, on all ranks alike.
+
+    Where it refuses one, weights and optimizer stay as they are, bit for bit; `skip` goes on with the next, `stop`
+    raises LimitError. The learning-rate schedule counts updates that were refused too, and ends where it would have.
+    """
+
+    not_finite: Literal["skip", "stop"] = "stop"
+    """Where the loss or the gradient is NaN or infinite."""
+    grad_norm: LimitConfig | None = None
+    """Of the gradient before clipping; `warn` changes nothing here."""
+    mismatch: LimitConfig | None = None
+    """Of |trainer - engine| log-probability before the step's first update, which leaves out all of the step's; `warn`
+    changes nothing here."""
+    dump_folder: str | None = None
+    """Where refused batches are written: the first that is skipped, and the one that ends the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainWork:
     """One controller step."""
 
@@ -155,6 +175,7 @@ class TrainWork:
     """Passes over the mini-batches."""
     together: int = 1
     """Samples that follow one another and share a micro-batch: 2 for pairs."""
+    guard: Guard = Guard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
