@@ -1,0 +1,92 @@
+"""A run's sign of life."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megarl.tracking.heartbeat import Heartbeat
+from tests.end_to_end.launched import wait_until
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def age(stamp: str) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds()
+
+
+def test_the_file_says_where_the_run_is(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "heartbeat.json"
+    said: list[str] = []
+    heartbeat = Heartbeat(path, steps=40, say=said.append)
+    assert wait_until(path.exists, 5)
+    first = read(path)
+    assert (first["pid"], first["host"], first["status"]) == (os.getpid(), socket.gethostname(), "starting")
+    assert (first["step"], first["steps"], first["phase"], first["policy_version"]) == (0, 40, "", None)
+    assert -1 < age(first["time"]) < 5
+
+    heartbeat.status("running")
+    heartbeat.finished_step(8.25)
+    heartbeat.saved(10)
+    heartbeat.pushed(11)
+    heartbeat.phase(12, "train")
+    assert wait_until(lambda: read(path)["phase"] == "train", 3), "a new phase waits for the next beat"
+    now = read(path)
+    assert (now["status"], now["step"], now["last_step_seconds"]) == ("running", 12, 8.25)
+    assert (now["last_checkpoint_step"], now["policy_version"]) == (10, 11)
+    assert first["time"] < now["phase_since"] <= now["time"]
+
+    heartbeat.close("failed")
+    assert (read(path)["status"], read(path)["step"]) == ("failed", 12)
+    heartbeat.close("ended")
+    assert read(path)["status"] == "failed"
+    assert said == []
+    assert [file.name for file in path.parent.iterdir()] == ["heartbeat.json"]
+
+
+def test_it_goes_on_while_nothing_changes(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat.json"
+    heartbeat = Heartbeat(path, steps=1, say=print, interval_seconds=0.05)
+    assert wait_until(path.exists, 5)
+    before = read(path)
+    assert wait_until(lambda: read(path)["time"] > before["time"], 5)
+    assert read(path)["phase_since"] == before["phase_since"]
+    heartbeat.close("ended")
+    last = path.read_text()
+    time.sleep(0.3)
+    assert path.read_text() == last
+
+
+def test_short_phases_are_not_all_written(tmp_path: Path) -> None:
+    path, seen = tmp_path / "heartbeat.json", set()
+    heartbeat = Heartbeat(path, steps=1, say=print)
+    assert wait_until(path.exists, 5)
+    for step in range(500):
+        heartbeat.phase(step, "short")
+        time.sleep(0.002)
+        seen.add(read(path)["step"])
+    heartbeat.close("ended")
+    assert len(seen) < 10
+    assert read(path)["step"] == 499
+
+
+def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    said: list[str] = []
+    heartbeat = Heartbeat(tmp_path / "run" / "heartbeat.json", steps=1, say=said.append, interval_seconds=0.05)
+    assert wait_until(lambda: bool(said), 5)
+    heartbeat.phase(1, "train")
+    time.sleep(0.3)
+    (tmp_path / "run").unlink()
+    assert wait_until((tmp_path / "run" / "heartbeat.json").exists, 5), "does not recover"
+    heartbeat.close("ended")
+    assert len(said) == 1
+    assert "heartbeat.json cannot be written" in said[0]
