@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +20,69 @@ GRACE_SECONDS = 2.0
 
 LOG_TAIL_LINES = 15
 
+POLL_SECONDS = 1.0
+"""How often a wait under a `deadline` asks whether it goes on."""
+
+Judge = Callable[[Sequence[str]], MegarlError | None]
+"""What a wait for the workers of these names is to end with; None: it goes on."""
+
+_judge: ContextVar[Judge | None] = ContextVar("judge", default=None)
+
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 """How lines begin that Ray itself writes between a worker's."""
+
+
+@contextmanager
+def deadline(judge: Judge) -> Iterator[None]:
+    """The block's waits on this thread ask `judge`; inside another deadline, in that one's place."""
+    token = _judge.set(judge)
+    try:
+        yield
+    finally:
+        _judge.reset(token)
 
 
 def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
     """Results in order; a failure does not wait for the other ranks, since they may wait for the failed one.
 
     Raises:
-        MegarlError: as a worker raised it; WorkerError for a death, another exception or a timeout.
+        MegarlError: as a worker raised it; WorkerError for a death, another exception, a timeout or a `deadline`.
     """
     waiting = list(refs)
     while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
-        if not done:
-            late = ", ".join(names.get(ref, "?") for ref in waiting)
-            raise WorkerError(f"{what}: no answer within {timeout:g} s from {late}")
+        done, waiting = wait_any(waiting, what=what, names=names, timeout=timeout)
         for ref in done:
             try:
                 ray.get(ref)
             except RayError as error:
                 raise _root_cause(error, ref, waiting, what=what, names=names) from error
     return list(ray.get(list(refs)))
+
+
+def wait_any(
+    refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None
+) -> tuple[list[Any], list[Any]]:
+    """The first of them that is over, well or not, and all others.
+
+    Raises:
+        MegarlError: none was over within `timeout` seconds, or as the judge of the `deadline` here has it.
+    """
+    judge = _judge.get()
+    began = time.monotonic()
+    left, pause = timeout, timeout
+    while True:
+        if judge is not None:
+            pause = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
+        done, waiting = ray.wait(list(refs), num_returns=1, timeout=pause)
+        if done:
+            return done, waiting
+        late = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
+        if judge is not None and (verdict := judge(late)) is not None:
+            raise verdict
+        if timeout is not None:
+            left = max(0.0, began + timeout - time.monotonic())
+            if left == 0.0:
+                raise WorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late)}")
 
 
 def _root_cause(

@@ -1,0 +1,130 @@
+"""Phases that take too long; tests/workers/test_group.py has one with processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megarl.controller.watchdog import PhaseWatch
+from megarl.errors import WorkerError
+from megarl.workers import failure
+
+
+class Scripted:
+    """In Ray's place: references are over at a time of their own."""
+
+    def __init__(self, over: dict[str, float]) -> None:
+        self._over = {name: time.monotonic() + seconds for name, seconds in over.items()}
+
+    def wait(self, refs: Sequence[str], *, num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
+        ends = time.monotonic() + (60.0 if timeout is None else timeout)
+        while True:
+            done = [ref for ref in refs if self._over[ref] <= time.monotonic()][:num_returns]
+            if done or time.monotonic() >= ends:
+                return done, [ref for ref in refs if ref not in done]
+            time.sleep(0.005)
+
+    def get(self, refs: str | list[str]) -> str | list[str]:
+        return refs
+
+
+def wait(monkeypatch: pytest.MonkeyPatch, over: dict[str, float], timeout: float | None = None) -> list[str]:
+    monkeypatch.setattr(failure, "ray", Scripted(over))
+    monkeypatch.setattr(failure, "POLL_SECONDS", 0.05)
+    return failure.wait_all(list(over), what="train", names={name: f"rank {name}" for name in over}, timeout=timeout)
+
+
+def test_a_late_phase_fails_naming_ranks_and_its_stacks_are_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    watch = PhaseWatch(0.3, said.append, lambda: "the workers' stacks", tmp_path)
+    file = tmp_path / "stacks" / "step-000012-train.txt"
+    with pytest.raises(WorkerError) as error, watch.phase(12, "train"):
+        wait(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
+    assert str(error.value) == (
+        f"train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3; stacks: {file}"
+    )
+    text = file.read_text()
+    assert text.startswith("train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3\n")
+    assert "the workers' stacks" in text
+    assert ", in wait_any" in text, "the controller's own stack is missing"
+    assert [line.split(";")[0] for line in said] == ["train of step 12 took longer than 0.3 s"] * 2
+
+
+def test_the_file_is_there_before_the_phase_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What follows a failure may end the processes whose stacks are read."""
+    read = threading.Event()
+
+    def slowly() -> str:
+        time.sleep(0.4)
+        read.set()
+        return "stacks"
+
+    with pytest.raises(WorkerError), PhaseWatch(0.1, print, slowly, tmp_path).phase(1, "train"):
+        wait(monkeypatch, {"0": 60.0})
+    assert read.is_set()
+
+
+def test_phases_in_time_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    watch = PhaseWatch(0.3, said.append, lambda: "", tmp_path)
+    for _ in range(3):
+        with watch.phase(1, "train"):
+            assert wait(monkeypatch, {"0": 0.15, "1": 0.2}) == ["0", "1"]
+    time.sleep(0.4)
+    assert said == []
+    assert "phase watch" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(WorkerError, match=r"^train: no answer within 0\.2 s from rank 1$"):
+        wait(monkeypatch, {"0": 0.0, "1": 60.0}, timeout=0.2)
+
+
+def test_a_shorter_timeout_of_a_call_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (
+        pytest.raises(WorkerError, match=r"^train: no answer within 0\.12 s from rank 0$"),
+        PhaseWatch(60, print, lambda: "", tmp_path).phase(1, "train"),
+    ):
+        wait(monkeypatch, {"0": 60.0}, timeout=0.12)
+
+
+def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with PhaseWatch(None, print, lambda: "", tmp_path).phase(1, "train"):
+        assert wait(monkeypatch, {"0": 0.3}) == ["0"]
+
+
+def test_stacks_that_cannot_be_had_or_written_do_not_keep_the_phase(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail() -> str:
+        raise WorkerError("no node answers")
+
+    with pytest.raises(WorkerError, match="stacks: "), PhaseWatch(0.1, print, fail, tmp_path).phase(1, "train"):
+        wait(monkeypatch, {"0": 60.0})
+    assert (
+        "no stacks of workers: WorkerError: no node answers" in (tmp_path / "stacks/step-000001-train.txt").read_text()
+    )
+    (tmp_path / "file").write_text("")
+    watch = PhaseWatch(0.1, print, lambda: "", tmp_path / "file")
+    with (
+        pytest.raises(WorkerError, match="no answer from rank 0; stacks could not be written: "),
+        watch.phase(1, "train"),
+    ):
+        wait(monkeypatch, {"0": 60.0})
+
+
+def test_the_outer_phase_is_watched_again_after_an_inner_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outer = PhaseWatch(0.2, print, lambda: "", tmp_path)
+    inner = PhaseWatch(60, print, lambda: "", tmp_path)
+
+    def step() -> None:
+        with inner.phase(1, "train"):
+            assert wait(monkeypatch, {"0": 0.4}) == ["0"]
+        wait(monkeypatch, {"1": 60.0})
+
+    says = r"^step of step 1 took longer than 0\.2 s; no answer from rank 1;"
+    with pytest.raises(WorkerError, match=says), outer.phase(1, "step"):
+        step()
