@@ -15,7 +15,9 @@ from megarl.controller.tokens import EstimateJob, estimate
 from megarl.data.tokenizer import load_tokenizer
 from megarl.reward.scorer import RewardScorer
 from megarl.rollout.engine import GenerationEngine
-from megarl.rollout.worker import RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.journal import Journal, fingerprint_of, step_of
+from megarl.rollout.replay import Replay
+from megarl.rollout.worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
 from megarl.tracking.rollout_log import write_rollouts
 
 
@@ -36,6 +38,26 @@ class RolloutProcess(RolloutWorker):
         tokenizer = load_tokenizer(config.model.path)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._folder = Path(config.run_dir) / "rollouts"
+        self._replay = Replay(Journal(config.run_dir, fingerprint_of(config)))
+
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+        """As journaled, where the job has finished before, in whichever process; else generated, and then journaled.
+
+        Raises:
+            WorkerError: as `RolloutWorker`, or the journal cannot be used.
+            RewardError: a reward could not be computed.
+        """
+        step = step_of(job.request_id)
+        if step is None:
+            return await super().rollout_group(job)
+        group = await self._replay.find(step, job)
+        if group is None:
+            group = await self._replay.keep(step, job, *await super().rollout_group(job))
+        return group.summary, group.trajectories
+
+    async def replayed(self) -> int:
+        """Groups that this process has answered from the journal."""
+        return self._replay.replayed
 
     async def record(
         self, step: int, rewards: Sequence[Rewards], advantages: Sequence[float], *groups: Sequence[Trajectory]

@@ -1,0 +1,58 @@
+"""The folder of a run's rollout journal, as a whole: its steps, and what is removed from it when."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.rollout.journal_file import scan
+
+SUFFIX = ".groups"
+
+
+def journal_folder(run_dir: str | Path) -> Path:
+    """Where the journal of a run is."""
+    return Path(run_dir) / "journal"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the journal in `folder` has a step."""
+    return folder / f"step-{step:06d}"
+
+
+def steps_in(run_dir: str | Path) -> list[int]:
+    """The steps that the journal has groups of, in order."""
+    return sorted(int(path.name.removeprefix("step-")) for path in journal_folder(run_dir).glob("step-*"))
+
+
+def drop_steps(run_dir: str | Path, *, upto: int) -> None:
+    """Remove what is written down of the steps up to `upto`, which no checkpoint needs any more."""
+    _remove(run_dir, [step for step in steps_in(run_dir) if step <= upto])
+
+
+def discard_after(run_dir: str | Path, step: int) -> None:
+    """Remove what is written down of later steps; no worker may be at work on them."""
+    _remove(run_dir, [late for late in steps_in(run_dir) if late > step])
+
+
+def fingerprints_in(run_dir: str | Path) -> set[str]:
+    """Of the runs that the journal's files belong to; an empty journal belongs to none."""
+    found: set[str] = set()
+    for path in journal_folder(run_dir).glob(f"step-*/*{SUFFIX}"):
+        frames, _ = scan(path)
+        found.update(f.meta["fingerprint"] for f in frames[:1] if "fingerprint" in f.meta)
+    return found
+
+
+def set_aside(run_dir: str | Path) -> Path:
+    """Rename the journal, and say to what; the run begins an empty one."""
+    folder = journal_folder(run_dir)
+    names = (folder.with_name(f"{folder.name}-aside-{number}") for number in itertools.count(1))
+    return folder.rename(next(name for name in names if not name.exists()))
+
+
+def _remove(run_dir: str | Path, steps: Sequence[int]) -> None:
+    for step in steps:
+        shutil.rmtree(step_folder(journal_folder(run_dir), step))

@@ -1,0 +1,60 @@
+"""A finished group as bytes, one row a trajectory, and back, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from megarl.batch.trajectory import Trajectory
+
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("token_ids", pa.large_list(pa.int32())),
+        ("loss_mask", pa.large_list(pa.bool_())),
+        ("logprobs", pa.large_list(pa.float32())),
+        ("policy_versions", pa.large_list(pa.int32())),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("reward", pa.float64()),
+        ("finish_reason", pa.string()),
+    ]
+)
+PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int32}
+
+
+def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
+    """One Arrow record batch of `SCHEMA`, as an IPC message."""
+    offsets = pa.array(np.cumsum([0, *(t.num_tokens for t in trajectories)]), pa.int64())
+    columns: list[pa.Array] = []
+    for field in SCHEMA:
+        values = [getattr(t, field.name) for t in trajectories]
+        if field.name in PER_TOKEN:
+            flat = pa.array(np.concatenate(values), field.type.value_type)
+            columns.append(pa.LargeListArray.from_arrays(offsets, flat))
+        elif field.name == "rewards":
+            columns.append(pa.array([list(rewards.items()) for rewards in values], field.type))
+        else:
+            columns.append(pa.array(values, field.type))
+    return pa.record_batch(columns, schema=SCHEMA).serialize()
+
+
+def decode_group(body: bytes) -> list[Trajectory]:
+    """What `encode_group` was given."""
+    batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
+    columns: dict[str, list[Any]] = {
+        name: _split(batch.column(name), PER_TOKEN[name])
+        if name in PER_TOKEN
+        else batch.column(name).to_pylist(maps_as_pydicts="strict")
+        for name in SCHEMA.names
+    }
+    return [Trajectory(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def _split(column: pa.LargeListArray, dtype: type[np.generic]) -> list[NDArray[Any]]:
+    flat = column.values.to_numpy(zero_copy_only=False).astype(dtype)  # copied, so that it is aligned and writable
+    return np.split(flat, column.offsets.to_numpy()[1:-1])
