@@ -1,5 +1,7 @@
 import logging
 import os
+import signal
+import time
 from dataclasses import fields, replace
 
 import numpy as np
@@ -283,3 +285,29 @@ def test_the_fingerprint_is_of_what_decides_the_samples():
         {"reward": {"terms": {"accuracy": {"type": "numeric", "weight": 2.0}}}},
     ]
     assert len({base, *(config(**changes) for changes in other)}) == len(other) + 1
+
+
+def test_what_was_kept_outlives_a_killed_process(tmp_path):
+    for incarnation in range(3):
+        said, say = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                writer = journal(tmp_path)
+                for group in range(incarnation * 10_000, 10**6):
+                    writer.keep(STEP, job(group), *finished(job(group)))
+                    os.write(say, group.to_bytes(4, "little"))
+            finally:
+                os._exit(1)
+        told = os.read(said, 4 * 20)
+        time.sleep(0.02 + 0.003 * incarnation)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(say)
+        while more := os.read(said, 65536):
+            told += more
+        os.close(said)
+        groups = np.frombuffer(told, np.uint32).tolist()
+        found = journal(tmp_path).find(STEP, [job(group) for group in groups])
+        assert [bits(g) for g in found] == [bits(finished(job(group))) for group in groups]
+    assert len(read_step(tmp_path, STEP)) >= 3
