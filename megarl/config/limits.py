@@ -14,8 +14,7 @@ class LimitConfig(Section):
     min: float | None = None
 
     action: Literal["warn", "skip", "stop"] = "stop"
-    """What becomes of a step that passes it: it is told of; it leaves the policy as it is; or it ends the run (exit code
-    3)."""
+    """What becomes of a step that passes it: it is told of, it leaves the policy as it is, or it ends the run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +46,7 @@ class LimitConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Watched numbers, and what becomes of a step that passes one. Default: none of them is limited."""
+    """Watched numbers. A run that one of them ends has exit code 3. Default: none is limited."""
 
     logprob_abs_max: LimitConfig | None = None
     """Largest |trainer - engine| log-probability of any sampled token, before the step's first update."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.config.limits import LimitConfig, LimitsConfig
-from megarl.megatron.work import Guard
+from megarl.megatron.work import DISAGREE, MISMATCH, Guard
 
 Stage = Literal["sampled", "estimated", "trained"]
 """After the completions and their rewards; after what models say of them, before training; after training."""
@@ -18,15 +18,13 @@ Action = Literal["warn", "skip", "stop"]
 MAX_DUMPS = 5
 """Steps of a run whose refused batches are kept."""
 
-DISAGREE = "trainer and engine disagree about the log-probability of a sampled token"
-
 _WATCHED: Mapping[Stage, tuple[tuple[str, str], ...]] = {
     "sampled": (("reward", "reward/mean"),),
     "estimated": (("kl", "kl/reference"),),
     "trained": (
         ("kl", "policy/kl_reference"),
         ("grad_norm", "grad_norm_max"),
-        ("logprob_abs_max", "mismatch/logprob_abs_max"),
+        ("logprob_abs_max", MISMATCH),
     ),
 }
 """Limits with the metrics that are held against them."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,52 +11,21 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megarl.algorithms import Denominators
-from megarl.batch.pack import Column, PerToken
-from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig
+from megarl.megatron.guard import StepWatch
 from megarl.megatron.metrics import MetricSums
 from megarl.megatron.model_rank import LocalPack, ModelRank
 from megarl.megatron.objective import Objective, mismatch
 from megarl.megatron.offload import TrainerMemory
-from megarl.megatron.work import (
-    Key,
-    Loss,
-    MiniBatch,
-    SampleRef,
-    SurrogateLoss,
-    TrainerSpec,
-    TrainStats,
-    TrainWork,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """What a step's samples refer to."""
-
-    trajectories: Sequence[Sequence[Trajectory]]
-    """[payload][index]."""
-    columns: Mapping[Column, Mapping[Key, PerToken]]
-
-    @classmethod
-    def fetch(cls, work: TrainWork) -> Samples:
-        """All that the work names."""
-        return cls(
-            [payload.fetch() for payload in work.payloads],
-            {name: dict(ChainMap(*map(dict, column.fetch()))) for name, column in work.columns.items()},
-        )
-
-    def trajectory(self, ref: SampleRef) -> Trajectory:
-        """Of one sample."""
-        return self.trajectories[ref.payload][ref.index]
-
-    def column(self, name: Column, ref: SampleRef) -> float | PerToken:
-        """Of one sample: token by token, or the same for all."""
-        return self.columns[name][ref.key] if name in self.columns else ref.scalars[name]
+from megarl.megatron.samples import Samples
+from megarl.megatron.train_checkpoint import TrainCheckpoint
+from megarl.megatron.work import MISMATCH, Loss, MiniBatch, SurrogateLoss, TrainerSpec, TrainStats, TrainWork
 
 
 class MegatronTrainer:
@@ -70,6 +38,7 @@ class MegatronTrainer:
         self._optimizer = _make_optimizer(spec.optimizer, self._ddp, rank)
         self._scheduler = _make_scheduler(spec.optimizer, self._optimizer, spec.optimizer_steps)
         self.memory = TrainerMemory(rank, self._ddp, self._optimizer)
+        self.checkpoint = TrainCheckpoint(rank, self._optimizer, self._scheduler, self.memory)
 
     def train_step(self, work: TrainWork) -> TrainStats:
         """All mini-batches of the work, one optimizer step each, as often as `epochs` says."""
@@ -77,17 +46,20 @@ class MegatronTrainer:
         samples = Samples.fetch(work)
         metrics = MetricSums()
         batches = [self._packs(batch, work, samples, metrics) for batch in work.mini_batches]
-        grad_norms, learning_rate = [], 0.0
-        for _ in range(work.epochs):
-            for batch, packs in zip(work.mini_batches, batches, strict=True):
-                learning_rate = self._optimizer.param_groups[0]["lr"]
-                grad_norms.append(self._optimizer_step(packs, work.loss, batch.denominators, metrics))
+        watch = StepWatch(work, samples, self.rank)
+        if watch.allows_step(metrics.largest_here(MISMATCH)):
+            for _ in range(work.epochs):
+                for batch, packs in zip(work.mini_batches, batches, strict=True):
+                    learning_rate = self._learning_rate
+                    metrics = self._try_update(batch, packs, work.loss, metrics, watch)
+        else:
+            learning_rate = self._learning_rate
+            self._scheduler.step(increment=work.epochs * len(batches))
         reduced = metrics.reduce(self.rank.groups.dp_cp) if self.rank.is_last else {}
-        steps = len(grad_norms)
         # what holds before the first update is measured once a mini-batch
-        times = {name: len(batches) if name.startswith("mismatch/") else steps for name in reduced}
+        times = {name: len(batches) if name.startswith("mismatch/") else watch.updates for name in reduced}
         out = {name: v if name.endswith("_max") else v / times[name] for name, v in reduced.items()}
-        out |= {"grad_norm": sum(grad_norms) / steps, "learning_rate": learning_rate}
+        out |= {**watch.metrics(), "learning_rate": learning_rate}
         tokens = sum(s.num_tokens for b in work.mini_batches for s in b.samples)
         return TrainStats(metrics=out, num_tokens=tokens)
 
@@ -96,8 +68,7 @@ class MegatronTrainer:
         packs = []
         for micro_batch in batch.micro_batches:
             refs = [batch.samples[i] for i in micro_batch]
-            names = {*work.columns, *(name for ref in batch.samples for name in ref.scalars)}
-            columns = {name: [samples.column(name, ref) for ref in refs] for name in sorted(names)}
+            columns = {name: [samples.column(name, ref) for ref in refs] for name in samples.names(batch)}
             packs.append(self.rank.pack([samples.trajectory(ref) for ref in refs], columns))
         if isinstance(work.loss, SurrogateLoss):
             if "old_logprobs" not in work.columns:
@@ -116,30 +87,47 @@ class MegatronTrainer:
             for packed, logprobs_t in zip(packs, found, strict=True)
         ]
 
-    def _optimizer_step(
-        self, packs: Sequence[LocalPack], loss: Loss, denominators: Denominators, metrics: MetricSums
-    ) -> float:
+    @property
+    def _learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def _try_update(
+        self, batch: MiniBatch, packs: Sequence[LocalPack], loss: Loss, metrics: MetricSums, watch: StepWatch
+    ) -> MetricSums:
+        """What `metrics` are after the update; as they were, and all else with them, where `watch` refuses it."""
         for chunk in self._ddp:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._accumulate(packs, loss, denominators, metrics)
-        _, grad_norm, _ = self._optimizer.step()
+        tried = metrics.copy()
+        losses = self._accumulate(packs, loss, batch.denominators, tried)
+        # what megatron-core's `step` does, with a question between the norm and the rest
+        self._optimizer.prepare_grads()
+        grad_norm = self._optimizer.get_grad_norm()
+        allowed = watch.allows_update(batch, losses, grad_norm)
+        if allowed:
+            _clip(self._optimizer, grad_norm)
+            self._optimizer.step_with_ready_grads()
         self._scheduler.step(increment=1)
-        return float(grad_norm or 0.0)
+        return tried if allowed else metrics
 
     def _accumulate(
         self, packs: Sequence[LocalPack], loss: Loss, denominators: Denominators, metrics: MetricSums
-    ) -> None:
-        """Leave the mini-batch's gradient, reduced over all ranks, in the gradient buffers."""
+    ) -> list[Tensor]:
+        """Leave the mini-batch's gradient, reduced over all ranks, in the gradient buffers.
+
+        Returns:
+            This rank's share of each micro-batch's loss; empty on all stages but the last.
+        """
         objective = Objective(loss, denominators, self.rank.groups)
         # megatron-core multiplies by the context-parallel size, and DDP averages over the data- and context-parallel
         # ranks; the objective's denominators are global already, so both are undone here.
         scale = self.rank.groups.dp.size()
 
         def share(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-            return objective(logits_1tv[0], packed.batch, metrics) * scale, {}
+            value = objective(logits_1tv[0], packed.batch, metrics)
+            return value * scale, {"loss": value.detach()}
 
-        self.rank.run(packs, share, modules=self._ddp)
+        return [output["loss"] for output in self.rank.run(packs, share, modules=self._ddp)]
 
 
 def _distribute(rank: ModelRank, distributed_optimizer: bool) -> list[DistributedDataParallel]:
@@ -151,7 +139,22 @@ def _distribute(rank: ModelRank, distributed_optimizer: bool) -> list[Distribute
     ]
 
 
-def _make_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParallel], rank: ModelRank) -> Any:
+def _clip(optimizer: ChainedOptimizer, grad_norm: float) -> None:
+    """Scale gradients down to the norm that they are clipped at, as `ChainedOptimizer.step` does."""
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+
+
+def _make_optimizer(
+    config: OptimizerConfig, chunks: list[DistributedDataParallel], rank: ModelRank
+) -> ChainedOptimizer:
     settings = McoreOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -165,7 +168,9 @@ def _make_optimizer(config: OptimizerConfig, chunks: list[DistributedDataParalle
         bf16=rank.dtype == torch.bfloat16,
         params_dtype=rank.dtype,
     )
-    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, pg_collection=rank.groups)
+    optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, pg_collection=rank.groups)
+    assert isinstance(optimizer, ChainedOptimizer), type(optimizer)
+    return optimizer
 
 
 def _make_scheduler(config: OptimizerConfig, optimizer: Any, steps: int) -> OptimizerParamScheduler:

@@ -143,6 +143,12 @@ class MiniBatch:
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
 
 
+MISMATCH = "mismatch/logprob_abs_max"
+"""The metric of how far trainer and engine are apart."""
+
+DISAGREE = "trainer and engine disagree about the log-probability of a sampled token"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
     """What is looked at before each update of a step, on all ranks alike.
@@ -226,6 +232,59 @@ class Invitation:
     host: str
     port: int
     """Of the store at which all ranks meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOrder:
+    """A checkpoint of the training state to write."""
+
+    folder: str
+    """Made if it is not there; files in it are overwritten."""
+    asynchronous: bool = False
+    """Training goes on while files are written."""
+    max_staging_bytes: int | None = None
+    """Host memory of a rank for what is written in the background; None: as much as it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStats:
+    """Of the start of a save; of all ranks together."""
+
+    staging_bytes: int
+    """Host memory that holds what is still to be written. It is kept between saves."""
+    bytes: int
+    """Of the tensors, as they will be in the files."""
+    seconds: float
+    """How long training was held up: the longest of any rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file of a checkpoint that is on the disk."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """All that the ranks of a model have written."""
+
+    files: tuple[SavedFile, ...]
+    write_seconds: float
+    """The longest of any rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """Of a training state that was loaded."""
+
+    same_layout: bool
+    """It was saved in this layout, and random generators go on too; else they are as seeded at the start."""
+    bytes: int
+    """Read, by all ranks together."""
 
 
 def micro_batches_of_replicas(

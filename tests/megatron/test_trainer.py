@@ -99,13 +99,13 @@ def train_on_rank(path, parallel, optimizer, work):
     trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
     grid = RankGrid.of(parallel, dist.get_world_size())
     gradients = []
-    step = trainer._optimizer.step
+    prepare = trainer._optimizer.prepare_grads
 
-    def keep_gradients_then_step():
+    def keep_gradients_then_prepare():
         gradients.append(collect_gradients(trainer))
-        return step()
+        return prepare()
 
-    trainer._optimizer.step = keep_gradients_then_step
+    trainer._optimizer.prepare_grads = keep_gradients_then_prepare
     stats = trainer.train_step(split_by_dp(work, grid)[dist.get_rank()])
     sink = CollectingSink()
     config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)

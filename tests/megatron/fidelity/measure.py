@@ -102,13 +102,13 @@ def _on_rank(spec: ModelSpec, optimizer: OptimizerConfig, sequences: Tokens, max
     work = split_by_dp(nll_work(sequences, max_tokens), grid)[dist.get_rank()]
     scores = _scores(trainer.rank, work)
     gradients: dict[str, torch.Tensor] = {}
-    step = trainer._optimizer.step
+    prepare = trainer._optimizer.prepare_grads
 
-    def keep_gradients_then_step() -> Any:
+    def keep_gradients_then_prepare() -> Any:
         gradients.update(collect_gradients(trainer))
-        return step()
+        return prepare()
 
-    trainer._optimizer.step = keep_gradients_then_step
+    trainer._optimizer.prepare_grads = keep_gradients_then_prepare
     stats = trainer.train_step(work)
     mine = (scores, stats.metrics, trainer.rank.layout, gradients, trainer.rank.tensors())
     everything: list[Any] = [None] * dist.get_world_size()

@@ -124,13 +124,13 @@ def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
     evaluation = split_evaluation(evaluation_work(answers_of(PAIRS), here, MAX_TOKENS), grid)[rank]
     found = worker.scores(evaluation) if spec.model.head == "value" else worker.logprobs(evaluation)
     gradients: dict[str, torch.Tensor] = {}
-    optimizer_step = worker._trainer._optimizer.step
+    prepare = worker._trainer._optimizer.prepare_grads
 
-    def keep_gradients_then_step() -> Any:
+    def keep_gradients_then_prepare() -> Any:
         gradients.update(collect_gradients(worker._trainer))
-        return optimizer_step()
+        return prepare()
 
-    worker._trainer._optimizer.step = keep_gradients_then_step
+    worker._trainer._optimizer.prepare_grads = keep_gradients_then_prepare
     refs = None if spec.model.head == "value" else REF_LOGPROBS
     work = pair_work(pairs_for(name), here, LOSSES[name], max_tokens=MAX_TOKENS, ref_logprobs=refs)
     stats = worker.train_step(split_by_dp(work, grid)[rank])
