@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint.differences import ABSENT, differences, require_no_contradictions
+from megarl.config import RunConfig
+from megarl.config.load import make_config
+from megarl.errors import ConfigError
+
+
+def tree(*overrides: str) -> dict[str, Any]:
+    given = {"run_dir": "runs/a", "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
+    return make_config(RunConfig, given, overrides).model_dump(mode="json")
+
+
+def found(*overrides: str, saved: tuple[str, ...] = ()) -> dict[str, bool]:
+    """Path -> whether it is allowed."""
+    return {each.path: each.allowed for each in differences(tree(*saved), tree(*saved, *overrides))}
+
+
+def test_equal_configurations_have_none() -> None:
+    assert differences(tree(), copy.deepcopy(tree())) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=runs/b",
+        "export_dir=out",
+        "model.path=elsewhere/m",
+        "data.path=elsewhere/d.jsonl",
+        "trainer.steps=200",
+        "trainer.offload.weights=true",
+        "trainer.recompute.granularity=full",
+        "trainer.max_tokens_per_micro_batch=99",
+        "trainer.eval_every=3",
+        "rollout.workers=3",
+        "rollout.request_timeout_seconds=3",
+        "rollout.engine.mem_fraction=0.5",
+        "rollout.engine.extra_args={a: {b: 1}}",
+        "placement.device=cpu",
+        "weight_sync.bucket_bytes=77",
+        "tracking.wandb={project: p}",
+        "limits.logprob_abs_max=0.1",
+        "checkpoint.every=3",
+        "recovery.max_restarts=3",
+    ],
+)
+def test_where_a_run_computes_may_change(override: str) -> None:
+    assert set(found(override).values()) == {True}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "model.dtype=float32",
+        "data.shuffle=false",
+        "data.eval_path=e.jsonl",
+        "data.prompt_template='Q: {prompt}'",
+        "trainer.optimizer.lr=3e-6",
+        "trainer.optimizer.clip_grad=3",
+        "rollout.sampling.temperature=0.5",
+        "rollout.max_new_tokens=77",
+        "algorithm.group_size=4",
+        "algorithm.kl_loss=null",
+        "algorithm.kl_loss.coefficient=0.5",
+        "algorithm.reference.path=r",
+        "reward.terms.accuracy.weight=2",
+        "reward.eval_term=accuracy",
+    ],
+)
+def test_what_a_run_computes_may_not(override: str) -> None:
+    assert found(override) == {override.partition("=")[0]: False}
+
+
+def test_other_sizes_and_pools() -> None:
+    split = ("placement.slots_per_node=4", "trainer.parallel.tp=2", "rollout.tp=2", "rollout.replicas=2")
+    assert found(*split) == {
+        "placement.slots_per_node": True,
+        "rollout.replicas": True,
+        "rollout.tp": True,
+        "trainer.parallel.tp": True,
+    }
+    assert found("placement.pools={b: {}}", "placement.rollout.pool=b") == {
+        "placement.pools.b": True,
+        "placement.rollout.pool": True,
+    }
+
+
+def test_other_sizes_of_other_models() -> None:
+    ppo = ("algorithm.type=ppo", "reward.terms.m={type: model, path: rm}", "placement.slots_per_node=2")
+    split = [f"{model}.parallel={{tp: 2}}" for model in ("algorithm.critic", "algorithm.reference", "reward.terms.m")]
+    assert set(found(*split, saved=ppo).values()) == {True}
+    assert len(found(*split, saved=ppo)) == 3
+    assert found("algorithm.critic.parallel.pp=2", saved=(*ppo, *split, "placement.slots_per_node=4")) == {
+        "algorithm.critic.parallel.pp": True
+    }
+
+
+@pytest.mark.parametrize("trained", ["trainer", "algorithm.critic"])
+def test_the_number_of_steps_decides_a_schedule(trained: str) -> None:
+    ppo = ("algorithm.type=ppo",)
+    assert found("trainer.steps=200", saved=ppo) == {"trainer.steps": True}
+    assert found("trainer.steps=200", saved=(*ppo, f"{trained}.optimizer.decay=cosine")) == {"trainer.steps": False}
+
+
+def test_another_algorithm_has_other_keys() -> None:
+    every = {each.path: each for each in differences(tree(), tree("algorithm.type=dapo"))}
+    assert (every["algorithm.type"].saved, every["algorithm.type"].now) == ("grpo", "dapo")
+    assert every["algorithm.max_batches"].saved is ABSENT
+    assert not every["algorithm.max_batches"].allowed
+    assert list(every) == sorted(every)
+
+
+def test_contradictions_are_listed_first() -> None:
+    changes = ("run_dir=runs/b", "seed=1", "checkpoint.every=3", "algorithm.kl_loss=null")
+    with pytest.raises(ConfigError) as error:
+        require_no_contradictions(differences(tree(), tree(*changes)), "step-000020")
+    kl = '{"coefficient": 0.001, "kind": "k3"}'
+    assert str(error.value) == (
+        "the configuration contradicts that of checkpoint step-000020:\n"
+        f"  algorithm.kl_loss: {kl} was saved, got null (contradicts)\n"
+        "  seed: 0 was saved, got 1 (contradicts)\n"
+        "  checkpoint.every: 20 was saved, got 3 (allowed)\n"
+        '  run_dir: "runs/a" was saved, got "runs/b" (allowed)\n'
+        "set what contradicts back to what was saved, or begin a run of its own in another run_dir"
+    )
+
+
+def test_allowed_differences_contradict_nothing() -> None:
+    require_no_contradictions(differences(tree(), tree("run_dir=runs/b", "checkpoint.every=3")), "step-000020")
