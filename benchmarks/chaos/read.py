@@ -1,0 +1,102 @@
+"""What a finished run has left in its folder, in a form that can be compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow.parquet as pq
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+
+from benchmarks.chaos.watch import METRICS, Line, step_lines
+
+Step: TypeAlias = int
+
+INDEX, COMMON, STATE = ".metadata", "common.pt", "state.json"
+
+BOOKS = ("books", "metrics_bytes")
+"""Fields of `state.json` that tell of times, and of the length of a file with times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """Trajectories as they were written down."""
+
+    stream: Mapping[Step, list[str]]
+    """Prompt ids in the order of the step's groups."""
+    rows: Mapping[Step, str]
+    """Every column of the step's file, as text that differs where a bit does."""
+    samples: Counter[tuple[Step, str]]
+    """By step and prompt, how many trajectories there are, in all files."""
+
+
+def read_rollouts(run: Path) -> Rollouts:
+    """Of the run's `rollouts`; for `samples` also of the folders that a run which began anew has set aside."""
+    stream: dict[Step, list[str]] = {}
+    rows: dict[Step, str] = {}
+    samples: Counter[tuple[Step, str]] = Counter()
+    for path in sorted(run.glob("rollouts*/step-*.parquet")):
+        columns = pq.read_table(path).to_pydict()
+        samples.update(zip(columns["step"], columns["prompt_id"], strict=True))
+        if path.parent.name == "rollouts":
+            step = int(path.stem.removeprefix("step-"))
+            groups = dict(zip(columns["group_id"], columns["prompt_id"], strict=True))
+            stream[step] = [groups[group] for group in sorted(groups)]
+            rows[step] = repr(columns)  # the shortest text of a float names it exactly
+    return Rollouts(stream=stream, rows=rows, samples=samples)
+
+
+def read_metrics(run: Path) -> dict[Step, list[Line]]:
+    """Step -> its lines, also of files that a run which began anew has set aside."""
+    found: dict[Step, list[Line]] = {}
+    for path in sorted(run.glob(f"{METRICS}*")):
+        for step, lines in step_lines(path.read_text()).items():
+            found.setdefault(step, []).extend(lines)
+    return found
+
+
+def read_last_checkpoint(run: Path) -> dict[str, Any]:
+    """Everything that the newest checkpoint holds, by the file or index and the name there; tensors are whole."""
+    folders = sorted((run / "checkpoints").glob("step-*"))
+    if not folders:
+        return {}
+    folder = folders[-1]
+    found: dict[str, Any] = {"name": folder.name}
+    for index in sorted(folder.rglob(INDEX)):
+        name = index.parent.relative_to(folder).as_posix()
+        found |= {f"{name}/{key}": value for key, value in _read_distributed(index.parent).items()}
+    for path in sorted(folder.rglob(COMMON)):
+        found[path.relative_to(folder).as_posix()] = torch.load(path, weights_only=False)
+    if (folder / STATE).exists():
+        state = json.loads((folder / STATE).read_text())
+        found |= {f"{STATE}/{key}": value for key, value in state.items() if key not in BOOKS}
+    return found
+
+
+def _read_distributed(folder: Path) -> dict[str, Any]:
+    index = FileSystemReader(folder).read_metadata()
+    state: dict[str, Any] = {}
+    for name, stored in index.state_dict_metadata.items():
+        state[name] = None
+        if isinstance(stored, TensorStorageMetadata):
+            # zeros, since not every element needs to be stored
+            state[name] = torch.zeros(stored.size, dtype=stored.properties.dtype)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load_distributed(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    return state
+
+
+def read_model(folder: Path) -> dict[str, bytes]:
+    """The exported weights, by file."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

@@ -1,0 +1,46 @@
+"""A report as tables, for people."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.chaos.report import ChaosReport
+
+
+def rows(report: ChaosReport) -> list[tuple[str, str]]:
+    """What, and how much of it."""
+    made = f"{report.kills} of {report.kills_asked}" if report.kills < report.kills_asked else str(report.kills)
+    return [
+        ("kills", made),
+        *((f"  {target}", str(count)) for target, count in report.by_target.items()),
+        *((f"  in {phase}", str(count)) for phase, count in report.by_phase.items()),
+        ("recovered", str(report.recovered)),
+        ("recovery, median", _seconds(report.recovery_seconds_p50)),
+        ("recovery, longest", _seconds(report.recovery_seconds_max)),
+        ("restarts of the command", str(report.restarts)),
+        ("bitwise equal", "yes" if report.bitwise_equal else "no"),
+        ("prompts lost", str(report.prompts_lost)),
+        ("prompts repeated", str(report.prompts_repeated)),
+        ("trajectories repeated", str(report.trajectories_repeated)),
+        ("orphans", str(report.orphans)),
+        (f"{report.steps} steps, undisturbed", _seconds(report.seconds_undisturbed)),
+        (f"{report.steps} steps, disturbed", _seconds(report.seconds_disturbed)),
+    ]
+
+
+def print_table(report: ChaosReport) -> None:
+    """To stdout."""
+    table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows(report):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for line in (*report.differences, *report.orphan_names):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"
