@@ -42,6 +42,13 @@ def deadline(judge: Judge) -> Iterator[None]:
         _judge.reset(token)
 
 
+def check_deadline(late: Sequence[str]) -> None:
+    """Raise as the judge of the `deadline` here has it, for workers of these names that have not answered."""
+    judge = _judge.get()
+    if judge is not None and (verdict := judge(late)) is not None:
+        raise verdict
+
+
 def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
     """Results in order; a failure does not wait for the other ranks, since they may wait for the failed one.
 

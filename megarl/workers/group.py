@@ -26,7 +26,10 @@ from megarl.placement.pool import SlotPool
 from megarl.placement.process_start import ProcessStart
 from megarl.workers.failure import wait_all
 from megarl.workers.payload import Kept, Payload, StoredPayload
+from megarl.workers.process_stacks import ProcessPlace
 from megarl.workers.shell import Shell
+from megarl.workers.stacks import ask_places
+from megarl.workers.stragglers import CallRecord
 from megarl.workers.transfers import Transfer
 
 W = TypeVar("W")
@@ -158,6 +161,16 @@ class WorkerProcesses:
         refs = [actor.came_up.remote() for actor in self.actors]
         names = {ref: f"{self.name} process {rank}" for rank, ref in enumerate(refs)}
         return wait_all(refs, what="start", names=names)
+
+    def places(self) -> dict[str, ProcessPlace]:
+        """Where each process is, by the name it has in errors; to be asked while they answer."""
+        return ask_places({f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)})
+
+    def take_calls(self) -> list[list[CallRecord]]:
+        """By rank, its calls since the last time; it answers once it has no call under way."""
+        refs = [actor.take_calls.remote() for actor in self.actors]
+        names = {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
+        return wait_all(refs, what="take_calls", names=names)
 
     def stop(self) -> None:
         """End every process, and with it the workers of every role."""

@@ -12,6 +12,17 @@ from typing import Any
 import ray
 
 from megarl.placement.process_start import Diary, ProcessStart
+from megarl.workers.process_stacks import ProcessPlace, give_account
+from megarl.workers.stragglers import CallLog, CallRecord
+
+
+def _own_place() -> ProcessPlace:
+    return ProcessPlace(
+        node_id=ray.get_runtime_context().get_node_id(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        account=give_account(),
+    )
 
 
 class Shell:
@@ -19,8 +30,9 @@ class Shell:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._diary = Diary()
+        self._diary, self._place = Diary(), _own_place()
         self._workers: dict[str, Any] = {}
+        self._calls = CallLog()
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and a port that was free a moment ago."""
@@ -46,9 +58,19 @@ class Shell:
         """How this process did."""
         return self._diary.read()
 
+    def place(self) -> ProcessPlace:
+        """Where this process is."""
+        return self._place
+
+    def take_calls(self) -> list[CallRecord]:
+        """The calls since the last time."""
+        return self._calls.take()
+
     def invoke(self, role: str, method: str, argument: Any) -> Any:
         """`method(argument)` of the worker of `role`."""
-        return getattr(self._workers[role], method)(argument)
+        worker = self._workers[role]
+        with self._calls.call(role, method, worker):
+            return getattr(worker, method)(argument)
 
     def keep(self, role: str, method: str, argument: Any) -> tuple[None, Any]:
         """As `invoke`; for two references, of which the first only tells that the call is over."""
@@ -60,7 +82,7 @@ class AsyncShell:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._diary = Diary()
+        self._diary, self._place = Diary(), _own_place()
         self._worker: Any = None
         self._building: asyncio.Future[Any] | None = None
 
@@ -86,6 +108,10 @@ class AsyncShell:
     async def came_up(self) -> ProcessStart:
         """How this process did."""
         return self._diary.read()
+
+    async def place(self) -> ProcessPlace:
+        """Where this process is."""
+        return self._place
 
     async def invoke(self, method: str, *arguments: Any) -> Any:
         """`await method(*arguments)` of the worker; Ray has put values in the place of references."""

@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ import ray
 from ray.util import remove_placement_group
 
 from megarl.config.placement import PlacementConfig
+from megarl.controller.watchdog import PhaseWatch
 from megarl.errors import LostRankError, MegarlError, RewardError, WeightSyncError, WorkerError
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import Slot, SlotPool, reserve
@@ -25,6 +28,7 @@ from megarl.workers.failure import wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
 from megarl.workers.shell import AsyncShell
+from megarl.workers.stacks import collect_stacks
 from megarl.workers.transfers import BROADCAST, Transfer
 from tests.end_to_end.launched import wait_until
 
@@ -69,6 +73,14 @@ class Worker:
             case "stall":
                 time.sleep(60)
         return self.rank
+
+    def meet(self, seconds: float) -> None:
+        """One rank waits so long, and the other works."""
+        ends = time.thread_time() + seconds
+        if self.rank == 0:
+            time.sleep(seconds)
+        while self.rank == 1 and time.thread_time() < ends:
+            pass
 
 
 EACH: Transfer[Any, Any] = Transfer(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
@@ -209,6 +221,53 @@ def test_a_killed_rank_is_named_and_its_last_words_are_shown(group: WorkerGroup[
 def test_a_late_rank_is_named(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match=r"^workers\.fail: no answer within 0\.2 s from workers rank 0$"):
         group.call(Worker.fail, (1, "nothing"), via=BROADCAST, timeout=0.2)
+
+
+def test_a_stopped_rank_is_named_and_where_every_process_hangs(
+    group: WorkerGroup[Worker], processes: WorkerProcesses, tmp_path: Path
+) -> None:
+    places = processes.places()
+    assert list(places) == ["worker rank 0", "worker rank 1"]
+    one = places["worker rank 1"]
+    here = ray.get_runtime_context().get_node_id()
+    assert {place.node_id for place in places.values()} == {here}
+    said: list[str] = []
+    watch = PhaseWatch(2.0, said.append, lambda: collect_stacks(places), tmp_path)
+    os.kill(one.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(WorkerError) as error, watch.phase(12, "train"):
+            group.call(Worker.meet, 0.1, via=BROADCAST)
+        assert time.monotonic() - began < 25
+        file = tmp_path / "stacks" / "step-000012-train.txt"
+        says = f"train of step 12 took longer than 2 s; no answer from workers rank 1; stacks: {file}"
+        assert str(error.value) == said[-1] == says
+        text = file.read_text()
+        assert re.search(rf"^worker rank 1 \(pid {one.pid} on {one.host}\): stopped, in \w+", text, re.MULTILINE)
+        sections = [section for section in text.split("\n== ") if section.startswith("worker rank ")]
+        assert [section.split(" (")[0] for section in sections] == list(places)
+        assert all('"MainThread"\n' in section for section in sections)
+    finally:
+        os.kill(one.pid, signal.SIGCONT)
+    assert group.call(Worker.where, None, via=EACH)[1][1] == "1"
+
+
+def test_what_a_node_that_is_gone_cannot_tell_is_said(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    first = processes.places()["worker rank 0"]
+    places = {"worker rank 0": first, "engine 7": replace(first, node_id="ab" * 28, host="n9")}
+    text = collect_stacks(places, timeout=10.0)
+    assert "\nn9: nothing about engine 7: " in text
+    assert f"== worker rank 0 (pid {first.pid}" in text
+
+
+def test_processes_know_what_their_ranks_worked(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    processes.take_calls()
+    group.call(Worker.meet, 0.3, via=BROADCAST)
+    idle, busy = processes.take_calls()
+    assert [(record.role, record.method) for record in idle + busy] == [("workers", "meet")] * 2
+    assert idle[0].worked < 0.1 < 0.29 < idle[0].seconds
+    assert busy[0].worked > 0.25
+    assert processes.take_calls() == [[], []]
 
 
 class Slow:
