@@ -17,7 +17,11 @@ from megarl.megatron.work import (
     EvaluationWork,
     Invitation,
     Key,
+    LoadReport,
     ModelSpec,
+    SavedPart,
+    SaveOrder,
+    SaveStats,
     SyncSetup,
     TokenColumn,
     TrainerSpec,
@@ -125,6 +129,22 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """Write the model in Hugging Face format."""
         self.group.call(TrainerWorker.save_hf, folder, via=BROADCAST)
 
+    def begin_save(self, order: SaveOrder) -> SaveStats:
+        """Save the training state, and return when training may go on; `finish_save` has to follow."""
+        return self.group.call(TrainerWorker.begin_save, order, via=_BEGIN_SAVE)
+
+    def save_is_written(self) -> bool:
+        """`finish_save` need not wait."""
+        return self.group.call(TrainerWorker.save_is_written, None, via=_IS_WRITTEN)
+
+    def finish_save(self) -> SavedPart:
+        """Wait until all is written; every rank's files."""
+        return self.group.call(TrainerWorker.finish_save, None, via=_FINISH_SAVE)
+
+    def load_training(self, folder: str) -> LoadReport:
+        """Go on from the training state in `folder`, which may be of another layout."""
+        return self.group.call(TrainerWorker.load_training, folder, via=_LOAD)
+
 
 _PREPARE: Transfer[SyncSetup, Invitation | None] = Transfer(to_all, from_first)
 
@@ -133,6 +153,22 @@ def _total(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
     return reduce(add, results)
 
 
+def _began(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
+    return SaveStats(
+        staging_bytes=sum(r.staging_bytes for r in results),
+        bytes=sum(r.bytes for r in results),
+        seconds=max(r.seconds for r in results),
+    )
+
+
+def _loaded(results: Sequence[LoadReport], _: RankGrid) -> LoadReport:
+    return LoadReport(same_layout=all(r.same_layout for r in results), bytes=sum(r.bytes for r in results))
+
+
+_BEGIN_SAVE: Transfer[SaveOrder, SaveStats] = Transfer(to_all, _began)
+_IS_WRITTEN: Transfer[None, bool] = Transfer(to_all, lambda results, _: all(results))
+_FINISH_SAVE: Transfer[None, SavedPart] = Transfer(to_all, from_first)
+_LOAD: Transfer[str, LoadReport] = Transfer(to_all, _loaded)
 _OFFLOAD: Transfer[OffloadConfig, OffloadStats] = Transfer(to_all, _total)
 _ONLOAD: Transfer[None, OffloadStats] = Transfer(to_all, _total)
 

@@ -184,7 +184,7 @@ class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for sharded in nested_values(by_key):
             if isinstance(sharded, ShardedTensor):
-                sharded.data = _in_own_storage(sharded.data)
+                sharded.data = in_own_storage(sharded.data)
         save_distributed(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=FileSystemWriter(checkpoint_dir),
@@ -235,7 +235,7 @@ def _drop_objects(state: dict[str, dict[str, Any]]) -> None:
             del chunk[key]
 
 
-def _in_own_storage(tensor: Tensor) -> Tensor:
+def in_own_storage(tensor: Tensor) -> Tensor:
     """The same memory as a tensor whose storage holds nothing else, where that needs no copy."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,11 @@ from megarl.megatron.work import (
     EvaluationWork,
     Invitation,
     Key,
+    LoadReport,
     ModelSpec,
+    SavedPart,
+    SaveOrder,
+    SaveStats,
     SyncSetup,
     TrainerSpec,
     TrainStats,
@@ -161,6 +166,37 @@ class TrainerWorker(Evaluator):
         self._require_weights()
         export.save(self._trainer.rank, self._spec.model.model_path, folder)
         self._rest()
+
+    def begin_save(self, order: SaveOrder) -> SaveStats:
+        """Save the training state: what this rank counted; training may go on.
+
+        What cannot be written is said by `finish_save`, which has to come before the next save.
+        """
+        stats = self._trainer.checkpoint.begin_save(order)
+        self._rest()
+        return stats
+
+    def save_is_written(self, _: None) -> bool:
+        """True once `finish_save` need not wait for this rank. Does not wait itself."""
+        return self._trainer.checkpoint.is_written
+
+    def finish_save(self, _: None) -> SavedPart:
+        """Wait until all ranks have written; every rank's files.
+
+        Raises:
+            DataError: a rank could not write; names it, the file and the reason. The next save may be begun.
+        """
+        return self._trainer.checkpoint.finish_save()
+
+    def load_training(self, folder: str) -> LoadReport:
+        """Go on from the training state in `folder`; what this rank read.
+
+        Raises:
+            DataError: it is none of this model, and nothing has been changed; or a file is damaged, and some has.
+        """
+        report = self._trainer.checkpoint.load(Path(folder))
+        self._rest()
+        return report
 
     def _require_weights(self) -> None:
         self._trainer.memory.onload_weights()
