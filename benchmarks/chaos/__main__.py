@@ -125,6 +125,7 @@ def _undisturbed(
         command.end()
         command.forget()
     say(f"{watch.steps_done} steps in {end - begin:.1f} s")
+    comparison.require_whole(folder)
     planned = plan_kills(args.kills, seed=args.seed, targets=args.targets, timeline=watch.timeline(end))
     return folder, end - begin, planned
 

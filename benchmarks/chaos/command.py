@@ -40,6 +40,7 @@ class Command:
         self._drivers: set[int] = set()
         self._shared_before = set(SHARED_MEMORY.iterdir())
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0
 
     @property
     def driver(self) -> int:
@@ -53,6 +54,7 @@ class Command:
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         command = [str(Path(sys.executable).with_name("megarl")), *self._arguments, *more]
         with self._log.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -63,8 +65,9 @@ class Command:
         return None if self._process is None else self._process.poll()
 
     def last_words(self, lines: int = 20) -> str:
-        """The end of what it printed."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+        """The end of what it has printed since it was started last."""
+        printed = self._log.read_bytes()[self._log_begin :].decode(errors="replace")
+        return "\n".join(printed.splitlines()[-lines:])
 
     def living(self) -> list[psutil.Process]:
         """Processes of the run that have not ended: of its sessions, its descendants, and those with its mark."""

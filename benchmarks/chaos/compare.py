@@ -49,33 +49,42 @@ class Comparison:
     """Some of each kind, for people."""
 
 
-def compare(undisturbed: Path, disturbed: Path) -> Comparison:
-    """Both are run folders; see the module for what is compared. What the disturbed run lacks is a difference.
+def require_whole(run: Path) -> None:
+    """Return if the undisturbed run has all that is compared.
 
     Raises:
-        DataError: the undisturbed run lacks something.
+        DataError: it lacks something.
     """
-    rollouts, others = read_rollouts(undisturbed), read_rollouts(disturbed)
-    lines, other_lines = read_metrics(undisturbed), read_metrics(disturbed)
-    drawn, other_drawn = _drawn(rollouts), _drawn(others)
-    pairs: dict[str, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {
-        "checkpoint": (read_last_checkpoint(undisturbed), read_last_checkpoint(disturbed)),
-        "model": (read_model(undisturbed / "model"), read_model(disturbed / "model")),
-        "prompts of step": (rollouts.stream, others.stream),
-        "trajectories of step": (rollouts.rows, others.rows),
-        "metrics of step": (_trained(lines), _trained(other_lines)),
-    }
-    for what, (values, _) in pairs.items():
+    for what, values in _parts(run).items():
         if not values:
-            raise DataError(f"{undisturbed} needs what is compared, has nothing of it: {what}")
-    differences = [line for what, (values, of_other) in pairs.items() for line in _differences(what, values, of_other)]
+            raise DataError(f"{run} needs what is compared, has nothing of it: {what}")
+
+
+def compare(undisturbed: Path, disturbed: Path) -> Comparison:
+    """Both are run folders; see the module for what is compared. What the disturbed run lacks is a difference."""
+    parts, of_other = _parts(undisturbed), _parts(disturbed)
+    differences = [line for what, values in parts.items() for line in _differences(what, values, of_other[what])]
+    rollouts, others = read_rollouts(undisturbed), read_rollouts(disturbed)
+    drawn, other_drawn = _drawn(rollouts), _drawn(others)
     return Comparison(
         bitwise_equal=not differences,
         prompts_lost=(drawn - other_drawn).total(),
         prompts_repeated=(other_drawn - drawn).total(),
-        trajectories_repeated=_repeated(rollouts, others, other_lines),
+        trajectories_repeated=_repeated(rollouts, others, read_metrics(disturbed)),
         differences=differences,
     )
+
+
+def _parts(run: Path) -> dict[str, Mapping[Any, Any]]:
+    """Everything that is compared, by what it is and within that by name or step."""
+    rollouts = read_rollouts(run)
+    return {
+        "checkpoint": read_last_checkpoint(run),
+        "model": read_model(run / "model"),
+        "prompts of step": rollouts.stream,
+        "trajectories of step": rollouts.rows,
+        "metrics of step": _trained(read_metrics(run)),
+    }
 
 
 def _drawn(rollouts: Rollouts) -> Counter[str]:
