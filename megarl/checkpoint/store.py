@@ -101,11 +101,12 @@ class CheckpointStore:
             folder.mkdir()
         return Draft(self, step, folder)
 
-    def clean(self) -> None:
-        """Remove what dead saves and interrupted removals have left; only for the holder of the run's lock.
+    def clean(self) -> list[str]:
+        """Remove what dead saves and interrupted removals have left, and return its names; for the lock's holder only.
 
         A checkpoint that was to be replaced, and was not, gets its name back.
         """
+        removed = []
         for path in sorted(self.folder.glob(".step-*")):
             match = _HIDDEN.fullmatch(path.name)
             if match is None:
@@ -116,6 +117,8 @@ class CheckpointStore:
                 _sync(self.folder)
             else:
                 self._remove(path, name)
+                removed.append(path.name)
+        return removed
 
     def saved(self) -> list[Saved]:
         """All by step, whole or not: only names are looked at."""

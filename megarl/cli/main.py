@@ -24,6 +24,7 @@ SUMMARIES = {
     "eval": "accuracy of a model on held-out prompts",
     "score": "log-probabilities and entropies of given tokens",
     "convert": "a model from Hugging Face's format to Megatron's, and back",
+    "checkpoint": "list, verify or remove the checkpoints of a run",
     "check": "find what is wrong with a configuration, without starting anything",
     "doctor": "what this machine has, what will be used, what is missing",
     "launch": "a command over several machines: a Ray node on each, the command on the first",
@@ -80,7 +81,7 @@ def _main(argv: Sequence[str]) -> int:
 def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParser:
     """The parser with every command named, and the arguments of command `name`."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
-    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for each, summary in SUMMARIES.items():
         subparser = commands.add_parser(each, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -119,6 +120,10 @@ def _load(name: str) -> Command:
             from megarl.cli import convert
 
             return convert
+        case "checkpoint":
+            from megarl.cli import checkpoint
+
+            return checkpoint
         case "check":
             from megarl.cli import check
 

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.verify import hash_file
+from megarl.cli.main import main
+from megarl.config import RunConfig, dump_config
+from megarl.config.load import make_config
+from tests.checkpoint.run_folder import CONTENTS, write_files
+
+FILE = "policy/__0_0.distcp"
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run with checkpoints of steps 20 to 80, which keeps 1 and every 40th; its path is relative."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/demo")
+    tree: dict[str, Any] = {"run_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
+    config = dump_config(make_config(RunConfig, tree, ["checkpoint.keep_last=1", "checkpoint.keep_every=40"]))
+    store = CheckpointStore(folder)
+    for step in (20, 40, 60, 80):
+        draft = store.begin(step)
+        write_files(draft)
+        (draft.folder / "config.yaml").write_text(config)
+        draft.commit(CONTENTS, {FILE: hash_file(draft.folder / FILE)})
+    return folder
+
+
+def listed(run_dir: Path, capsys: Captured) -> dict[int, dict[str, Any]]:
+    assert main(["checkpoint", "ls", str(run_dir), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return {row.pop("step"): row for row in rows}
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def test_ls_for_programs(run_dir: Path, capsys: Captured) -> None:
+    (folder_of(run_dir, 60) / FILE).unlink()
+    rows = listed(run_dir, capsys)
+    assert {step: (row["whole"], row["kept_by"]) for step, row in rows.items()} == {
+        20: (True, None),
+        40: (True, "keep_every"),
+        60: (False, None),
+        80: (True, "keep_last"),
+    }
+    assert rows[60]["problems"] == [f"{FILE} is missing, needs 100 bytes"]
+    assert rows[40]["layout"] == {"policy": {"tp": 2, "pp": 1, "world": 4}}
+    assert rows[40]["created"].endswith("+00:00")
+    on_disk = sum(path.stat().st_size for path in folder_of(run_dir, 40).rglob("*") if path.is_file())
+    assert rows[40]["bytes"] == on_disk
+
+
+def test_ls_for_people(run_dir: Path, capsys: Captured) -> None:
+    (folder_of(run_dir, 60) / "manifest.json").unlink()
+    with RunLock(run_dir):
+        assert main(["checkpoint", "ls", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert cells[0] == ["step", "when", "size", "layout", "whole", "kept by"]
+    assert [(row[0], *row[3:]) for row in cells[1:5]] == [
+        ("20", "policy tp=2 world=4", "yes", "nothing"),
+        ("40", "policy tp=2 world=4", "yes", "keep_every"),
+        ("60", "-", "no", "nothing"),
+        ("80", "policy tp=2 world=4", "yes", "keep_last"),
+    ]
+    assert cells[1][1].endswith(" UTC")
+    assert cells[1][2].endswith(" kB")
+    assert lines[5] == "step 60: manifest.json is missing"
+    assert lines[6].startswith("in use by pid ")
+
+
+def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/checkpoints has no checkpoints\n"
+    assert listed(tmp_path, capsys) == {}
+
+
+def test_ls_of_what_a_newer_megarl_wrote(run_dir: Path, capsys: Captured) -> None:
+    (folder_of(run_dir, 80) / "manifest.json").write_text('{"format_version": 2}')
+    rows = listed(run_dir, capsys)
+    assert (rows[80]["whole"], rows[80]["kept_by"]) == (False, "newer format")
+    assert "needs a newer megarl" in rows[80]["problems"][0]
+    assert main(["checkpoint", "verify", str(run_dir), "80"]) == 1
+    assert "step-000080 is of format 2" in capsys.readouterr().err
+
+
+def test_verify_names_file_and_check(run_dir: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "verify", str(run_dir)]) == 0
+    answer = capsys.readouterr()
+    assert [line.split()[:4] for line in answer.out.splitlines()] == [
+        [f"step-0000{step}", "whole", "5", "files"] for step in (20, 40, 60, 80)
+    ]
+    assert answer.err == "".join(f"reading step-0000{step}\n" for step in (20, 40, 60, 80))
+    (folder_of(run_dir, 40) / FILE).write_bytes(b"v" * 100)
+    assert main(["checkpoint", "verify", str(run_dir)]) == 1
+    answer = capsys.readouterr()
+    assert [line.split()[1] for line in answer.out.splitlines()] == ["whole", "damaged", "whole", "whole"]
+    assert f"error: step-000040: {FILE} has sha256 " in answer.err
+    assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
+    assert main(["checkpoint", "verify", str(run_dir), "40"]) == 1
+
+
+def test_prune_keeps_what_the_run_says(run_dir: Path, capsys: Captured) -> None:
+    draft = CheckpointStore(run_dir).begin(100)
+    assert main(["checkpoint", "prune", str(run_dir), "--dry-run"]) == 0
+    told = [" ".join(line.split()[:-2]) for line in capsys.readouterr().out.splitlines() if "remove" in line]
+    assert told == ["would remove step-000020", "would remove step-000060"]
+    assert draft.folder.exists()
+    assert len(listed(run_dir, capsys)) == 4
+    assert main(["checkpoint", "prune", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert f"removed  {draft.folder.name}, which was not finished" in out
+    assert "keeping       step-000080" in out
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000040", "step-000080"]
+    assert [path.name for path in run_dir.iterdir()] == ["checkpoints"]
+
+
+def test_prune_as_told(run_dir: Path, capsys: Captured) -> None:
+    assert main(["checkpoint", "prune", str(run_dir), "--keep-last", "2", "--keep-every", "0"]) == 0
+    capsys.readouterr()
+    assert set(listed(run_dir, capsys)) == {60, 80}
+
+
+def test_a_live_run_is_not_pruned(run_dir: Path, capsys: Captured) -> None:
+    with RunLock(run_dir):
+        assert main(["checkpoint", "prune", str(run_dir)]) == 2
+    assert capsys.readouterr().err.startswith("error: run_dir runs/demo is in use by pid ")
+    assert len(listed(run_dir, capsys)) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["ls", "runs/none"], "there is no folder runs/none"),
+        (["verify", "runs/demo", "30"], "needs a checkpoint of step 30, got those of steps 20, 40, 60, 80"),
+        (["verify", "runs"], "runs/checkpoints needs a checkpoint, has none"),
+        (["prune", "runs/demo", "--keep-last", "0"], "--keep-last needs to be at least 1, got 0"),
+        (["prune", "runs/demo", "--keep-every", "-1"], "--keep-every needs to be at least 0, got -1"),
+    ],
+)
+@pytest.mark.usefixtures("run_dir")
+def test_what_cannot_be(command: list[str], message: str, capsys: Captured) -> None:
+    assert main(["checkpoint", *command]) == 2
+    assert message in capsys.readouterr().err
