@@ -74,18 +74,16 @@ def wait_any(
     Raises:
         MegarlError: none was over within `timeout` seconds, or as the judge of the `deadline` here has it.
     """
-    judge = _judge.get()
     began = time.monotonic()
     left, pause = timeout, timeout
     while True:
-        if judge is not None:
+        if _judge.get() is not None:
             pause = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
         done, waiting = ray.wait(list(refs), num_returns=1, timeout=pause)
         if done:
             return done, waiting
         late = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
-        if judge is not None and (verdict := judge(late)) is not None:
-            raise verdict
+        check_deadline(late)
         if timeout is not None:
             left = max(0.0, began + timeout - time.monotonic())
             if left == 0.0:
