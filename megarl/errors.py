@@ -5,6 +5,7 @@
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
+    |   `-- LostEngineError        a rollout engine is gone, with the requests that it had
     |-- LaunchError              nodes did not meet, or one of a run's was lost; exit code 1
     |-- WeightSyncError            weights did not arrive whole; exit code 1
     |   `-- LostRankError          because another rank is gone or has given up
@@ -45,6 +46,10 @@ class RewardError(MegarlError):
 
 class WorkerError(MegarlError):
     """A trainer worker or rollout engine that died or failed; carries its last words."""
+
+
+class LostEngineError(WorkerError):
+    """A rollout engine that has ended, or is taken for dead; another one may do what it was asked."""
 
 
 class LaunchError(MegarlError):

@@ -12,6 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
 from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
+from megarl.controller.restarts import Restarts
+from megarl.controller.supervision import Supervision
+from megarl.errors import WorkerError
 from megarl.placement.pool import SlotPool
 from megarl.placement.process_start import ProcessStart
 from megarl.reshard.handover import Handover
@@ -35,64 +38,13 @@ class StartedEngine:
     name: str
 
 
-class EngineGroup:
-    """Rank r of engine i runs on slot `servers[i][r]` of the pool.
+class Engines:
+    """Some engines, or all, called as one; engine i of them has the slots `servers[i]` of the pool."""
 
-    In the trainer's pool, that is beside the trainer rank that serves it.
-    """
-
-    def __init__(self, config: RunConfig, pool: SlotPool, servers: Sequence[Sequence[int]]) -> None:
-        self.servers, self.pool = servers, pool
-        self._timeout = config.weight_sync.timeout_seconds
-        tp, device = config.rollout.tp, pool.device
-        environment = engine_environment(device, tp)
-        if device == "cuda":
-            # Ray would hide what it has not granted to this very process: all of the slots' GPUs where trainer ranks
-            # have them, and else those of all slots but the first.
-            environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        self.asked = time.time()
-        """When Ray was asked for their processes."""
-        actor = ray.remote(AsyncShell)
-        self.engines: list[StartedEngine] = []
-        self._starting: dict[Any, str] = {}
-        for replica, ranks in enumerate(servers):
-            slots, name = [pool.slots[rank] for rank in ranks], f"engine {replica}"
-            of_engine = environment | gpu_environment([slot.gpu_id for slot in slots])
-            handle = actor.options(
-                num_cpus=slots[0].cpus if config.engines_apart else 0,
-                num_gpus=slots[0].gpus if config.engines_apart else 0,
-                max_restarts=0,
-                max_concurrency=10_000,  # every request in flight is a call
-                scheduling_strategy=PlacementGroupSchedulingStrategy(pool.group, slots[0].bundle),
-                runtime_env={"env_vars": of_engine},
-            ).remote(of_engine)
-            spec = engine_spec(config, replica, device)
-            self._starting[handle.build.remote(_start_engine, (spec,), of_engine, time.time())] = name
-            self.engines.append(StartedEngine(handle, name))
-        self._start_timeout = config.rollout.engine.start_timeout_seconds
-
-    def wait_started(self) -> None:
-        """Block until every engine answers.
-
-        Raises:
-            WorkerError: one did not come up.
-        """
-        wait_all(list(self._starting), what="engine start", names=self._starting, timeout=self._start_timeout)
-
-    def came_up(self) -> list[ProcessStart]:
-        """How each engine's process did."""
-        refs = [engine.handle.came_up.remote() for engine in self.engines]
-        names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
-        return wait_all(refs, what="start", names=names, timeout=self._timeout)
-
-    def first_completion(self) -> float:
-        """When the first one was finished on any engine, in Unix time; there has been one."""
-        found: list[float] = [when for when in self.call("first_completion") if when is not None]
-        return min(found)
-
-    def remote_engines(self) -> list[RemoteEngine]:
-        """For rollout workers."""
-        return [RemoteEngine(engine.handle, engine.name) for engine in self.engines]
+    def __init__(
+        self, engines: Sequence[StartedEngine], servers: Sequence[Sequence[int]], pool: SlotPool, timeout: float
+    ) -> None:
+        self.engines, self.servers, self.pool, self._timeout = list(engines), servers, pool, timeout
 
     def layouts(self) -> list[WeightLayout]:
         """By tensor rank, what an engine needs; replicas are alike."""
@@ -134,10 +86,114 @@ class EngineGroup:
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
         return RemoteCall(refs, list, method, names)
 
+
+class EngineGroup(Engines):
+    """All engines of a run. Rank r of engine i runs on slot `servers[i][r]` of the pool.
+
+    In the trainer's pool, that is beside the trainer rank that serves it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pool: SlotPool,
+        servers: Sequence[Sequence[int]],
+        restarts: Restarts | None = None,
+    ) -> None:
+        """Args:
+        restarts: the run's budget; None: one of their own, of which the user hears nothing.
+        """
+        super().__init__([], servers, pool, config.weight_sync.timeout_seconds)
+        self._config = config
+        self.asked = time.time()
+        """When Ray was asked for their processes."""
+        self._starting: dict[Any, str] = {}
+        for replica in range(len(servers)):
+            started, ref = self._launch(replica)
+            self.engines.append(started)
+            self._starting[ref] = started.name
+        self.supervision = Supervision(
+            self, len(servers), config, restarts or Restarts(config.recovery, lambda text: None)
+        )
+
+    def wait_started(self) -> None:
+        """Block until every engine answers.
+
+        Raises:
+            WorkerError: one did not come up.
+        """
+        seconds = self._config.rollout.engine.start_timeout_seconds
+        wait_all(list(self._starting), what="engine start", names=self._starting, timeout=seconds)
+        self.supervision.started()
+
+    def came_up(self) -> list[ProcessStart]:
+        """How each engine's process did."""
+        refs = [engine.handle.came_up.remote() for engine in self.engines]
+        names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
+        return wait_all(refs, what="start", names=names, timeout=self._timeout)
+
+    def first_completion(self) -> float:
+        """When the first one was finished on any engine, in Unix time; now, if no engine is left that has seen one."""
+        times = []
+        for number in self.supervision.serving:
+            try:
+                times += self.only([number]).call("first_completion")
+            except WorkerError:
+                continue  # it is lost, and supervised
+        return min((when for when in times if when is not None), default=time.time())
+
+    def remote_engines(self) -> list[RemoteEngine | None]:
+        """For rollout workers; None in the place of one that does not serve."""
+        serving = self.supervision.serving
+        return [
+            RemoteEngine(engine.handle, engine.name) if number in serving else None
+            for number, engine in enumerate(self.engines)
+        ]
+
+    def only(self, replicas: Sequence[int]) -> Engines:
+        """These, as they are now."""
+        chosen = [self.engines[replica] for replica in replicas]
+        return Engines(chosen, [self.servers[replica] for replica in replicas], self.pool, self._timeout)
+
+    def name(self, replica: int) -> str:
+        """For people."""
+        return f"engine {replica}"
+
+    def handle(self, replica: int) -> Any:
+        """The engine's Ray actor, an AsyncShell."""
+        return self.engines[replica].handle
+
+    def start(self, replica: int) -> Any:
+        """Put a new process in the place of an engine's; a reference that is ready once it is up, or has failed."""
+        self.engines[replica], ref = self._launch(replica)
+        return ref
+
     def shutdown(self) -> None:
         """End the engines' processes in order, also while they start; one that is gone already is no error."""
         refs = [engine.handle.stop.remote() for engine in self.engines]
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
+
+    def _launch(self, replica: int) -> tuple[StartedEngine, Any]:
+        config, device = self._config, self.pool.device
+        slots = [self.pool.slots[rank] for rank in self.servers[replica]]
+        environment = engine_environment(device, config.rollout.tp)
+        if device == "cuda":
+            # Ray would hide what it has not granted to this very process: all of the slots' GPUs where trainer ranks
+            # have them, and else those of all slots but the first.
+            environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        environment |= gpu_environment([slot.gpu_id for slot in slots])
+        actor = ray.remote(AsyncShell).options(
+            num_cpus=slots[0].cpus if config.engines_apart else 0,
+            num_gpus=slots[0].gpus if config.engines_apart else 0,
+            max_restarts=0,
+            max_concurrency=10_000,  # every request in flight is a call
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.pool.group, slots[0].bundle),
+            runtime_env={"env_vars": environment},
+        )
+        handle = actor.remote(environment)
+        spec = engine_spec(config, replica, device)
+        ref = handle.build.remote(_start_engine, (spec,), environment, time.time())
+        return StartedEngine(handle, self.name(replica)), ref
 
 
 def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:

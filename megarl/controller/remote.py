@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import LostEngineError, MegarlError, WeightSyncError
 from megarl.reshard.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.workers.failure import translate, wait_all
@@ -40,7 +40,9 @@ class RemoteEngine:
         try:
             return await asyncio.wrap_future(self.handle.invoke.remote(method, argument).future())
         except RayError as error:
-            raise translate(error, what=method, name=self.name) from error
+            cause = translate(error, what=method, name=self.name)
+            # an engine's own words for its end are of this class already
+            raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Restarts:
         """Args:
         counts: what an earlier process of the run has used.
         """
-        self._config, self._say = config, say
+        self._config, self.say = config, say
         self.counts: Counter[str] = Counter(counts or {})
         self._last_step = 0
         self._recent: Counter[tuple[str, str]] = Counter()
@@ -67,8 +67,13 @@ class Restarts:
         seconds = self._backoff(self._recent[kind, who])
         self._recent[kind, who] += 1
         when = f" in {seconds:g} s" if seconds else ""
-        self._say(f"{who} was lost ({first_line(cause)}); restarting it{when}, {used + 1} of {limit}")
+        self.say(f"{who} was lost ({first_line(cause)}); restarting it{when}, {used + 1} of {limit}")
         return seconds
+
+    @property
+    def step(self) -> int:
+        """The one under way, as far as is known here: the one behind the last that was finished."""
+        return self._last_step + 1
 
     def step_done(self, step: int) -> None:
         """Failures from now on are new ones; a step that was finished before, and is done again, changes nothing."""

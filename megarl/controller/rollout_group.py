@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.controller.engines import EngineGroup
+from megarl.controller.remote import RemoteEngine
 from megarl.controller.rollout_process import Rewards, RolloutProcess
+from megarl.controller.supervision import LOOK_SECONDS
 from megarl.controller.tokens import EstimateJob, Findings
-from megarl.errors import WorkerError
+from megarl.errors import LostEngineError, WorkerError
 from megarl.megatron.work import TokenColumn
 from megarl.placement.nodes import light_nodes
 from megarl.placement.process_start import ProcessStart
 from megarl.rollout.engine import Sampling
 from megarl.rollout.worker import GroupJob, GroupSummary
-from megarl.workers.failure import raise_failure, wait_all
+from megarl.workers.failure import check_deadline, raise_failure, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.shell import AsyncShell
 
@@ -35,32 +38,47 @@ class FinishedGroup:
     payload: StoredPayload[list[Trajectory]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A job that a worker has been given."""
+
+    job: GroupJob
+    worker: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """Rollouts that a worker has been told to write."""
+
+    index: int
+    worker: Any
+    arguments: tuple[Any, ...]
+
+
 class RolloutGroup:
-    """Spreads prompts over the rollout workers, each of which balances over all engines."""
+    """Spreads prompts over the rollout workers, each of which balances over all engines.
+
+    A worker that dies is replaced, and its jobs are asked again under the same request ids. Engines are supervised
+    while groups are waited for; workers hear of those that have come back.
+    """
 
     def __init__(self, config: RunConfig, engines: EngineGroup) -> None:
         self._config = config
         self._timeout = config.rollout.request_timeout_seconds * 2
-        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        self._engines, self._supervision = engines, engines.supervision
         self.asked = time.time()
         """When Ray was asked for the workers' processes."""
-        actor = ray.remote(AsyncShell)
-        nodes = light_nodes()
-        self._workers = []
-        for index in range(config.rollout.workers):
-            here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
-            options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
-            worker = options.remote(environment)
-            worker.expect.remote(RolloutProcess, self.asked)  # it imports for seconds, while engines start
-            self._workers.append(worker)
-        self._engines = engines
-        self._records: list[Any] = []
+        self._workers = [self._launch(index) for index in range(config.rollout.workers)]
+        self._known: list[RemoteEngine | None] = []
+        """By engine, what the workers take for it."""
+        self._records: dict[Any, _Recording] = {}
+        """What is being written."""
 
     def start(self) -> None:
         """Build the workers; the engines must be up."""
-        arguments = (self._config, self._engines.remote_engines())
-        asked = time.time()
-        refs = [worker.build.remote(RolloutProcess, arguments, {}, asked) for worker in self._workers]
+        self._known = self._engines.remote_engines()
+        refs = [self._build(worker) for worker in self._workers]
         wait_all(refs, what="rollout worker start", names=self._names(refs))
 
     def came_up(self) -> list[ProcessStart]:
@@ -82,9 +100,11 @@ class RolloutGroup:
             seed: what the samples' randomness follows from.
 
         Raises:
-            RewardError, WorkerError: as the worker raised it; the first ends the stream.
+            RewardError, WorkerError: as the worker raised it, or a process was lost that may not be restarted; the
+                first ends the stream.
         """
-        payloads, names = {}, {}
+        self._tend_engines()
+        asked: dict[Any, _Asked] = {}
         for group_id, prompt in enumerate(prompts):
             job = GroupJob(
                 prompt=prompt,
@@ -94,16 +114,87 @@ class RolloutGroup:
                 request_id=f"{label}-{group_id}",
                 seed=seed,
             )
-            index = group_id % len(self._workers)
-            summary, payload = self._workers[index].invoke.options(num_returns=2).remote("rollout_group", job)
-            payloads[summary], names[summary] = payload, f"rollout worker {index}"
-        waiting = list(payloads)
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=self._timeout)
-            if not done:
-                raise WorkerError(f"{label}: {len(waiting)} groups were not done after {self._timeout:g} s")
-            raise_failure(done[0], what="rollout", name=names[done[0]])
-            yield FinishedGroup(ray.get(done[0]), StoredPayload(payloads.pop(done[0])))
+            self._ask(job, group_id % len(self._workers), asked)
+        patience = _Patience(self._timeout)
+        while asked:
+            done = self._wait(asked)
+            if self._tend_engines():
+                patience.renew()
+            if not done and patience.is_over:
+                raise WorkerError(f"{label}: {len(asked)} groups were not done after {self._timeout:g} s")
+            for summary in done:
+                patience.renew()
+                if self._has_died(summary):
+                    self._replace_worker(asked[summary].worker, summary, asked)
+                    break
+                raise_failure(summary, what="rollout", name=f"rollout worker {asked[summary].worker}")
+                yield FinishedGroup(ray.get(summary), StoredPayload(asked.pop(summary).payload))
+
+    def _ask(self, job: GroupJob, worker: int, asked: dict[Any, _Asked]) -> None:
+        summary, payload = self._workers[worker].invoke.options(num_returns=2).remote("rollout_group", job)
+        asked[summary] = _Asked(job, worker, payload)
+
+    def _wait(self, asked: Mapping[Any, _Asked]) -> list[Any]:
+        """One of them that is done; none after a while, or when an engine has something to tell."""
+        done, _ = ray.wait([*asked, *self._supervision.refs()], num_returns=1, timeout=LOOK_SECONDS)
+        found = [ref for ref in done if ref in asked]
+        if not found:
+            check_deadline(sorted({f"rollout worker {each.worker}" for each in asked.values()}))
+        return found
+
+    def _tend_engines(self) -> bool:
+        """Look after the engines, and tell the workers of those lost or come back; whether there were, or none serves.
+
+        Raises as `Supervision.tend` does.
+        """
+        self._supervision.tend()
+        changed = False
+        for number, engine in enumerate(self._engines.remote_engines()):
+            if engine == self._known[number]:
+                continue
+            self._known[number] = engine
+            changed = True
+            lost = LostEngineError(f"{self._engines.name(number)} was lost")
+            for worker in self._workers:
+                if engine is None:
+                    worker.invoke.remote("lose_engine", number, lost)
+                else:
+                    worker.invoke.remote("replace_engine", number, engine)
+        return changed or not self._supervision.serving
+
+    def _replace_worker(self, index: int, failed: Any, asked: dict[Any, _Asked]) -> None:
+        """Start a worker anew that has died, which the call `failed` tells, and ask it for what the old one had."""
+        self._restart(index, failed)
+        for ref, old in list(asked.items()):
+            if old.worker == index:
+                del asked[ref]
+                self._ask(old.job, index, asked)
+
+    def _restart(self, index: int, failed: Any) -> None:
+        name = f"rollout worker {index}"
+        while True:
+            try:
+                raise_failure(failed, what="rollout", name=name)
+            except WorkerError as error:
+                restarts = self._supervision.restarts
+                time.sleep(restarts.take("rollout worker", error, restarts.step, who=name))
+            else:
+                return
+            self._workers[index] = self._launch(index)
+            failed = self._build(self._workers[index])
+
+    def _launch(self, index: int) -> Any:
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+        nodes = light_nodes()
+        here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
+        actor = ray.remote(AsyncShell)
+        options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
+        worker = options.remote(environment)
+        worker.expect.remote(RolloutProcess, time.time())  # it imports for seconds, while engines start
+        return worker
+
+    def _build(self, worker: Any) -> Any:
+        return worker.build.remote(RolloutProcess, (self._config, self._known), {}, time.time())
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
@@ -116,24 +207,67 @@ class RolloutGroup:
         self, job: EstimateJob, groups: Sequence[FinishedGroup]
     ) -> tuple[Findings, dict[Column, StoredPayload[TokenColumn]]]:
         """What `job` finds out of the groups' trajectories; its columns stay where they are."""
-        call = self._workers[0].invoke.options(num_returns=1 + len(job.gives))
-        refs = call.remote("estimate", job, *[group.payload.ref for group in groups])
-        found, *columns = refs if job.gives else [refs]
+        while True:
+            call = self._workers[0].invoke.options(num_returns=1 + len(job.gives))
+            refs = call.remote("estimate", job, *[group.payload.ref for group in groups])
+            found, *columns = refs if job.gives else [refs]
+            wait_any([found], what="estimate", names=self._names([found]))
+            if not self._has_died(found):
+                break
+            self._restart(0, found)
         (findings,) = wait_all([found], what="estimate", names=self._names([found]))
         return findings, {name: StoredPayload(ref) for name, ref in zip(job.gives, columns, strict=True)}
 
     def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float]) -> None:
         """Have a worker write the step's rollouts to Parquet, while the run goes on."""
         self.finish_records()
-        worker = self._workers[step % len(self._workers)]
         refs = [group.payload.ref for group in groups]
         rewards = [Rewards(t.reward, t.rewards) for group in groups for t in group.summary.trajectories]
-        self._records.append(worker.invoke.remote("record", step, rewards, list(advantages), *refs))
+        self._record(step % len(self._workers), (step, rewards, list(advantages), *refs))
 
     def finish_records(self) -> None:
         """Block until what `record` began is on disk."""
-        wait_all(self._records, what="record rollouts", names=self._names(self._records))
-        self._records.clear()
+        while self._records:
+            ref, recording = next(iter(self._records.items()))
+            index, name = recording.index, f"rollout worker {recording.index}"
+            wait_any([ref], what="record rollouts", names={ref: name})
+            del self._records[ref]
+            if not self._has_died(ref):
+                raise_failure(ref, what="record rollouts", name=name)
+                continue
+            if self._workers[index] is recording.worker:
+                self._restart(index, ref)
+            self._record(index, recording.arguments)
+
+    def _record(self, index: int, arguments: tuple[Any, ...]) -> None:
+        worker = self._workers[index]
+        self._records[worker.invoke.remote("record", *arguments)] = _Recording(index, worker, arguments)
+
+    def _has_died(self, ref: Any) -> bool:
+        """Whether the finished call `ref` has ended with its worker's process."""
+        try:
+            ray.get(ref)
+        except RayActorError:
+            return True
+        except RayError:
+            return False
+        return False
 
     def _names(self, refs: Sequence[Any]) -> dict[Any, str]:
         return {ref: f"rollout worker {i}" for i, ref in enumerate(refs)}
+
+
+class _Patience:
+    """How long nothing may come."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since = seconds, time.monotonic()
+
+    def renew(self) -> None:
+        """Something came."""
+        self._since = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing came for too long."""
+        return time.monotonic() - self._since > self._seconds

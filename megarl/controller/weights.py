@@ -3,20 +3,23 @@
 On the trainer's slots, each trainer rank gathers what the engine rank beside it needs, and hands it over in shared
 memory. Engines with slots of their own receive it themselves: the ranks of both sides are called at the same time, and
 wait for each other (megarl.reshard.handover).
+
+An engine that is lost during a push is started anew, and the push is made again. One that comes back between two
+pushes is given the version that the others serve, while they go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 from megarl.config import RunConfig
-from megarl.controller.engines import EngineGroup
+from megarl.controller.engines import EngineGroup, Engines, StartedEngine
 from megarl.controller.servers import machines, number_machines
 from megarl.controller.trainer_group import TrainerGroup
-from megarl.errors import WeightSyncError
+from megarl.errors import MegarlError, WeightSyncError
 from megarl.megatron.work import Invitation, SyncSetup, total
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
@@ -46,50 +49,90 @@ class PushReport:
 
 
 class WeightSync:
-    """Engines take a new version only once all of it has arrived at all of them."""
+    """Engines take a new version only once all of it has arrived at all of them that are up."""
 
     def __init__(self, config: RunConfig, trainer: TrainerGroup, engines: EngineGroup, pool: SlotPool) -> None:
         """`pool`: the trainer's."""
-        self._trainer, self._engines = trainer, engines
+        self._config, self._trainer, self._engines, self._pool = config, trainer, engines, pool
         self._timeout_seconds = config.weight_sync.timeout_seconds
-        self._setup = sync_setup(config, trainer.grid, engines, pool)
         self._backend = "nccl" if pool.device == "cuda" else "gloo"
-        self._connect()
-        self._connected = True
-        """The ranks have connections for pushes; one that failed has broken them."""
+        self._connected: list[StartedEngine] | None = None
+        """The engines for which the ranks have connections; a push that failed has broken them."""
         self.policy_version = -1
         """What the engines hold; -1 before the first push."""
+        self._through_losses(lambda up: self._connect(engines.only(up)))
+        engines.supervision.restore = self.restore
 
     def push(self, policy_version: int) -> PushReport:
         """Give the engines the trainer's current weights, as `policy_version`.
 
         Raises:
             WeightSyncError: they did not arrive whole; the engines refuse to serve until a push succeeds.
+            WorkerError: a trainer rank died, or an engine was lost that may not be restarted.
         """
+
+        def push(up: Sequence[int]) -> PushReport:
+            report = self._push(self._engines.only(up), policy_version)
+            self._engines.supervision.served(up)
+            return report
+
+        report = self._through_losses(push)
+        self.policy_version = policy_version
+        self._engines.supervision.restore = self.restore
+        return report
+
+    def restore(self, replica: int) -> None:
+        """Give an engine that was started anew what the others serve, which go on meanwhile.
+
+        One that is lost meanwhile is no error here: it is started anew once more. Raises as `push` does.
+        """
+        if self.policy_version < 0:
+            return  # the first push is yet to come
+        try:
+            self._push(self._engines.only([replica]), self.policy_version)
+        except MegarlError as error:
+            if not self._engines.supervision.blame(error):
+                raise
+        if self._trainer.offloaded.anything:
+            self._trainer.offload()
+
+    def _through_losses(self, work: Callable[[Sequence[int]], T]) -> T:
+        """What `work` returns of all engines that are up; it is done again where one was lost meanwhile."""
+        supervision = self._engines.supervision
+        while True:
+            try:
+                return work(supervision.wait_up())
+            except MegarlError as error:
+                if not supervision.blame(error):
+                    raise
+
+    def _push(self, engines: Engines, policy_version: int) -> PushReport:
         timer = PhaseTimer()
         with timer.phase("open"):
-            self._engines.call("begin_weights")
+            engines.call("begin_weights")
         with timer.phase("transfer"):
-            if not self._connected:
-                self._connect()
-            self._connected = False
-            stats = self._transfer()
-            self._connected = True
+            if self._connected != engines.engines:
+                self._connect(engines)
+            self._connected = None
+            stats = self._transfer(engines)
+            self._connected = engines.engines
         assert stats.bytes_sent == stats.bytes_received, f"{stats.bytes_sent} sent, {stats.bytes_received} received"
         with timer.phase("commit"):
-            self._engines.call("end_weights", policy_version)
-        self.policy_version = policy_version
+            engines.call("end_weights", policy_version)
         by_hand = 0 if self._invitation is not None else stats.bytes_delivered
         return PushReport(stats=stats, seconds=timer.totals, bytes_moved=stats.bytes_received + by_hand)
 
-    def _connect(self) -> None:
-        self._invitation = self._trainer.prepare_sync(self._setup)
+    def _connect(self, engines: Engines) -> None:
+        self._connected = None
+        setup = sync_setup(self._config, self._trainer.grid, engines, self._pool)
+        self._invitation = self._trainer.prepare_sync(setup)
         if self._invitation is not None:
-            self._join(self._invitation)
+            self._join(self._invitation, engines)
+        self._connected = engines.engines
 
-    def _join(self, invitation: Invitation) -> None:
+    def _join(self, invitation: Invitation, engines: Engines) -> None:
         """Have the ranks of both sides plan, and meet at the trainer's store, which is another one each time."""
-        self._engines.prepare_receive(invitation.handover)
+        engines.prepare_receive(invitation.handover)
         meeting = Meeting(
             host=invitation.host,
             port=invitation.port,
@@ -98,13 +141,13 @@ class WeightSync:
             timeout_seconds=self._timeout_seconds,
             backend=self._backend,
         )
-        self._both(invitation, self._engines.begin("join_trainer", meeting), self._trainer.begin_join(meeting))
+        self._both(invitation, engines.begin("join_trainer", meeting), self._trainer.begin_join(meeting))
 
-    def _transfer(self) -> SyncStats:
+    def _transfer(self, engines: Engines) -> SyncStats:
         """What was counted; on both sides, where engines receive the weights themselves."""
         if self._invitation is None:
             return self._trainer.push_weights()
-        receiving, sending = self._engines.begin("receive_weights"), self._trainer.begin_push()
+        receiving, sending = engines.begin("receive_weights"), self._trainer.begin_push()
         received, sent = self._both(self._invitation, receiving, sending)
         return total([sent, *chain.from_iterable(received)])
 
@@ -115,7 +158,7 @@ class WeightSync:
             raise WeightSyncError(f"{e} ({invitation.handover.legend})") from e
 
 
-def sync_setup(config: RunConfig, grid: RankGrid, engines: EngineGroup, pool: SlotPool) -> SyncSetup:
+def sync_setup(config: RunConfig, grid: RankGrid, engines: Engines, pool: SlotPool) -> SyncSetup:
     """How weights travel in this run: boxes to each engine rank from the rank beside it, if there is one.
 
     Whole tensors, which are all with `gather_hf` and otherwise those of which engines compute values of their own, go
@@ -149,7 +192,7 @@ def sync_setup(config: RunConfig, grid: RankGrid, engines: EngineGroup, pool: Sl
     )
 
 
-def _handover(config: RunConfig, engines: EngineGroup, pool: SlotPool) -> Handover:
+def _handover(config: RunConfig, engines: Engines, pool: SlotPool) -> Handover:
     """What both sides plan from, but for what the trainer's ranks hold: they know that themselves."""
     slots = [*pool.slots, *(engines.pool.slots[slot] for ranks in engines.servers for slot in ranks)]
     return Handover(

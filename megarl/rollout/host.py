@@ -26,7 +26,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megarl.errors import ConfigError, WorkerError
+import psutil
+
+from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.placement.process_start import importing
 from megarl.rollout.arguments import engine_arguments
 from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
@@ -36,6 +38,9 @@ T = TypeVar("T")
 
 LOG_TAIL_LINES = 15
 
+BEAT_SECONDS = 0.5
+"""How often it is looked whether schedulers that do not answer have worked meanwhile."""
+
 
 class EngineHost:
     """Starts, watches and ends one `sglang.Engine`."""
@@ -44,7 +49,9 @@ class EngineHost:
         self.spec = spec
         self.directory = ""
         """Private to this engine, for its sockets among others; made as it launches, removed by `stop`."""
-        self.failure: WorkerError | None = None
+        self.failure: LostEngineError | None = None
+        self._question: asyncio.Task[Any] | None = None
+        """Asked by `beat`, and not answered yet."""
         self.processes: list[BaseProcess] = []
         self._log_dir = spec.log_dir or ""
         self._engine: Any = None
@@ -58,7 +65,7 @@ class EngineHost:
     def tokenizer_manager(self) -> Any:
         """SGLang's front; its coroutines run in `call` only."""
         if self._engine is None:
-            raise WorkerError("the engine is not running")
+            raise LostEngineError("the engine is not running")
         return self._engine.tokenizer_manager
 
     async def start(self) -> None:
@@ -87,21 +94,31 @@ class EngineHost:
         """The result of a coroutine that runs in the engine's thread.
 
         Raises:
-            WorkerError: a scheduler process has ended, or ends meanwhile.
+            LostEngineError: a scheduler process has ended, or ends meanwhile.
         """
         if self._loop is None or self._stopping:
             work.close()
-            raise self.failure or WorkerError("the engine is not running")
+            raise self.failure or LostEngineError("the engine is not running")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._watched(work), self._loop))
 
     async def watch(self) -> NoReturn:
         """Wait for the engine's end.
 
         Raises:
-            WorkerError: a scheduler process has ended, or the engine was shut down.
+            LostEngineError: a scheduler process has ended, or the engine was shut down.
         """
         await self.call(asyncio.Event().wait())
         raise AssertionError("nobody sets it")
+
+    async def beat(self) -> None:
+        """Return once the scheduler processes have given a sign of life; those that stand still never do.
+
+        They answer, or have used processor time since: one that is in a long step does not answer for a while.
+
+        Raises:
+            LostEngineError: a scheduler process has ended.
+        """
+        await self.call(self._beat())
 
     def describe(self, rank: int) -> str:
         """The scheduler process of a TP rank, and what the system says of it."""
@@ -180,8 +197,30 @@ class EngineHost:
         if not self._stopping:
             self._loop = loop
 
+    async def _beat(self) -> None:
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(self.tokenizer_manager.get_internal_state())
+            self._calls.add(self._question)
+            self._question.add_done_callback(self._calls.discard)
+        before = self._processor_seconds()
+        while not self._question.done():
+            await asyncio.wait([self._question], timeout=BEAT_SECONDS)
+            now = self._processor_seconds()
+            if all(spent > earlier for spent, earlier in zip(now, before, strict=True)):
+                return
+
+    def _processor_seconds(self) -> list[float]:
+        """By TP rank."""
+        spent = []
+        for process in self.processes:
+            try:
+                spent.append(sum(psutil.Process(process.pid).cpu_times()[:2]))
+            except psutil.NoSuchProcess:
+                spent.append(0.0)  # `_on_exit` is about to tell
+        return spent
+
     async def _end(self) -> None:
-        self.failure = self.failure or WorkerError("the engine was shut down")
+        self.failure = self.failure or LostEngineError("the engine was shut down")
         calls = list(self._calls)
         for call in calls:
             call.cancel()
@@ -214,7 +253,9 @@ class EngineHost:
         process.join()
         code = process.exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        self.failure = WorkerError(f"the engine's scheduler process of TP rank {rank} {how}{self._last_words(process)}")
+        self.failure = LostEngineError(
+            f"the engine's scheduler process of TP rank {rank} {how}{self._last_words(process)}"
+        )
         self._kill()
         for call in list(self._calls):
             call.cancel()

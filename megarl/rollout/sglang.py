@@ -47,13 +47,16 @@ class EngineHealth:
 
 
 class SglangEngine:
-    """Implements `RolloutEngine`. Every method may raise WorkerError: the engine's processes have ended."""
+    """Implements `RolloutEngine`. Every method may raise LostEngineError: the engine's processes have ended."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._host = EngineHost(spec)
         self._weights = WeightSession(self._host)
         self._num_requests = 0
+        self._num_attempts = 0
+        self._in_flight: dict[str, str] = {}
+        """By request id, SGLang's of its latest attempt."""
         self._first_completion: float | None = None
 
     async def start(self) -> None:
@@ -69,7 +72,7 @@ class SglangEngine:
         """One completion.
 
         Raises:
-            WorkerError: SGLang refused the request (too long, for one).
+            WorkerError: SGLang refused the request (too long, for one), or another one came under its id.
             WeightSyncError: the engine holds a mixture of weights after a sync that failed.
         """
         (generation,) = await self.generate_many([request])
@@ -167,6 +170,18 @@ class SglangEngine:
             policy_version=self._weights.policy_version, num_requests=self._num_requests, scheduler_pids=pids
         )
 
+    async def watch(self) -> None:
+        """Wait for the engine's end.
+
+        Raises:
+            LostEngineError: a scheduler process has ended, or the engine was shut down.
+        """
+        await self._host.watch()
+
+    async def beat(self) -> None:
+        """Return once the engine has given a sign of life; see `EngineHost.beat`."""
+        await self._host.beat()
+
     async def first_completion(self) -> float | None:
         """When the first one was finished, in Unix time; None before."""
         return self._first_completion
@@ -192,8 +207,9 @@ class SglangEngine:
         sampling = request.sampling
         # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
         seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+        attempt = self._attempt(request.request_id)
         work = GenerateReqInput(
-            rid=request.request_id,
+            rid=attempt,
             input_ids=list(request.token_ids),
             sampling_params={
                 "temperature": sampling.temperature,
@@ -209,9 +225,24 @@ class SglangEngine:
             answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
         except (ValueError, HTTPException) as e:  # an HTTPException is SGLang's word for its own overload
             raise WorkerError(f"request {request.request_id}: {e}") from e
+        finally:
+            is_latest = self._in_flight.get(request.request_id) == attempt
+            if is_latest:
+                del self._in_flight[request.request_id]
+        if not is_latest:
+            raise WorkerError(f"request {request.request_id} was asked again")
         if self._first_completion is None:
             self._first_completion = time.time()
         return self._generation(answer)
+
+    def _attempt(self, request_id: str) -> str:
+        """A name for SGLang, which takes none twice; whoever asked under this id before is gone, or has given up."""
+        if request_id in self._in_flight:
+            self._host.tokenizer_manager.abort_request(rid=self._in_flight[request_id])
+        self._num_attempts += 1
+        # SGLang aborts all that begin with the name: none is the beginning of another
+        self._in_flight[request_id] = attempt = f"{request_id}#{self._num_attempts}."
+        return attempt
 
     def _generation(self, answer: dict[str, Any]) -> Generation:
         meta = answer["meta_info"]
@@ -235,4 +266,8 @@ class SglangEngine:
             raise WorkerError(f"the engine's weights could not be overwritten: {message}")
 
     async def _abort(self, request_id: str | None) -> None:
-        self._host.tokenizer_manager.abort_request(rid=request_id or "", abort_all=request_id is None)
+        manager = self._host.tokenizer_manager
+        if request_id is None:
+            manager.abort_request(abort_all=True)
+        elif request_id in self._in_flight:
+            manager.abort_request(rid=self._in_flight[request_id])

@@ -1,7 +1,7 @@
 """Runs agents against engines and has their trajectories scored, a group of samples at a time.
 
 controller --- GroupJob ---> RolloutWorker --- requests of one group ---> the engine with the fewest outstanding
-           <-- summaries --       |
+           <-- summaries --       |                              (another one, should it be lost)
               + trajectories      '--- trajectory, prompt ---> Scorer
 """
 
@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megarl.batch.trajectory import Prompt, Trajectory
-from megarl.errors import WorkerError
+from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.coalesce import CoalescingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
+from megarl.rollout.fleet import Fleet, GroupBerth
 from megarl.rollout.scorer import Scorer
 
 T = TypeVar("T")
@@ -83,32 +84,55 @@ class GroupSummary:
     """From then to the last reward."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reassignments:
+    """What lost engines have caused."""
+
+    num_samples: int
+    """Begun anew on another engine."""
+    late_answers: int
+    """Dropped: nobody waited for them any more."""
+
+
 class RolloutWorker:
     """Lives in a process of its own, beside the engines."""
 
-    def __init__(self, spec: RolloutWorkerSpec, engines: Sequence[GenerationEngine], scorer: Scorer) -> None:
+    def __init__(self, spec: RolloutWorkerSpec, engines: Sequence[GenerationEngine | None], scorer: Scorer) -> None:
+        """Args:
+        engines: None: it is not there yet; `replace_engine` brings it.
+        """
         assert engines, "a worker needs an engine"
         self._spec = spec
-        self._engines = [CoalescingEngine(engine) for engine in engines]
-        self._outstanding = [0] * len(engines)
-        """Samples that each engine is working on for this worker."""
+        self._fleet = Fleet(engines)
         self._scorer = scorer
+
+    async def lose_engine(self, index: int, error: LostEngineError) -> None:
+        """Give an engine up: what it has not answered, another one is asked; see `Fleet`."""
+        self._fleet.lose(index, error)
+
+    async def replace_engine(self, index: int, engine: GenerationEngine) -> None:
+        """Have `engine` in the place of one that was lost, or that was not there yet."""
+        self._fleet.replace(index, engine)
+
+    async def reassignments(self) -> Reassignments:
+        """What lost engines have caused so far."""
+        return Reassignments(num_samples=self._fleet.reassigned, late_answers=self._fleet.late_answers)
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
         """`num_samples` scored trajectories of the job's prompt.
 
         Raises:
-            WorkerError: a request timed out, or its engine failed.
+            WorkerError: a request timed out, or its engine refused it. One that is lost is no error: another one is
+                asked, as soon as there is one.
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
-        # one engine for the group: the prompt's keys and values are computed once
-        index = min(range(len(self._engines)), key=self._outstanding.__getitem__)
-        self._outstanding[index] += job.num_samples
+        berth = GroupBerth(self._fleet, job.num_samples)
         try:
-            trajectories = await _all(self._episode(job, sample, index) for sample in range(job.num_samples))
+            await berth.engine()  # now, so that the next group finds it busy
+            trajectories = await _all(self._episode(job, sample, berth) for sample in range(job.num_samples))
         finally:
-            self._outstanding[index] -= job.num_samples
+            berth.leave()
         generated = time.perf_counter()
         trajectories = await _all(self._scored(trajectory, job.prompt) for trajectory in trajectories)
         summary = GroupSummary(
@@ -120,8 +144,18 @@ class RolloutWorker:
         )
         return summary, trajectories
 
-    async def _episode(self, job: GroupJob, sample: int, index: int) -> Trajectory:
-        request_id, engine = f"{job.request_id}-{sample}", self._engines[index]
+    async def _episode(self, job: GroupJob, sample: int, berth: GroupBerth) -> Trajectory:
+        """Of the first engine that lives to the end of it: agents keep nothing from one attempt to the next."""
+        while True:
+            engine = await berth.engine()
+            try:
+                return await self._attempt(job, sample, engine)
+            except LostEngineError as error:
+                engine.lose(error)
+                self._fleet.reassigned += 1
+
+    async def _attempt(self, job: GroupJob, sample: int, engine: CoalescingEngine) -> Trajectory:
+        request_id = f"{job.request_id}-{sample}"
         sampling = replace(job.sampling, seed=_sample_seed(job, sample)) if job.seed else job.sampling
         seconds = self._spec.request_timeout_seconds
         try:

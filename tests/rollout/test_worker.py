@@ -1,14 +1,15 @@
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
-from megarl.errors import RewardError, WorkerError
+from megarl.errors import LostEngineError, RewardError, WorkerError
+from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.coalesce import CoalescingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
-from megarl.rollout.worker import GroupJob, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.worker import GroupJob, Reassignments, RolloutWorker, RolloutWorkerSpec
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
@@ -19,6 +20,7 @@ class FakeEngine:
 
     seconds: float = 0.0
     calls: list[list[str]] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None
     error: Exception | None = None
@@ -29,6 +31,7 @@ class FakeEngine:
 
     async def generate_many(self, requests):
         self.calls.append([r.request_id for r in requests])
+        self.seeds += [r.sampling.seed for r in requests]
         await asyncio.sleep(self.seconds)
         if self.gate:
             await self.gate.wait()
@@ -127,14 +130,121 @@ def test_a_request_that_takes_too_long_is_named_and_aborted():
         with pytest.raises(WorkerError, match=r"request 1-3-\d .*train.jsonl:3.* was not done after 0.05 s"):
             await w.rollout_group(job())
         assert set(engine.aborted) & {"1-3-0", "1-3-1"}
-        assert w._outstanding == [0]
+        assert w._fleet.outstanding == [0]
 
     asyncio.run(main())
 
 
-def test_an_engine_s_failure_is_the_group_s():
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        asyncio.run(worker(FakeEngine(error=WorkerError("SIGKILL"))).rollout_group(job()))
+def test_what_an_engine_refuses_is_the_group_s_failure():
+    with pytest.raises(WorkerError, match="too long"):
+        asyncio.run(worker(FakeEngine(error=WorkerError("too long"))).rollout_group(job()))
+
+
+def outcome(result):
+    summary, trajectories = result
+    return summary.trajectories, [(t.token_ids.tolist(), t.logprobs.tolist()) for t in trajectories]
+
+
+def test_another_engine_does_what_a_lost_one_had_under_the_same_ids_and_seeds():
+    async def main():
+        seeded = replace(job(num_samples=3), seed=(1, 2))
+        expected = outcome(await worker(FakeEngine()).rollout_group(seeded))
+        dying, other = FakeEngine(seconds=0.02, error=LostEngineError("SIGKILL")), FakeEngine()
+        w = worker(dying, other)
+        assert outcome(await w.rollout_group(seeded)) == expected
+        assert dying.calls == other.calls == [["1-3-0", "1-3-1", "1-3-2"]]
+        assert dying.seeds == other.seeds
+        assert len(set(other.seeds)) == 3
+        assert await w.reassignments() == Reassignments(num_samples=3, late_answers=0)
+        await w.rollout_group(job(group_id=4))
+        assert len(dying.calls) == 1  # it is asked nothing any more
+        assert w._fleet.outstanding == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_a_late_answer_of_an_engine_that_was_given_up_is_dropped_and_counted():
+    async def main():
+        gate = asyncio.Event()
+        slow, other = FakeEngine(gate=gate), FakeEngine()
+        w = worker(slow, other)
+        group = asyncio.create_task(w.rollout_group(job()))
+        await asyncio.sleep(0.01)
+        await w.lose_engine(0, LostEngineError("no sign of life"))
+        summary, _ = await group
+        assert [t.response_length for t in summary.trajectories] == [1, 2]
+        assert (slow.calls, other.calls) == ([["1-3-0", "1-3-1"]], [["1-3-0", "1-3-1"]])
+        gate.set()
+        await asyncio.sleep(0.01)
+        assert await w.reassignments() == Reassignments(num_samples=2, late_answers=2)
+        await w.replace_engine(0, FakeEngine())
+        assert (await w.reassignments()).late_answers == 2
+
+    asyncio.run(main())
+
+
+def test_requests_wait_for_an_engine_and_their_time_counts_from_then():
+    async def main():
+        back = FakeEngine(seconds=0.05)
+        w = worker(FakeEngine(error=LostEngineError("SIGKILL")), seconds=0.2)
+        groups = [asyncio.create_task(w.rollout_group(job(group_id=i))) for i in (1, 2)]
+        await asyncio.sleep(0.4)
+        assert not any(group.done() for group in groups)
+        await w.replace_engine(0, back)
+        for group, (summary, _) in zip((1, 2), await asyncio.gather(*groups), strict=True):
+            assert summary.group_id == group
+        assert sorted(r for call in back.calls for r in call) == ["1-1-0", "1-1-1", "1-2-0", "1-2-1"]
+
+    asyncio.run(main())
+
+
+def test_a_worker_may_begin_without_engines():
+    async def main():
+        w = worker(None, seconds=5)
+        group = asyncio.create_task(w.rollout_group(job()))
+        await asyncio.sleep(0.01)
+        await w.replace_engine(0, FakeEngine())
+        await group
+        assert await w.reassignments() == Reassignments(num_samples=0, late_answers=0)
+
+    asyncio.run(main())
+
+
+def test_a_group_moves_as_often_as_its_engine_is_lost():
+    async def main():
+        w = worker(FakeEngine(error=LostEngineError("first")))
+        group = asyncio.create_task(w.rollout_group(job()))
+        for error in (LostEngineError("second"), None):
+            await asyncio.sleep(0.01)
+            await w.replace_engine(0, FakeEngine(error=error))
+        await group
+        assert (await w.reassignments()).num_samples == 4
+
+    asyncio.run(main())
+
+
+def test_of_an_agent_s_turns_none_is_kept_from_a_lost_engine():
+    class SecondTurn(FakeEngine):
+        async def generate_many(self, requests):
+            if len(self.calls) == 1:
+                raise LostEngineError("SIGKILL")
+            return await super().generate_many(requests)
+
+    async def two_turns(prompt, engine, sampling, *, request_id, group_id):
+        for turn in (0, 1):
+            ask = GenerationRequest(request_id=f"{request_id}.{turn}-0", token_ids=prompt.token_ids, sampling=sampling)
+            await engine.generate(ask)
+        return await single_turn(prompt, engine, sampling, request_id=request_id, group_id=group_id)
+
+    async def main():
+        first, other = SecondTurn(), FakeEngine()
+        spec = RolloutWorkerSpec(request_timeout_seconds=5.0, agent=two_turns)
+        w = RolloutWorker(spec, [first, other], LengthScorer())
+        await w.rollout_group(job(num_samples=1))
+        assert first.calls == [["1-3-0.0-0"]]
+        assert other.calls == [["1-3-0.0-0"], ["1-3-0.1-0"], ["1-3-0"]]
+
+    asyncio.run(main())
 
 
 def test_a_reward_s_failure_is_the_group_s():
