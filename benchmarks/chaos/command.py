@@ -37,6 +37,8 @@ class Command:
         # not beside the log: the names of Ray's sockets begin with it, and may not be long
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         self._seen: set[psutil.Process] = set()
+        self._others: set[psutil.Process] = set()
+        """Processes of others stay that."""
         self._drivers: set[int] = set()
         self._shared_before = set(SHARED_MEMORY.iterdir())
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,9 +73,8 @@ class Command:
 
     def living(self) -> list[psutil.Process]:
         """Processes of the run that have not ended: of its sessions, its descendants, and those with its mark."""
-        for process in psutil.process_iter():
-            if process not in self._seen and self._is_ours(process):
-                self._seen.add(process)
+        for process in set(psutil.process_iter()) - self._seen - self._others:
+            (self._seen if self._is_ours(process) else self._others).add(process)
         return [p for p in self._seen if not _has_ended(p)]
 
     def table(self) -> list[ProcessRow]:
@@ -116,10 +117,8 @@ class Command:
             if os.getsid(process.pid) in self._drivers:
                 return True
             known = {*self._drivers, *(p.pid for p in self._seen if p.is_running())}
-            if known & {process.pid, *(p.pid for p in process.parents())}:
-                return True
-            # a process that renames itself, as some of Ray's do, may have overwritten this
-            return process.environ().get(MARKER) == self._mark
+            # a process that renames itself, as some of Ray's do, may have overwritten the mark
+            return bool(known & {p.pid for p in process.parents()}) or process.environ().get(MARKER) == self._mark
         except (psutil.Error, OSError):
             return False
 
