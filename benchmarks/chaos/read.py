@@ -36,32 +36,28 @@ class Rollouts:
     rows: Mapping[Step, str]
     """Every column of the step's file, as text that differs where a bit does."""
     samples: Counter[tuple[Step, str]]
-    """By step and prompt, how many trajectories there are, in all files."""
+    """By step and prompt, as they stand in the rows, how many trajectories there are in all files."""
 
 
 def read_rollouts(run: Path) -> Rollouts:
-    """Of the run's `rollouts`; for `samples` also of the folders that a run which began anew has set aside."""
+    """Of the run's `rollouts`."""
     stream: dict[Step, list[str]] = {}
     rows: dict[Step, str] = {}
     samples: Counter[tuple[Step, str]] = Counter()
-    for path in sorted(run.glob("rollouts*/step-*.parquet")):
+    for path in sorted(run.glob("rollouts/step-*.parquet")):
+        step = int(path.stem.removeprefix("step-"))
         columns = pq.read_table(path).to_pydict()
+        groups = dict(zip(columns["group_id"], columns["prompt_id"], strict=True))
+        stream[step] = [groups[group] for group in sorted(groups)]
+        rows[step] = repr(columns)  # the shortest text of a float names it exactly
         samples.update(zip(columns["step"], columns["prompt_id"], strict=True))
-        if path.parent.name == "rollouts":
-            step = int(path.stem.removeprefix("step-"))
-            groups = dict(zip(columns["group_id"], columns["prompt_id"], strict=True))
-            stream[step] = [groups[group] for group in sorted(groups)]
-            rows[step] = repr(columns)  # the shortest text of a float names it exactly
     return Rollouts(stream=stream, rows=rows, samples=samples)
 
 
 def read_metrics(run: Path) -> dict[Step, list[Line]]:
-    """Step -> its lines, also of files that a run which began anew has set aside."""
-    found: dict[Step, list[Line]] = {}
-    for path in sorted(run.glob(f"{METRICS}*")):
-        for step, lines in step_lines(path.read_text()).items():
-            found.setdefault(step, []).extend(lines)
-    return found
+    """Step -> its lines."""
+    path = run / METRICS
+    return step_lines(path.read_text()) if path.exists() else {}
 
 
 def read_last_checkpoint(run: Path) -> dict[str, Any]:

@@ -132,11 +132,11 @@ def test_a_step_is_logged_twice(original, other):
     assert found.differences == ["metrics of step 3: differs"]
 
 
-def test_a_run_that_has_begun_anew(original, other):
-    shutil.copytree(original / "rollouts", other / "rollouts.1")
+def test_a_step_is_written_in_the_place_of_the_next(original, other):
+    shutil.copyfile(other / "rollouts" / "step-000002.parquet", other / "rollouts" / "step-000003.parquet")
     found = compare(original, other)
-    assert found.trajectories_repeated == STEPS * PROMPTS * SAMPLES
-    assert found.prompts_repeated == 0
+    assert (found.prompts_lost, found.prompts_repeated) == (PROMPTS, PROMPTS)
+    assert found.trajectories_repeated == PROMPTS * SAMPLES
 
 
 def test_another_sample(original, other):
