@@ -171,6 +171,12 @@ class RunConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _limits_are_measured(self) -> RunConfig:
+        if self.limits.kl is not None and self.algorithm.kl_loss is None and self.algorithm.kl_reward is None:
+            raise ValueError("limits.kl needs algorithm.kl_loss or algorithm.kl_reward, which measure it, got null")
+        return self
+
+    @model_validator(mode="after")
     def _policy_is_trained(self) -> RunConfig:
         algorithm, steps = self.algorithm, self.trainer.steps
         critics_only: dict[str, int] = {}

@@ -58,17 +58,21 @@ class StepLimits:
         """Steps up to now that left the policy as it is; what a resumed run has to go on with."""
 
     def check(self, stage: Stage, metrics: Mapping[str, float], *, step: int) -> Verdict:
-        """Of what `metrics` has at this stage of the step; none of a step's later ones is asked after `skip`."""
+        """Of what `metrics` has at this stage of the step.
+
+        Args:
+            metrics: after training the trainer's; empty where the policy was not trained, which is no news.
+        """
         found = list(self._passed(stage, metrics))
         if stage == "trained":
             found += _left_out(metrics)
-        if not found:
-            if stage == "trained":
+            if metrics.get("updates"):
                 self.skips_in_a_row = 0
+        if not found:
             return Verdict(action="none")
         action = max((action for action, _ in found), key=_SEVERITY.index)
         text = f"step {step}: {'; '.join(text for _, text in found)}"
-        return self._counted(stage, Verdict(action=action, text=text))
+        return self._counted(Verdict(action=action, text=text))
 
     def _passed(self, stage: Stage, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
         for key, metric in _WATCHED[stage]:
@@ -83,7 +87,7 @@ class StepLimits:
             elif key == "kl":
                 yield "warn", f"{text} in an update, which was made"
 
-    def _counted(self, stage: Stage, verdict: Verdict) -> Verdict:
+    def _counted(self, verdict: Verdict) -> Verdict:
         if verdict.action == "skip":
             self.skips_in_a_row += 1
             most = self._limits.max_skips_in_a_row
@@ -92,8 +96,6 @@ class StepLimits:
                 return Verdict(
                     action="stop", text=f"{verdict.text}; {row}, which passed limits.max_skips_in_a_row = {most}"
                 )
-        elif stage == "trained":
-            self.skips_in_a_row = 0
         return verdict
 
 

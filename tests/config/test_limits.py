@@ -64,6 +64,15 @@ def test_what_cannot_be_meant_is_refused(given: dict[str, Any], says: str) -> No
     assert str(error.value) == says
 
 
+def test_a_divergence_that_nothing_measures_has_no_limit() -> None:
+    with pytest.raises(ConfigError) as error:
+        limits({"kl": 1}, "algorithm.kl_loss=null")
+    assert str(error.value) == (
+        "RunConfig: limits.kl needs algorithm.kl_loss or algorithm.kl_reward, which measure it, got null"
+    )
+    assert limits({"kl": 1}, "algorithm={kl_loss: null, kl_reward: {}}").kl == LimitConfig(max=1)
+
+
 @pytest.mark.parametrize(
     ("limit", "value", "says"),
     [

@@ -92,6 +92,7 @@ def test_skips_in_a_row_end_the_run_wherever_they_come_from() -> None:
     watched = limits(reward={"min": 0.0, "action": "skip"}, max_skips_in_a_row=2)
     low, fine = {"reward/mean": -1.0}, {"reward/mean": 1.0}
     assert watched.check("sampled", low, step=1).action == "skip"
+    assert watched.check("trained", {}, step=1).action == "none"
     assert watched.check("sampled", fine, step=2).action == "none"
     assert watched.check("trained", trained(0, not_finite=1), step=2).action == "skip"
     assert watched.skips_in_a_row == 2

@@ -192,8 +192,8 @@ def refuse_by_mismatch(path, parallel, folder):
     trainee = Trainee(path, parallel)
     before = trainee.state()
 
-    def step(**limit):
-        return trainee.step(guarded(work, mismatch=LimitConfig(**limit), dump_folder=folder))
+    def step(dump_folder=folder, **limit):
+        return trainee.step(guarded(work, mismatch=LimitConfig(**limit), dump_folder=dump_folder))
 
     metrics = step(max=1e-3, action="skip")
     assert_same(trainee.state(), before)
@@ -207,6 +207,8 @@ def refuse_by_mismatch(path, parallel, folder):
     assert_same(trainee.state(), before)
     assert "passed limits.logprob_abs_max = 0.001: trainer and engine disagree about the log-" in str(error.value)
     assert str(error.value).startswith("mismatch/logprob_abs_max = ")
+    with pytest.raises(LimitError, match=r"sampled token; the batch could not be written to /dev/null/dumps/mismatch$"):
+        step(dump_folder="/dev/null/dumps", max=1e-3, action="stop")
     assert step(max=1e-3, action="warn")["updates"] == 2
     assert step(max=1e3, action="stop")["updates"] == 2
 
