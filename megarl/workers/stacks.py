@@ -15,7 +15,7 @@ from megarl.workers.process_stacks import ProcessPlace, Stacks, read_stacks
 COLLECT_SECONDS = 30.0
 
 
-def ask_places(shells: Mapping[str, Any]) -> dict[str, ProcessPlace]:
+def ask_places(shells: Mapping[str, Any], timeout: float | None = None) -> dict[str, ProcessPlace]:
     """Where the processes of these Shells or AsyncShells are, by name; to be asked while they answer.
 
     Raises:
@@ -23,7 +23,7 @@ def ask_places(shells: Mapping[str, Any]) -> dict[str, ProcessPlace]:
     """
     refs = {name: shell.place.remote() for name, shell in shells.items()}
     names = {ref: name for name, ref in refs.items()}
-    return dict(zip(refs, wait_all(list(names), what="start", names=names), strict=True))
+    return dict(zip(refs, wait_all(list(names), what="start", names=names, timeout=timeout), strict=True))
 
 
 def collect_stacks(places: Mapping[str, ProcessPlace], timeout: float = COLLECT_SECONDS) -> str:
