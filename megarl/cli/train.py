@@ -12,6 +12,12 @@ from megarl.config import RunConfig, load_config
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `megarl.cli.main.Command`."""
     add_config_options(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="auto|STEP|PATH",
+        help="go on with the run in run_dir: from its newest whole checkpoint, from that of a step, or from a "
+        "checkpoint's folder, which may be of another run",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.controller.launch import run_stage
     from megarl.tracking.startup import of_command
 
-    run_stage(config, Controller.train, startup=of_command())
+    run_stage(config, Controller.train, startup=of_command(), resume=args.resume)
     print_where(config)
     return 0
 

@@ -9,8 +9,8 @@ class CheckpointConfig(Section):
     """What a run keeps so that it can go on after an end of any kind: `<run_dir>/checkpoints`."""
 
     every: int = Field(default=20, ge=0)
-    """Steps between checkpoints; one is saved after the last step too, and when the run is asked to end early. 0: none,
-    a run that is interrupted begins anew."""
+    """Steps between checkpoints; one is saved after the last step too, and when the run is asked to end early. 0: none;
+    a run that is interrupted begins anew, and one that loses its trainer trains all of its steps again."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep. Two, so that a damaged one costs steps and not the run."""

@@ -9,17 +9,14 @@ from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import DpoConfig, RunConfig, StageConfig
-from megarl.config.placement import MAIN_POOL
 from megarl.controller.engines import EngineGroup
-from megarl.controller.events import EventLog
 from megarl.controller.model_folder import model_head, read_decoder, read_hf_config
-from megarl.controller.policy_run import PolicyRun
 from megarl.controller.preflight import prompt_budget
-from megarl.controller.roles import Models, total_updates
+from megarl.controller.restarts import Restarts
+from megarl.controller.roles import total_updates
 from megarl.controller.rollout_group import RolloutGroup
 from megarl.controller.servers import choose_servers, own_servers
 from megarl.controller.trainer_group import FrozenGroup, TrainerGroup, rank_processes, trainer_on
-from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.megatron.families.cost import sequence_cost
@@ -27,13 +24,11 @@ from megarl.megatron.work import ModelSpec, TrainerSpec
 from megarl.megatron.worker import FrozenWorker
 from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool, reserve, reserve_pools
-from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.startup import Startup
 from megarl.workers.group import Group, Processes, WorkerProcesses
 
 
-def trainer_spec(config: StageConfig) -> TrainerSpec:
-    """What trainer ranks of this stage are built from."""
+def trainer_spec(config: StageConfig, *, fill: bool = True) -> TrainerSpec:
+    """What trainer ranks of this stage are built from; `fill`: with the weights of the model's folder."""
     steps, temperature = config.trainer.steps, 1.0
     if isinstance(config, RunConfig):
         steps, temperature = total_updates(config), config.rollout.sampling.temperature
@@ -42,6 +37,7 @@ def trainer_spec(config: StageConfig) -> TrainerSpec:
         dtype=config.model.dtype,
         parallel=config.trainer.parallel,
         recompute=config.trainer.recompute,
+        weights="hf" if fill else "none",
         head=model_head(config),
         temperature=temperature,
         seed=config.seed,
@@ -95,51 +91,17 @@ def reference_group(config: DpoConfig, group: Group[FrozenWorker]) -> FrozenGrou
     return FrozenGroup(group, cost=sequence_cost(read_decoder(Path(config.dpo.reference.path))))
 
 
-def build_policy_run(config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup) -> PolicyRun:
-    """Trainer, engines and rollout workers, up and idle; the data read. `closing` ends what must end in order."""
-    timer = PhaseTimer()
-    with timer.phase("start", waiting=True):
-        with startup.phase("slots", "ray"):
-            pools = reserve_pools(config.placement, config.placement.all_pools)
-        pool = pools[MAIN_POOL]
-        processes = rank_processes(pool, "trainer")
-        trainer = trainer_on(config, processes)
-        engines = start_engines(config, pools, trainer.grid)
-        closing.callback(engines.shutdown)
-        models, starting = Models.start(config, processes, pools)
-        starting.append(trainer.start_workers(trainer_spec(config)))
-        rollout = RolloutGroup(config, engines)
-        with startup.phase("data"):
-            prompts, held_out = _read_prompts(config)
-        for pending in starting:
-            pending.result(config.placement.start_timeout_seconds)
-        engines.wait_started()
-        rollout.start()
-        startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
-        startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
-        startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
-    with startup.phase("weight sync plan"):
-        weights = WeightSync(config, trainer, engines, pool)
-    return PolicyRun(
-        config,
-        events,
-        timer,
-        startup,
-        trainer=trainer,
-        models=models,
-        rollout=rollout,
-        weights=weights,
-        prompts=prompts,
-        held_out=held_out,
-    )
+def start_engines(
+    config: RunConfig, pools: Mapping[str, SlotPool], grid: RankGrid, restarts: Restarts | None = None
+) -> EngineGroup:
+    """Engines beside the ranks of a trainer of that grid, or on slots of their own; they are not up yet.
 
-
-def start_engines(config: RunConfig, pools: Mapping[str, SlotPool], grid: RankGrid) -> EngineGroup:
-    """Engines beside the ranks of a trainer of that grid, or on slots of their own; they are not up yet."""
+    Args:
+        restarts: the run's budget, where it has one.
+    """
     pool = pools[config.placement.rollout.pool]
-    return EngineGroup(
-        config, pool, own_servers(config, pool) if config.engines_apart else choose_servers(config, pool, grid)
-    )
+    servers = own_servers(config, pool) if config.engines_apart else choose_servers(config, pool, grid)
+    return EngineGroup(config, pool, servers, restarts)
 
 
 def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
@@ -148,13 +110,13 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     engines = EngineGroup(config, pool, own_servers(config, pool))
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
-    _, held_out = _read_prompts(config)
+    _, held_out = read_prompts(config)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
 
 
-def _read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts."""
     tokenizer = load_tokenizer(config.model.path)
     budget = prompt_budget(config, read_hf_config(Path(config.model.path)))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from pathlib import Path
+
+import ray
 
 from megarl import IMPORTED_SINCE
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
-from megarl.controller.algorithms import train
-from megarl.controller.build import build_evaluation, build_policy_run, stage_processes
+from megarl.controller.build import build_evaluation, stage_processes
 from megarl.controller.evaluation import greedy_score
 from megarl.controller.events import Event, EventLog, Note
+from megarl.controller.recovery import train_through
 from megarl.controller.stages import make_dpo, make_rm, make_sft
 from megarl.tracking.startup import Startup
 
@@ -38,14 +41,15 @@ class Controller:
         """End the processes that leave files behind where they are killed; a stage under way fails."""
         self._closing.close()
 
-    def train(self, config: RunConfig) -> None:
-        """Reinforcement learning from start to export."""
+    def train(self, config: RunConfig, resume: Path | None = None) -> None:
+        """Reinforcement learning from start to export; from the checkpoint `resume`, where there is one.
+
+        Ray calls it again where it had to restart this actor.
+        """
         self._events.add(Note("starting trainer ranks and rollout engines"))
+        again = ray.get_runtime_context().was_current_actor_reconstructed
         with self._closing:
-            run = build_policy_run(config, self._events, self._closing, self._startup)
-            train(run)
-            run.export(run.trainer)
-            run.finish()
+            run = train_through(config, self._events, self._closing, self._startup, resume=resume, again=again)
         run.require_whole()
 
     def sft(self, config: SftConfig) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,9 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.config import StageConfig, dump_config
+from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.store import CheckpointStore
+from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.config.algorithm import FrozenModelConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
@@ -21,6 +23,7 @@ from megarl.controller.controller import Controller
 from megarl.controller.events import Event, Note, Phase
 from megarl.controller.node_checks import places_of, require_sound_nodes
 from megarl.controller.preflight import require_ready
+from megarl.controller.resume import Start, find_start
 from megarl.controller.tiny_model import write_missing_model
 from megarl.errors import ConfigError
 from megarl.placement import early_stop
@@ -35,20 +38,37 @@ S = TypeVar("S", bound=Section)
 
 POLL_SECONDS = 0.2
 
-RESULTS = ("metrics.jsonl", "tensorboard", "rollouts", "startup.json", "summary.json")
+RESULTS = (
+    "metrics.jsonl",
+    "tensorboard",
+    "rollouts",
+    "startup.json",
+    "summary.json",
+    "checkpoints",
+    "journal",
+    "dumps",
+    "stacks",
+)
 """What a run writes into its folder step by step; an earlier run's is kept under another name."""
 STOP_SECONDS = 4.0
 """How long an interrupted run may take to end in order, before Ray ends its processes."""
 
 
 def run_stage(
-    config: C, method: Callable[[Controller, C], Any], *, begins_run: bool = True, startup: Startup | None = None
+    config: C,
+    method: Callable[..., Any],
+    *,
+    begins_run: bool = True,
+    startup: Startup | None = None,
+    resume: str | None = None,
 ) -> Any:
     """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
 
     Args:
+        method: takes the configuration, and where a run is resumed a checkpoint's folder.
         begins_run: the results of an earlier run in the folder are set aside.
         startup: what came before; None: nothing that counts.
+        resume: which run to go on with: see `megarl.controller.resume`; None: a new one begins.
 
     Raises:
         MegarlError: what ended the run.
@@ -59,16 +79,37 @@ def run_stage(
             f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
         )
     startup = startup or Startup(time.time())
-    with startup.phase("checks"):
-        config = prepare_run(config, method.__name__, begins_run=begins_run)
+    with ExitStack() as closing:
+        with startup.phase("checks"):
+            config = require_sound(config)
+            if begins_run:
+                closing.enter_context(RunLock(config.run_dir))
+                CheckpointStore(config.run_dir).clean()
+            start = _start(config, resume) if begins_run else Start()
+            prepare_folder(config, method.__name__, start.stale)
+        arguments = (config,) if start.checkpoint is None else (config, start.checkpoint)
+        return _on_cluster(config, method, arguments, startup)
+
+
+def _start(config: StageConfig, resume: str | None) -> Start:
+    if resume is None:
+        return new_run(config)
+    assert isinstance(config, RunConfig), "fine-tuning keeps no checkpoints"
+    return find_start(config, resume, RESULTS, print)
+
+
+def new_run(config: StageConfig) -> Start:
+    """From the model's folder, with the results of an earlier run set aside."""
+    return Start(stale=tuple(Path(config.run_dir) / name for name in RESULTS))
+
+
+def _on_cluster(config: C, method: Callable[..., Any], arguments: tuple[Any, ...], startup: Startup) -> Any:
     # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
     with terminated_is_interrupted(), _cluster(config, startup), terminated_is_interrupted():
         with startup.phase("node checks"):
             checked = require_sound_nodes(config.placement, places_of(config))
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        hosted = ray.remote(Controller).options(num_cpus=0, max_concurrency=2, max_restarts=0, scheduling_strategy=here)
-        actor = hosted.remote(startup, time.time())
-        result = getattr(actor, method.__name__).remote(config)
+        actor = _controller(config, startup)
+        result = getattr(actor, method.__name__).remote(*arguments)
         try:
             with RunProgress(config.trainer.steps) as progress:
                 if checked is not None:
@@ -82,29 +123,40 @@ def run_stage(
             raise
 
 
-def prepare_run(config: C, name: str, *, begins_run: bool = True) -> C:
-    """Check that nothing would stop the run, and make its folder ready.
+def _controller(config: StageConfig, startup: Startup) -> Any:
+    """Its actor, beside the driver; one that dies is restarted by Ray, and asked again what it was at."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    restarts = config.recovery.max_restarts if isinstance(config, RunConfig) else 0
+    hosted = ray.remote(Controller).options(
+        num_cpus=0, max_concurrency=2, max_restarts=restarts, max_task_retries=restarts, scheduling_strategy=here
+    )
+    return hosted.remote(startup, time.time())
 
-    Args:
-        name: what the resolved configuration is called in the folder.
-        begins_run: the results of an earlier run in the folder are set aside.
 
-    Returns:
-        `config` with absolute paths.
+def require_sound(config: C) -> C:
+    """`config` with absolute paths, if nothing would stop the run.
 
     Raises:
-        MegarlError: something would stop the run.
+        MegarlError: something would.
     """
     write_missing_model(config)
     require_ready(config)
-    config = with_absolute_paths(config)
+    return with_absolute_paths(config)
+
+
+def prepare_folder(config: StageConfig, name: str, stale: Iterable[Path]) -> None:
+    """Make the run's folder ready.
+
+    Args:
+        name: what the resolved configuration is called in the folder.
+        stale: to be set aside where it is there.
+    """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for result in RESULTS if begins_run else ():
-        if (folder / result).exists():
-            set_aside(folder / result)
+    for path in stale:
+        if path.exists():
+            set_aside(path)
     (folder / f"{name}.yaml").write_text(dump_config(config))
-    return config
 
 
 def set_aside(path: Path) -> Path:
@@ -158,7 +210,8 @@ def _follow(actor: Any, result: Any, progress: RunProgress) -> None:
         if not ends and early_stop.is_asked():
             ends = True
             progress.say("asked to end early: the step under way will be the last")
-            actor.finish_early.remote()
+        if ends:
+            actor.finish_early.remote()  # each time: one that has been restarted has forgotten
         try:
             events, cursor = ray.get(actor.events.remote(cursor))
         except RayError:

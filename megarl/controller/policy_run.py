@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
@@ -13,19 +15,23 @@ from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.algorithm import CriticConfig, SafeRlhfConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.evaluation import greedy_score
 from megarl.controller.events import EventLog
 from megarl.controller.experience import Experience, metrics_of
+from megarl.controller.limits import Stage, StepLimits, guard_of
 from megarl.controller.penalty import KL
+from megarl.controller.restarts import Restarts
 from megarl.controller.roles import Models
 from megarl.controller.rollout_group import RolloutGroup
 from megarl.controller.run import StageRun
+from megarl.controller.run_state import Books, RunState, position
 from megarl.controller.tokens import EstimateJob, Estimator
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.weights import WeightSync
 from megarl.data.sampler import PromptSampler
 from megarl.errors import LimitError
-from megarl.megatron.work import ReturnsLoss, SurrogateLoss, TrainStats
+from megarl.megatron.work import ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
@@ -33,7 +39,12 @@ from megarl.tracking.startup import Startup
 from megarl.tracking.summary import RunSummary
 from megarl.workers.group import Pending
 
+D = TypeVar("D")
+
 MISMATCH = "mismatch/logprob_abs_max"
+
+PROMPTS = "prompts"
+"""The data source whose rows are sampled from."""
 
 
 class PolicyRun(StageRun):
@@ -52,8 +63,16 @@ class PolicyRun(StageRun):
         weights: WeightSync,
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
+        checkpoints: Checkpointer | None = None,
+        resumed: RunState | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
-        super().__init__(config, events, timer)
+        """Args:
+        checkpoints: where the run is saved.
+        resumed: what it goes on from, its models having been loaded.
+        restarts: counted between finished steps.
+        """
+        super().__init__(config, events, timer, resumed=None if resumed is None else position(resumed))
         self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
         self._weights, self._prompts, self._held_out = weights, prompts, held_out
         self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
@@ -61,25 +80,70 @@ class PolicyRun(StageRun):
         self.sampling = Sampling(
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
-        self._startup, self._is_started = startup, False
+        self._startup, self._is_started = startup, resumed is not None
+        self._checkpoints, self._resumed, self._restarts = checkpoints, resumed or RunState(), restarts
+        self._carried: dict[str, Any] = {}
+        self._limits = StepLimits(config.limits)
         self._kl = _kl_state(config)
+        if self._kl is not None:
+            self.carry("kl", self._kl)
         self._training: dict[str, Pending[TrainStats]] = {}
         self._evaluations: dict[int, float] = {}
         self._step_metrics: dict[str, float] = {}
         self._sync_metrics: dict[str, float] = {}
         self._bytes, self._tokens, self._step_seconds, self._mismatch = 0, 0, 0.0, 0.0
+        if resumed is not None:
+            self._go_on(resumed)
+
+    def _go_on(self, state: RunState) -> None:
+        self.step = state.step
+        self._sampler.restore(state.samplers[PROMPTS])
+        books = state.books
+        self.timer.resume(books.seconds, books.seconds_by_phase)
+        self._bytes, self._tokens, self._step_seconds = books.weight_sync_bytes, books.tokens, books.step_seconds
+        self._mismatch, self._evaluations = books.logprob_abs_max, dict(books.evaluations)
+        self._limits.skips_in_a_row = state.skips_in_a_row
+
+    def state(self) -> RunState:
+        """What decides the run's future beside its models; between two steps."""
+        return RunState(
+            step=self.step,
+            policy_version=self._weights.policy_version,
+            samplers={PROMPTS: self._sampler.state()},
+            carried={name: asdict(state) for name, state in self._carried.items()},
+            skips_in_a_row=self._limits.skips_in_a_row,
+            metrics_bytes=self._tracker.num_bytes,
+            books=Books(
+                seconds=self.timer.seconds(),
+                seconds_by_phase=self.timer.totals,
+                step_seconds=self._step_seconds,
+                tokens=self._tokens,
+                weight_sync_bytes=self._bytes,
+                logprob_abs_max=self._mismatch,
+                evaluations=self._evaluations,
+            ),
+        )
+
+    def carry(self, name: str, state: D) -> D:
+        """`state`, a dataclass of numbers that changes from step to step: saved with the run, and here as it was."""
+        for field, value in self._resumed.carried.get(name, {}).items():
+            setattr(state, field, value)
+        self._carried[name] = state
+        return state
 
     def begin(self) -> None:
-        """Give the engines the first weights, and see how good they are."""
+        """Give the engines the first weights, and see how good they are where that is not known."""
         with self._startup.phase("first weight sync"):
-            self._push_weights(policy_version=0)
+            self._push_weights(policy_version=self._resumed.policy_version)
         self._offload()
-        if not self.ends_early():
+        if self.step == 0 and not self.ends_early():
             self._evaluate()
 
     def steps(self) -> Iterator[list[Prompt]]:
         """The prompts of each step; `step` counts from 1, and ends before the last one where `ends_early`."""
-        for step in range(1, self.config.trainer.steps + 1):
+        for step in range(self.step + 1, self.config.trainer.steps + 1):
+            if self._checkpoints is not None:
+                self._checkpoints.poll()
             if self.ends_early():
                 return
             self.step = step
@@ -183,8 +247,17 @@ class PolicyRun(StageRun):
         self.say(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self._step_metrics.clear()
 
-    def train_policy(self, batch: Experience, *, nll: float = 0.0) -> TrainStats:
-        """Follow `advantages`; `nll` as in `SurrogateLoss`."""
+    def train_policy(self, batch: Experience, *, nll: float = 0.0) -> TrainStats | None:
+        """Follow `advantages`; None where a limit says that the step leaves the policy as it is.
+
+        Args:
+            nll: as in `SurrogateLoss`.
+
+        Raises:
+            LimitError: a limit ends the run.
+        """
+        if self._skips("sampled", metrics_of(batch)) or self._skips("estimated", self._step_metrics):
+            return None
         algorithm = self.config.algorithm
         columns: dict[Column, Column] = {"advantages": "advantages"}
         if algorithm.kl_loss is not None:
@@ -196,9 +269,10 @@ class PolicyRun(StageRun):
         loss = SurrogateLoss(
             algorithm=algorithm, length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens, nll=nll
         )
+        work = batch.train_work(self.config, loss, columns)
         self._onload()
-        with self.phase("train"):
-            return self.trainer.train_step(batch.train_work(self.config, loss, columns))
+        with self.phase("train"), self._named_limits():
+            return self.trainer.train_step(self.guarded(work))
 
     def train_critic(
         self,
@@ -214,14 +288,14 @@ class PolicyRun(StageRun):
         One with slots of its own trains while the policy does, until the step ends or `finish_critics`.
         """
         work = batch.train_work(self.config, ReturnsLoss(clip=config.clip), {"values": values, "returns": returns})
-        self._training[critic] = self.models.trained[critic].begin_train_step(work)
+        self._training[critic] = self.models.trained[critic].begin_train_step(self.guarded(work, critic))
         if critic not in self.models.apart:
             self.finish_critics()
 
     def finish_critics(self) -> None:
         """Wait for the critics that train."""
         for critic, pending in self._training.items():
-            with self.phase(f"train_{critic}"):
+            with self.phase(f"train_{critic}"), self._named_limits():
                 stats = pending.result()
             self.note({f"{critic}/{name}": value for name, value in stats.metrics.items()})
         self._training.clear()
@@ -238,6 +312,9 @@ class PolicyRun(StageRun):
         if stats is not None:
             self._push_weights(policy_version=self.step)
             self._adapt_kl(len(batch.keys))
+        if self._checkpoints is not None and self._checkpoints.is_due(self.step):
+            self.finish_critics()
+            self._save_models(self._checkpoints)
         self._offload()
         self.finish_critics()
         if self.config.tracking.rollouts:
@@ -248,6 +325,10 @@ class PolicyRun(StageRun):
         self._log_step(metrics_of(batch), stats)
         if due:
             self._evaluate()
+        if self._checkpoints is not None:
+            self._checkpoints.add_state(self.state)
+        if self._restarts is not None:
+            self._restarts.step_done(self.step)
 
     def _log_step(self, metrics: Mapping[str, float], stats: TrainStats | None) -> None:
         times = self.timer.take()
@@ -273,13 +354,50 @@ class PolicyRun(StageRun):
             ),
         )
         self._step_metrics.clear()
-        limit = self.config.limits.logprob_abs_max
-        # written so that a NaN stops the run as well
-        if limit is not None and not mismatch <= limit:
-            raise LimitError(
-                f"step {self.step}: {MISMATCH} = {mismatch:.3g} passed limits.logprob_abs_max = {limit:g}: trainer and "
-                f"engine disagree about the log-probability of a sampled token"
-            )
+        self._skips("trained", trained)
+
+    def _skips(self, stage: Stage, metrics: Mapping[str, float]) -> bool:
+        """Whether a limit says that the step leaves the policy as it is.
+
+        Raises:
+            LimitError: a limit ends the run.
+        """
+        verdict = self._limits.check(stage, metrics, step=self.step)
+        if verdict.action == "stop":
+            raise LimitError(verdict.text)
+        if verdict.action != "none":
+            self.say(verdict.text)
+        return verdict.action == "skip"
+
+    def guarded(self, work: TrainWork, model: str = "") -> TrainWork:
+        """The work of a step with what its trainer is to look at; `model`: its name, if it is not the policy."""
+        return replace(work, guard=guard_of(self.config.limits, self.config.run_dir, self.step, model=model))
+
+    @contextmanager
+    def _named_limits(self) -> Iterator[None]:
+        """A limit that a trainer has found passed names the step."""
+        try:
+            yield
+        except LimitError as error:
+            raise LimitError(f"step {self.step}: {error}") from error
+
+    def save(self) -> None:
+        """Have a whole checkpoint of the last step, where checkpoints are kept.
+
+        Raises:
+            DataError: it could not be written.
+        """
+        if self._checkpoints is None or self.step == self._resumed.step:
+            return
+        if self._checkpoints.last_step != self.step:
+            self._save_models(self._checkpoints)
+            self._checkpoints.add_state(self.state)
+        with self.phase("checkpoint"):
+            self._checkpoints.finish()
+
+    def _save_models(self, checkpoints: Checkpointer) -> None:
+        with self.phase("checkpoint"):
+            self.note(checkpoints.begin(self.step))
 
     def _adapt_kl(self, num_samples: int) -> None:
         """Move the coefficient towards the target, where there is one; while the policy rests there is no news."""
@@ -337,6 +455,12 @@ class PolicyRun(StageRun):
     def _own_metrics(self, tokens_per_second: float) -> dict[str, float]:
         # The controller passes references on and must not grow with what they point to.
         return {"tokens_per_second": tokens_per_second, "controller/rss_bytes": psutil.Process().memory_info().rss}
+
+    def give_up(self) -> None:
+        """Close the books of a run that will go on from its last checkpoint."""
+        if self._checkpoints is not None:
+            self._checkpoints.discard()
+        self.close()
 
     def finish(self) -> RunSummary:
         """Write `summary.json` and close the books."""

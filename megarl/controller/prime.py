@@ -33,7 +33,7 @@ def train_prime(run: PolicyRun, algorithm: PrimeConfig) -> None:
             {"ref_logprobs": "ref_logprobs", "outcomes": "outcomes"},
         )
         with run.phase("train_reward_model"):
-            stats = reward_model.train_step(work)
+            stats = reward_model.train_step(run.guarded(work, "reward_model"))
         run.note({f"reward_model/{name}": value for name, value in stats.metrics.items()})
         with run.phase("process_rewards"):
             batch.columns["reward_logprobs"] = reward_model.logprobs(batch.evaluation_work(run.config))

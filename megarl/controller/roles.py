@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
 from megarl.config.algorithm import VapoConfig
@@ -28,16 +28,19 @@ class Models:
     frozen: Mapping[str, FrozenGroup]
     apart: frozenset[str]
     """Names of those with slots of their own."""
+    processes: tuple[WorkerProcesses, ...] = ()
+    """The trainer's, and those of all pools that models have to themselves."""
 
     @classmethod
     def start(
-        cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool]
+        cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool], *, fill: bool = True
     ) -> tuple[Models, list[Pending[None]]]:
         """All of them, and what to wait for until they are built.
 
         Args:
             processes: the trainer's, which models share that have no slots of their own.
             pools: slots by the name of their pool.
+            fill: models that are trained start from their folders; else something will load them.
         """
         of_pool = {MAIN_POOL: processes}
         trained, frozen, apart, starting = {}, {}, set(), []
@@ -59,11 +62,13 @@ class Models:
                     WorkerGroup[TrainerWorker](role.name, processes, grid), cost=cost, offloaded=OffloadConfig()
                 )
                 updates = total_updates(config) + pretraining_updates(config)
+                spec = replace(spec, weights="hf" if fill else "none")
                 starting.append(
                     trainer.start_workers(TrainerSpec(model=spec, optimizer=role.optimizer, optimizer_steps=updates))
                 )
                 trained[role.name] = trainer
-        return cls(trained=trained, frozen=frozen, apart=frozenset(apart)), starting
+        models = cls(trained=trained, frozen=frozen, apart=frozenset(apart), processes=tuple(of_pool.values()))
+        return models, starting
 
     @property
     def scorers(self) -> Mapping[str, FrozenGroup]:

@@ -12,19 +12,21 @@ from megarl.controller.trainer_group import TrainerGroup
 from megarl.errors import StoppedEarly
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
 class StageRun:
     """Times phases, tells the driver about them, and writes metrics."""
 
-    def __init__(self, config: StageConfig, events: EventLog, timer: PhaseTimer) -> None:
-        """`timer`: the stage's own, which has measured its start."""
+    def __init__(
+        self, config: StageConfig, events: EventLog, timer: PhaseTimer, *, resumed: ResumedMetrics | None = None
+    ) -> None:
+        """`timer`: the stage's own, which has measured its start; `resumed`: where metrics go on."""
         self.timer = timer
         self.step = 0
         self._events, self._stage = events, config
         self._ends_early = False
-        self._tracker = Tracker(config.tracking, Path(config.run_dir))
+        self._tracker = Tracker(config.tracking, Path(config.run_dir), resumed=resumed)
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = True) -> Iterator[None]:

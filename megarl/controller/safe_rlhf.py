@@ -17,11 +17,14 @@ from megarl.controller.tokens import Estimates, StepTokens
 def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:
     """As PPO, on what reward and cost weigh together; the multiplier moves first, by the step's mean cost."""
     run.begin()
-    multiplier = LagrangeMultiplier(
-        value=algorithm.multiplier_start,
-        lr=algorithm.multiplier_lr,
-        maximum=algorithm.multiplier_max,
-        limit=algorithm.cost_limit,
+    multiplier = run.carry(
+        "multiplier",
+        LagrangeMultiplier(
+            value=algorithm.multiplier_start,
+            lr=algorithm.multiplier_lr,
+            maximum=algorithm.multiplier_max,
+            limit=algorithm.cost_limit,
+        ),
     )
     for prompts in run.steps():
         batch = run.sample(prompts)

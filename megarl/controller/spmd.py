@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
 from megarl.controller.events import Event, EventLog, Note
-from megarl.controller.launch import STOP_SECONDS, prepare_run, show
+from megarl.controller.launch import STOP_SECONDS, new_run, prepare_folder, require_sound, show
 from megarl.controller.torchrun_ranks import joined_ranks
 from megarl.errors import StoppedEarly
 from megarl.placement import early_stop
@@ -59,7 +59,7 @@ def run_spmd_stage(
         MegarlError: what ended the run, on the rank that speaks for all; the others exit with their code.
     """
     with joined_ranks(config.placement, world) as ranks:
-        config = ranks.on_first(lambda: prepare_run(config, name))
+        config = ranks.on_first(lambda: _prepared(config, name))
         if world.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
@@ -69,6 +69,12 @@ def run_spmd_stage(
             stage.train()
     with _rank_0_speaks(world):
         stage.require_whole()
+
+
+def _prepared(config: C, name: str) -> C:
+    config = require_sound(config)
+    prepare_folder(config, name, new_run(config).stale)
+    return config
 
 
 class _Shown(EventLog):

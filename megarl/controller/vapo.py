@@ -16,7 +16,8 @@ EXPLAINED = "critic/explained_variance"
 def train_vapo(run: PolicyRun, algorithm: VapoConfig) -> None:
     """Pretrain the critic; then two lambdas, and likelihood of what was right."""
     run.begin()
-    pretrain_critic(run, algorithm)
+    if run.step == 0:  # and not in a run that goes on behind it
+        pretrain_critic(run, algorithm)
     for prompts in run.steps():
         batch = run.sample(prompts)
         run.add_reference(batch)

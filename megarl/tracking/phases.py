@@ -31,6 +31,7 @@ class PhaseTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._made = clock()
+        self._before = 0.0
         self._step_since: float | None = None
         self._open: list[_Open] = []
         self._seconds: dict[str, float] = {}
@@ -39,13 +40,19 @@ class PhaseTimer:
         self._waiting_since = 0.0
         self._waiting_seconds = 0.0
 
+    def resume(self, seconds: float, totals: Mapping[str, float]) -> None:
+        """Count on from what another timer has measured."""
+        self._before += seconds
+        for name, of_phase in totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + of_phase
+
     def seconds(self) -> float:
-        """Since the timer was made."""
-        return self._clock() - self._made
+        """Since the timer was made, and what it counts on from."""
+        return self._before + self._clock() - self._made
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """Seconds per phase since the timer was made, within steps and between them."""
+        """Seconds per phase since the timer was made, within steps and between them, and what it counts on from."""
         return dict(self._totals)
 
     def start_step(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
 
@@ -49,8 +49,12 @@ class JsonlSink:
 class TensorboardSink:
     """Scalars in TensorBoard event files, written by tensorboard itself: neither torch nor tensorflow is loaded."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, after: int | None = None) -> None:
+        """`after`: the step that a run goes on from; TensorBoard then forgets what it was told of later ones."""
         self._writer = EventFileWriter(str(directory))
+        if after is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=after + 1, session_log=start))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Write and flush one event."""

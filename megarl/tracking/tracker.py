@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +16,21 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
+@dataclass(frozen=True, slots=True)
+class ResumedMetrics:
+    """Where the records stood at the step that a run goes on from."""
+
+    step: int
+    num_bytes: int
+    """Of `metrics.jsonl`."""
+
+
+def cut(path: Path, num_bytes: int) -> None:
+    """Drop what `path` holds behind its first `num_bytes`; a shorter file stays as it is."""
+    if path.exists() and path.stat().st_size > num_bytes:
+        os.truncate(path, num_bytes)
+
+
 class Tracker:
     """Writes into `run_dir`: `metrics.jsonl`, `tensorboard/` and what W&B keeps.
 
@@ -21,17 +38,27 @@ class Tracker:
         ConfigError: `tracking.wandb` without the package.
     """
 
-    def __init__(self, config: TrackingConfig, run_dir: str | Path) -> None:
-        run_dir = Path(run_dir)
+    def __init__(self, config: TrackingConfig, run_dir: str | Path, *, resumed: ResumedMetrics | None = None) -> None:
+        """`resumed`: forget what was logged behind it."""
+        self._run_dir = run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
         # First, because it is the one that can fail.
         if config.wandb is not None:
             self._sinks.append(WandbSink(config.wandb, run_dir))
         if config.jsonl:
+            if resumed is not None:
+                cut(run_dir / METRICS_FILE, resumed.num_bytes)
             self._sinks.append(JsonlSink(run_dir / METRICS_FILE))
         if config.tensorboard:
-            self._sinks.append(TensorboardSink(run_dir / TENSORBOARD_FOLDER))
+            after = None if resumed is None else resumed.step
+            self._sinks.append(TensorboardSink(run_dir / TENSORBOARD_FOLDER, after=after))
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of `metrics.jsonl`; 0 where there is none."""
+        path = self._run_dir / METRICS_FILE
+        return path.stat().st_size if path.exists() else 0
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one step's metrics everywhere, flushed."""

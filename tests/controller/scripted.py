@@ -23,6 +23,7 @@ from megarl.controller.events import EventLog, Note
 from megarl.controller.policy_run import PolicyRun
 from megarl.controller.roles import Models
 from megarl.controller.rollout_group import FinishedGroup
+from megarl.controller.run_state import RunState
 from megarl.controller.tokens import EstimateJob, estimate
 from megarl.megatron.work import EvaluationWork, Key, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
@@ -149,8 +150,10 @@ class Rollout:
 @dataclass
 class Weights:
     log: list[Asked]
+    policy_version: int = -1
 
     def push(self, policy_version: int) -> Any:
+        self.policy_version = policy_version
         self.log.append(Asked(who="weights", what="push", work=policy_version))
         return SimpleNamespace(bytes_moved=1, stats=SimpleNamespace(buckets=1), seconds={})
 
@@ -191,6 +194,7 @@ def run_script(
     apart: frozenset[str] = frozenset(),
     lengths: Callable[[int], int] = lambda sample: 3 + sample,
     events: EventLog | None = None,
+    resumed: RunState | None = None,
     **sections: Any,
 ) -> Scripted:
     """`steps` of the algorithm, 2 prompts and 3 samples each where it says nothing else, on prompts p0 to p99.
@@ -198,6 +202,7 @@ def run_script(
     Args:
         models: by role what is special about it, fields of `Model`; those of a run's roles are there anyway.
         events: of the run, where the script has something to tell it.
+        resumed: what the run goes on from.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -216,17 +221,33 @@ def run_script(
         apart=apart,
     )
     policy = Model("policy", log, **(models or {}).get("policy", {}))
-    return train_on(config, policy, there, Rollout(script, log, lengths), log, events or EventLog())
+    return train_on(config, policy, there, Rollout(script, log, lengths), log, events or EventLog(), resumed)
 
 
 def train_on(
-    config: RunConfig, trainer: Any, models: Models, rollout: Rollout, log: list[Asked], events: EventLog
+    config: RunConfig,
+    trainer: Any,
+    models: Models,
+    rollout: Rollout,
+    log: list[Asked],
+    events: EventLog,
+    resumed: RunState | None = None,
 ) -> Scripted:
     """The run from its first push to its last, on these."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
     stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": Weights(log)}
     startup = Startup(time.time())
-    run = PolicyRun(config, events, PhaseTimer(), startup, models=models, prompts=prompts, held_out=[], **stand_ins)
+    run = PolicyRun(
+        config,
+        events,
+        PhaseTimer(),
+        startup,
+        models=models,
+        prompts=prompts,
+        held_out=[],
+        resumed=resumed,
+        **stand_ins,
+    )
     train(run)
     run.finish()
     said = [event.text for event in events.since(0)[0] if isinstance(event, Note)]

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from megarl.config.tracking import TrackingConfig
 from megarl.errors import ConfigError
-from megarl.tracking.tracker import Tracker
+from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,6 +62,20 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
             tracker.log({"a": 1.0}, step=step)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_was_logged_behind_the_step_that_a_run_goes_on_from_is_forgotten(tmp_path: Path) -> None:
+    with Tracker(TrackingConfig(), tmp_path) as tracker:
+        tracker.log({"a": 1.0}, step=1)
+        position = tracker.num_bytes
+        tracker.log({"a": 2.0}, step=2)
+        tracker.log({"a": 3.0}, step=3)
+    time.sleep(1)  # TensorBoard reads event files in the order of their names, which count seconds
+    with Tracker(TrackingConfig(), tmp_path, resumed=ResumedMetrics(step=1, num_bytes=position)) as tracker:
+        tracker.log({"a": 20.0}, step=2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
+    assert scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
 
 
 def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""A run's models and state, saved while the run goes on.
+
+begin(step)      each model's ranks stage what they hold, and write it in the background
+add_state(...)   the controller's part, once the step is over
+poll()           between two steps: where everything is written, the folder gets its name
+finish()         the same, waiting for it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.checkpoint.manifest import Contents, FileRecord
+from megarl.checkpoint.store import CheckpointStore, Draft
+from megarl.config import RunConfig, dump_config
+from megarl.controller.run_state import RunState
+from megarl.controller.trainer_group import TrainerGroup
+from megarl.errors import DataError
+from megarl.megatron.work import SaveOrder
+from megarl.rollout.journal_folder import drop_steps
+
+POLICY = "policy"
+"""The policy's folder in a checkpoint; other models' are called as their roles are."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A checkpoint that is being written."""
+
+    step: int
+    draft: Draft
+    since: float
+    state: RunState | None = None
+    written: set[str] = field(default_factory=set)
+
+
+class Checkpointer:
+    """Keeps the checkpoints of a run, one at a time under way."""
+
+    def __init__(self, config: RunConfig, models: Mapping[str, TrainerGroup], say: Callable[[str], None]) -> None:
+        """`models`: all that are trained, by the names of their folders; `say`: shows the user a line."""
+        self._config, self._models, self._say = config, models, say
+        self._store = CheckpointStore(config.run_dir)
+        self._open: _Open | None = None
+        self._num_bytes = 0
+        """Of the last one: what the next will take."""
+        self.last_step = 0
+        """The step of the last one that was begun; 0: none."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether one is to be begun after this step, the last step's apart."""
+        return step % self._config.checkpoint.every == 0
+
+    def begin(self, step: int) -> dict[str, float]:
+        """Have all models stage their state as of the end of `step`, for a checkpoint that is given up where it fails.
+
+        Returns:
+            Metrics.
+        """
+        self.finish()
+        start, options = time.perf_counter(), self._config.checkpoint
+        self.last_step = step
+        staged = 0
+        draft: Draft | None = None
+        try:
+            self._store.require_room(self._num_bytes or self._expected_bytes(), step=step)
+            draft = self._store.begin(step)
+            self._num_bytes = 0
+            for name, model in self._models.items():
+                order = SaveOrder(
+                    folder=str(draft.folder / name),
+                    asynchronous=options.asynchronous,
+                    max_staging_bytes=options.max_staging_bytes,
+                )
+                stats = model.begin_save(order)
+                staged, self._num_bytes = staged + stats.staging_bytes, self._num_bytes + stats.bytes
+            if options.hf:
+                self._models[POLICY].save_hf(str(draft.folder / "hf"))
+        except DataError as error:
+            if draft is not None:
+                draft.discard()
+            self._give_up(step, error)
+            return {"checkpoint/failed": 1.0}
+        self._open = _Open(step=step, draft=draft, since=start)
+        hold = time.perf_counter() - start
+        return {
+            "checkpoint/hold_seconds": hold,
+            "checkpoint/staging_bytes": staged,
+            "checkpoint/bytes": self._num_bytes,
+        }
+
+    def add_state(self, state: Callable[[], RunState]) -> None:
+        """The controller's part of the checkpoint that was begun in this step, if one was."""
+        if self._open is not None and self._open.state is None:
+            self._open.state = state()
+            if not self._config.checkpoint.asynchronous:
+                self.finish()
+
+    def poll(self) -> None:
+        """Complete the checkpoint that is under way, if all of it is written."""
+        if self._open is not None and all(model.save_is_written() for model in self._models.values()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the checkpoint that is under way; one that could not be written is told, and given up."""
+        if self._open is None:
+            return
+        this, self._open = self._open, None
+        assert this.state is not None, f"the checkpoint of step {this.step} has no state"
+        try:
+            self._commit(this, this.state)
+        except DataError as error:
+            this.draft.discard()
+            self._give_up(this.step, error)
+
+    def discard(self) -> None:
+        """Give the one up that is under way: its models are gone."""
+        if self._open is not None:
+            self._open.draft.discard()
+            self._open = None
+
+    def _commit(self, this: _Open, state: RunState) -> None:
+        files = {
+            f"{name}/{file.name}": FileRecord(bytes=file.bytes, sha256=file.sha256)
+            for name, model in self._models.items()
+            for file in model.finish_save().files
+        }
+        state.write(this.draft.folder)
+        (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
+        folder = this.draft.commit(Contents.of(self._config), files)
+        options = self._config.checkpoint
+        self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every)
+        kept = [saved.step for saved in self._store.saved()]
+        drop_steps(self._config.run_dir, upto=min(kept))
+        seconds = time.perf_counter() - this.since
+        self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+
+    def _give_up(self, step: int, error: DataError) -> None:
+        self.last_step = 0
+        self._say(f"step {step}: no checkpoint: {error}")
+
+    def _expected_bytes(self) -> int:
+        """Before there was one: weights, and as float32 masters and both moments."""
+        weights = sum(file.stat().st_size for file in Path(self._config.model.path).glob("*.safetensors"))
+        return weights * (3 if self._config.model.dtype == "float32" else 7)

@@ -1,0 +1,116 @@
+"""The slots of a run, and the processes on them: a lost trainer is replaced beside engines that live on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from megarl.config import RunConfig
+from megarl.config.placement import MAIN_POOL
+from megarl.controller.build import read_prompts, start_engines, trainer_spec
+from megarl.controller.checkpoints import POLICY, Checkpointer
+from megarl.controller.engines import EngineGroup
+from megarl.controller.events import EventLog, Note
+from megarl.controller.policy_run import PolicyRun
+from megarl.controller.restarts import Restarts
+from megarl.controller.roles import Models
+from megarl.controller.rollout_group import RolloutGroup
+from megarl.controller.run_state import RunState
+from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.controller.weights import WeightSync
+from megarl.placement.pool import reserve_pools
+from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.startup import Startup
+from megarl.workers.group import WorkerProcesses
+
+
+class Fleet:
+    """Slots once, engines and rollout workers once, and trainer processes as often as they are lost."""
+
+    def __init__(
+        self, config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, restarts: Restarts
+    ) -> None:
+        """`closing` ends what must end in order."""
+        self._config, self._events, self._closing, self._startup = config, events, closing, startup
+        self._restarts = restarts
+        with startup.phase("slots", "ray"):
+            self._pools = reserve_pools(config.placement, config.placement.all_pools)
+        self._processes: list[WorkerProcesses] = []
+        self._rollout: tuple[EngineGroup, RolloutGroup] | None = None
+        with startup.phase("data"):
+            self._prompts, self._held_out = read_prompts(config)
+
+    def assemble(self, resume: Path | None) -> PolicyRun:
+        """Trainer, engines and rollout workers, up and idle.
+
+        Args:
+            resume: the checkpoint that the run goes on from; None: it begins.
+
+        Raises:
+            MegarlError: something did not come up.
+        """
+        config, startup, timer = self._config, self._startup, PhaseTimer()
+        with timer.phase("start", waiting=True):
+            pool = self._pools[MAIN_POOL]
+            processes = rank_processes(pool, "trainer")
+            self._processes = [processes]
+            trainer = trainer_on(config, processes)
+            first = self._rollout is None
+            engines, rollout = self._rollout or self._start_rollout(trainer)
+            fill = resume is None
+            models, starting = Models.start(config, processes, self._pools, fill=fill)
+            self._processes = list(models.processes)
+            starting.append(trainer.start_workers(trainer_spec(config, fill=fill)))
+            for pending in starting:
+                pending.result(config.placement.start_timeout_seconds)
+            if first:
+                engines.wait_started()
+                rollout.start()
+                startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
+                startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
+                startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
+            trained = {POLICY: trainer, **models.trained}
+            state = None if resume is None else self._load(resume, trained)
+        with startup.phase("weight sync plan"):
+            weights = WeightSync(config, trainer, engines, pool)
+        checkpoints = Checkpointer(config, trained, self._say) if config.checkpoint.every else None
+        return PolicyRun(
+            config,
+            self._events,
+            timer,
+            startup,
+            trainer=trainer,
+            models=models,
+            rollout=rollout,
+            weights=weights,
+            prompts=self._prompts,
+            held_out=self._held_out,
+            checkpoints=checkpoints,
+            resumed=state,
+            restarts=self._restarts,
+        )
+
+    def end_trainer(self) -> None:
+        """End the trainer's processes, and those of all models: they wait for the one that is lost."""
+        for processes in self._processes:
+            processes.stop()
+        self._processes = []
+
+    def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
+        engines = start_engines(self._config, self._pools, trainer.grid, self._restarts)
+        self._closing.callback(engines.shutdown)
+        self._rollout = engines, RolloutGroup(self._config, engines)
+        return self._rollout
+
+    def _load(self, folder: Path, trained: dict[str, TrainerGroup]) -> RunState:
+        """The checkpoint's models in the trainer's processes, and the controller's state."""
+        state = RunState.read(folder)
+        self._say(f"going on from step {state.step}: {folder}")
+        for name, model in trained.items():
+            report = model.load_training(str(folder / name))
+            if not report.same_layout:
+                self._say(f"{name}: saved in another layout; the random numbers of its ranks begin anew")
+        return state
+
+    def _say(self, text: str) -> None:
+        self._events.add(Note(text))

@@ -1,0 +1,77 @@
+"""A run goes on where its processes die: what can be made anew is, and steps since the last checkpoint are done again.
+
+Engines and rollout workers are replaced within a step. A trainer rank takes all others with it, since they wait for it
+in collectives: all are started anew from the newest checkpoint, and the steps behind it are trained again on the
+rollouts in the run's journal, to the same weights. The controller's own actor is restarted by Ray, and then does the
+same with everything.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from ray.exceptions import RayActorError
+
+from megarl.checkpoint.store import CheckpointStore
+from megarl.config import RunConfig
+from megarl.controller.algorithms import train
+from megarl.controller.events import EventLog, Note
+from megarl.controller.fleet import Fleet
+from megarl.controller.policy_run import PolicyRun
+from megarl.controller.restarts import Restarts
+from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.tracking.startup import Startup
+
+
+def train_through(
+    config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, *, resume: Path | None, again: bool
+) -> PolicyRun:
+    """Train to the end, whatever dies on the way; the run that came to it, its books closed.
+
+    Args:
+        closing: ends what must end in order.
+        resume: the checkpoint to go on from.
+        again: the controller has died and been restarted: go on from the newest checkpoint.
+
+    Raises:
+        MegarlError: what cannot be mended by starting processes anew, or has been too often.
+    """
+
+    def say(text: str) -> None:
+        events.add(Note(text))
+
+    def newest() -> Path | None:
+        saved = CheckpointStore(config.run_dir).newest_whole(say)
+        return saved.folder if saved is not None else resume
+
+    restarts = Restarts(config.recovery, say)
+    if again:
+        say("the controller was lost; everything is started anew")
+    fleet = Fleet(config, events, closing, startup, restarts)
+    start = newest() if again else resume
+    while True:
+        run: PolicyRun | None = None
+        try:
+            run = fleet.assemble(start)
+            train(run)
+            run.save()
+            run.export(run.trainer)
+            run.finish()
+        except (WorkerError, WeightSyncError) as error:
+            if run is None and not has_died(error):
+                raise  # what cannot be built today cannot be built in a second either
+            seconds = restarts.take("trainer", error, run.step if run is not None else 0)
+        else:
+            return run
+        fleet.end_trainer()
+        if run is not None:
+            run.give_up()
+        time.sleep(seconds)
+        start = newest()
+
+
+def has_died(error: MegarlError) -> bool:
+    """Whether the cause is the end of a process, and not what one has raised."""
+    return isinstance(error.__cause__, RayActorError)

@@ -1,0 +1,69 @@
+"""Which checkpoint a run goes on from, and whether it may: `megarl train CONFIG --resume auto|STEP|PATH`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoint.differences import differences, require_no_contradictions
+from megarl.checkpoint.manifest import Contents, read_manifest, require_same_model
+from megarl.checkpoint.store import CheckpointStore, Saved
+from megarl.config import RunConfig, load_config
+from megarl.rollout.journal import fingerprint_of
+from megarl.rollout.journal_folder import fingerprints_in
+
+AUTO = "auto"
+
+JOURNAL = "journal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How a run begins."""
+
+    checkpoint: Path | None = None
+    """What it goes on from; None: the model's folder."""
+    stale: tuple[Path, ...] = ()
+    """What it must not find in its folder, to be set aside."""
+
+
+def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Callable[[str], None]) -> Start:
+    """Where the run goes on; nothing has been changed yet.
+
+    Args:
+        config: with absolute paths.
+        which: `auto`: the newest whole checkpoint, or, where a run has come to none, its beginning; a step; or the
+            folder of a checkpoint, of any run.
+        results: what a run writes into its folder.
+
+    Raises:
+        DataError: there is no such checkpoint, it is damaged, or of another model.
+        ConfigError: the run that it is of had other settings that count.
+    """
+    run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
+    journal = _foreign_journal(config)
+    saved = store.newest_whole(say) if which == AUTO else store.find(which, say)
+    if saved is None:
+        say(f"{store.folder} has no checkpoint to go on from: the run begins anew")
+        return Start(stale=(*(run_dir / name for name in results if name != JOURNAL), *journal))
+    _require_same_run(config, saved, say)
+    if saved.folder.resolve().parent != store.folder.resolve():
+        return Start(checkpoint=saved.folder, stale=tuple(run_dir / name for name in results))
+    later = [each.folder for each in store.saved() if each.step > saved.step] if which != AUTO else []
+    return Start(checkpoint=saved.folder, stale=(*later, *journal))
+
+
+def _foreign_journal(config: RunConfig) -> list[Path]:
+    """The journal, where it holds rollouts that this configuration would not have made."""
+    others = fingerprints_in(config.run_dir) - {fingerprint_of(config)}
+    return [Path(config.run_dir) / JOURNAL] if others else []
+
+
+def _require_same_run(config: RunConfig, saved: Saved, say: Callable[[str], None]) -> None:
+    require_same_model(read_manifest(saved.folder).model, Contents.of(config).model, saved.name)
+    before = load_config(RunConfig, saved.folder / "config.yaml")
+    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    require_no_contradictions(found, saved.name)
+    for each in found:
+        say(f"{each.path} was {each.saved!r} in {saved.name}, is {each.now!r}")
