@@ -18,6 +18,7 @@ from megarl.checkpoint.store import CheckpointStore, Draft
 from megarl.config import RunConfig, dump_config
 from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.vigil import Vigil
 from megarl.errors import DataError
 from megarl.megatron.work import SaveOrder
 from megarl.rollout.journal_folder import drop_steps
@@ -40,9 +41,15 @@ class _Open:
 class Checkpointer:
     """Keeps the checkpoints of a run, one at a time under way."""
 
-    def __init__(self, config: RunConfig, models: Mapping[str, TrainerGroup], say: Callable[[str], None]) -> None:
-        """`models`: all that are trained, by the names of their folders; `say`: shows the user a line."""
-        self._config, self._models, self._say = config, models, say
+    def __init__(
+        self, config: RunConfig, models: Mapping[str, TrainerGroup], say: Callable[[str], None], vigil: Vigil
+    ) -> None:
+        """Args:
+        models: all that are trained, by the names of their folders.
+        say: shows the user a line.
+        vigil: is told of each checkpoint.
+        """
+        self._config, self._models, self._say, self._vigil = config, models, say, vigil
         self._store = CheckpointStore(config.run_dir)
         self._open: _Open | None = None
         self._num_bytes = 0
@@ -131,6 +138,7 @@ class Checkpointer:
         state.write(this.draft.folder)
         (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
         folder = this.draft.commit(Contents.of(self._config), files)
+        self._vigil.heartbeat.saved(this.step)
         options = self._config.checkpoint
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every)
         kept = [saved.step for saved in self._store.saved()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -36,6 +37,31 @@ def reserved_slots(placement: PlacementConfig, places: Places, *, what: str, nam
             raise translate(error, what=what, name=name) from error
         finally:
             ray.shutdown()
+
+
+class Terminated:
+    """Whether SIGTERM has come, and when."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """By `time.monotonic`; None: it has not."""
+
+
+@contextmanager
+def terminated_is_noted() -> Iterator[Terminated]:
+    """The first SIGTERM is only noted; the second interrupts, as Ctrl-C does."""
+    noted = Terminated()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if noted.since is not None:
+            raise KeyboardInterrupt
+        noted.since = time.monotonic()
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -33,9 +33,9 @@ class Controller:
         """What happened since `cursor`, and the next cursor."""
         return self._events.since(cursor)
 
-    def finish_early(self) -> None:
+    def finish_early(self, asked_by: str) -> None:
         """Have the stage end after the step under way: it raises StoppedEarly, its model written and books closed."""
-        self._events.finish_early()
+        self._events.finish_early(asked_by)
 
     def stop(self) -> None:
         """End the processes that leave files behind where they are killed; a stage under way fails."""

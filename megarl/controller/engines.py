@@ -132,6 +132,10 @@ class EngineGroup(Engines):
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
         return wait_all(refs, what="start", names=names, timeout=self._timeout)
 
+    def actors(self) -> dict[str, Any]:
+        """Ray actors by their names for people."""
+        return {engine.name: engine.handle for engine in self.engines}
+
     def first_completion(self) -> float:
         """When the first one was finished on any engine, in Unix time; now, if no engine is left that has seen one."""
         times = []

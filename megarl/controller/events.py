@@ -33,7 +33,8 @@ class EventLog:
         self._events: list[Event] = []
         self._first = 0
         self._lock = threading.Lock()
-        self._ends = threading.Event()
+        self.asked_by = ""
+        """The signal for which the run is to end early; empty: none has come."""
 
     def add(self, event: Event) -> None:
         """Append one."""
@@ -47,10 +48,10 @@ class EventLog:
             self._first = max(self._first, cursor)
             return list(self._events), self._first + len(self._events)
 
-    def finish_early(self) -> None:
+    def finish_early(self, asked_by: str = "SIGUSR1") -> None:
         """Have the run end after the step under way."""
-        self._ends.set()
+        self.asked_by = asked_by
 
     def ends_early(self) -> bool:
         """Whether it is to; of a run's ranks, all get the same answer."""
-        return self._ends.is_set()
+        return bool(self.asked_by)

@@ -17,6 +17,7 @@ from megarl.controller.roles import Models
 from megarl.controller.rollout_group import RolloutGroup
 from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
 from megarl.placement.pool import reserve_pools
 from megarl.tracking.phases import PhaseTimer
@@ -28,15 +29,24 @@ class Fleet:
     """Slots once, engines and rollout workers once, and trainer processes as often as they are lost."""
 
     def __init__(
-        self, config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, restarts: Restarts
+        self,
+        config: RunConfig,
+        events: EventLog,
+        closing: ExitStack,
+        startup: Startup,
+        *,
+        restarts: Restarts,
+        vigil: Vigil,
     ) -> None:
         """`closing` ends what must end in order."""
         self._config, self._events, self._closing, self._startup = config, events, closing, startup
-        self._restarts = restarts
+        self._restarts, self._vigil = restarts, vigil
         with startup.phase("slots", "ray"):
             self._pools = reserve_pools(config.placement, config.placement.all_pools)
         self._processes: list[WorkerProcesses] = []
         self._rollout: tuple[EngineGroup, RolloutGroup] | None = None
+        self._is_up = False
+        """Engines and rollout workers are; from then on they are supervised."""
         with startup.phase("data"):
             self._prompts, self._held_out = read_prompts(config)
 
@@ -55,7 +65,7 @@ class Fleet:
             processes = rank_processes(pool, "trainer")
             self._processes = [processes]
             trainer = trainer_on(config, processes)
-            first = self._rollout is None
+            first = not self._is_up
             engines, rollout = self._rollout or self._start_rollout(trainer)
             fill = resume is None
             models, starting = Models.start(config, processes, self._pools, fill=fill)
@@ -66,14 +76,16 @@ class Fleet:
             if first:
                 engines.wait_started()
                 rollout.start()
+                self._is_up = True
                 startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
                 startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
                 startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
+            self._vigil.follow(processes, trainer.grid, {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}
             state = None if resume is None else self._load(resume, trained)
         with startup.phase("weight sync plan"):
             weights = WeightSync(config, trainer, engines, pool)
-        checkpoints = Checkpointer(config, trained, self._say) if config.checkpoint.every else None
+        checkpoints = Checkpointer(config, trained, self._say, self._vigil) if config.checkpoint.every else None
         return PolicyRun(
             config,
             self._events,
@@ -88,6 +100,7 @@ class Fleet:
             checkpoints=checkpoints,
             resumed=state,
             restarts=self._restarts,
+            vigil=self._vigil,
         )
 
     def end_trainer(self) -> None:

@@ -18,7 +18,7 @@ from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.config.algorithm import FrozenModelConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
-from megarl.controller.cluster import terminated_is_interrupted
+from megarl.controller.cluster import Terminated, terminated_is_interrupted, terminated_is_noted
 from megarl.controller.controller import Controller
 from megarl.controller.events import Event, Note, Phase
 from megarl.controller.node_checks import places_of, require_sound_nodes
@@ -111,10 +111,10 @@ def _on_cluster(config: C, method: Callable[..., Any], arguments: tuple[Any, ...
         actor = _controller(config, startup)
         result = getattr(actor, method.__name__).remote(*arguments)
         try:
-            with RunProgress(config.trainer.steps) as progress:
+            with RunProgress(config.trainer.steps) as progress, terminated_is_noted() as terminated:
                 if checked is not None:
                     progress.say(checked)
-                _follow(actor, result, progress)
+                _follow(actor, result, progress, _Asked(terminated, _grace_seconds(config)))
             return ray.get(result)
         except RayError as error:
             raise translate(error, what=method.__name__, name="the controller") from error
@@ -202,16 +202,40 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-def _follow(actor: Any, result: Any, progress: RunProgress) -> None:
-    """Show the controller's events until the result is there, and tell it where SIGUSR1 asks for an early end."""
-    cursor, done, ends = 0, False, False
+class _Asked:
+    """By which signal the run was asked to end early."""
+
+    def __init__(self, terminated: Terminated, grace_seconds: float) -> None:
+        self._terminated, self._grace_seconds = terminated, grace_seconds
+
+    def by(self) -> str:
+        """Its name; empty: none has come.
+
+        Raises:
+            KeyboardInterrupt: SIGTERM has, and the run does not end.
+        """
+        if (since := self._terminated.since) is not None:
+            if time.monotonic() - since >= self._grace_seconds:
+                raise KeyboardInterrupt
+            return "SIGTERM"
+        return "SIGUSR1" if early_stop.is_asked() else ""
+
+
+def _grace_seconds(config: StageConfig) -> float:
+    """How long a run that is told to end may take: no time, where it would not save anything."""
+    return config.recovery.grace_seconds if isinstance(config, RunConfig) and config.checkpoint.every else 0.0
+
+
+def _follow(actor: Any, result: Any, progress: RunProgress, asked: _Asked) -> None:
+    """Show the controller's events until the result is there, and tell it where a signal asks for an early end."""
+    cursor, done, ends = 0, False, ""
     while not done:
         done = bool(ray.wait([result], timeout=POLL_SECONDS)[0])
-        if not ends and early_stop.is_asked():
-            ends = True
+        if not ends and (ends := asked.by()):
             progress.say("asked to end early: the step under way will be the last")
         if ends:
-            actor.finish_early.remote()  # each time: one that has been restarted has forgotten
+            asked.by()
+            actor.finish_early.remote(ends)  # each time: one that has been restarted has forgotten
         try:
             events, cursor = ray.get(actor.events.remote(cursor))
         except RayError:

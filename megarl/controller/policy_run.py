@@ -28,6 +28,7 @@ from megarl.controller.run import StageRun
 from megarl.controller.run_state import Books, RunState, position
 from megarl.controller.tokens import EstimateJob, Estimator
 from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
 from megarl.data.sampler import PromptSampler
 from megarl.errors import LimitError
@@ -66,13 +67,15 @@ class PolicyRun(StageRun):
         checkpoints: Checkpointer | None = None,
         resumed: RunState | None = None,
         restarts: Restarts | None = None,
+        vigil: Vigil | None = None,
     ) -> None:
         """Args:
         checkpoints: where the run is saved.
         resumed: what it goes on from, its models having been loaded.
         restarts: counted between finished steps.
+        vigil: watches over the run.
         """
-        super().__init__(config, events, timer, resumed=None if resumed is None else position(resumed))
+        super().__init__(config, events, timer, resumed=None if resumed is None else position(resumed), vigil=vigil)
         self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
         self._weights, self._prompts, self._held_out = weights, prompts, held_out
         self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
@@ -333,6 +336,7 @@ class PolicyRun(StageRun):
     def _log_step(self, metrics: Mapping[str, float], stats: TrainStats | None) -> None:
         times = self.timer.take()
         seconds = times["time/step_seconds"]
+        stragglers = {} if self.vigil is None else self.vigil.finished_step(seconds)
         trained = {} if stats is None else stats.metrics
         tokens = 0 if stats is None else stats.num_tokens
         self._tokens += tokens
@@ -342,7 +346,7 @@ class PolicyRun(StageRun):
         rate = tokens / seconds
         synced = {} if stats is None else self._sync_metrics
         self.log(
-            {**metrics, **trained, **self._step_metrics, **synced, **times, **self._own_metrics(rate)},
+            {**metrics, **trained, **self._step_metrics, **synced, **times, **stragglers, **self._own_metrics(rate)},
             StepLine(
                 step=self.step,
                 seconds=seconds,
@@ -409,6 +413,8 @@ class PolicyRun(StageRun):
         """Give the engines the trainer's weights."""
         with self.phase("weight_sync"):
             report = self._weights.push(policy_version)
+        if self.vigil is not None:
+            self.vigil.heartbeat.pushed(policy_version)
         self._bytes += report.bytes_moved
         self._sync_metrics = {
             "weight_sync/seconds": sum(report.seconds.values()),

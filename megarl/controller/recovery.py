@@ -21,6 +21,7 @@ from megarl.controller.events import EventLog, Note
 from megarl.controller.fleet import Fleet
 from megarl.controller.policy_run import PolicyRun
 from megarl.controller.restarts import Restarts
+from megarl.controller.vigil import Vigil
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
 from megarl.tracking.startup import Startup
 
@@ -49,12 +50,15 @@ def train_through(
     restarts = Restarts(config.recovery, say)
     if again:
         say("the controller was lost; everything is started anew")
-    fleet = Fleet(config, events, closing, startup, restarts)
+    vigil = Vigil(config, say)
+    closing.push(vigil.ended)
+    fleet = Fleet(config, events, closing, startup, restarts=restarts, vigil=vigil)
     start = newest() if again else resume
     while True:
         run: PolicyRun | None = None
         try:
             run = fleet.assemble(start)
+            vigil.heartbeat.status("running")
             train(run)
             run.save()
             run.export(run.trainer)
@@ -65,6 +69,7 @@ def train_through(
             seconds = restarts.take("trainer", error, run.step if run is not None else 0)
         else:
             return run
+        vigil.heartbeat.status("recovering")
         fleet.end_trainer()
         if run is not None:
             run.give_up()

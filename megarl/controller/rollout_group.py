@@ -86,6 +86,10 @@ class RolloutGroup:
         refs = [worker.came_up.remote() for worker in self._workers]
         return wait_all(refs, what="start", names=self._names(refs))
 
+    def actors(self) -> dict[str, Any]:
+        """Ray actors by their names for people."""
+        return {f"rollout worker {index}": worker for index, worker in enumerate(self._workers)}
+
     def first_completion(self) -> float:
         """See `EngineGroup`."""
         return self._engines.first_completion()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megarl.config import StageConfig
 from megarl.controller.events import EventLog, Note, Phase
 from megarl.controller.trainer_group import TrainerGroup
+from megarl.controller.vigil import Vigil
 from megarl.errors import StoppedEarly
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
@@ -19,10 +20,20 @@ class StageRun:
     """Times phases, tells the driver about them, and writes metrics."""
 
     def __init__(
-        self, config: StageConfig, events: EventLog, timer: PhaseTimer, *, resumed: ResumedMetrics | None = None
+        self,
+        config: StageConfig,
+        events: EventLog,
+        timer: PhaseTimer,
+        *,
+        resumed: ResumedMetrics | None = None,
+        vigil: Vigil | None = None,
     ) -> None:
-        """`timer`: the stage's own, which has measured its start; `resumed`: where metrics go on."""
-        self.timer = timer
+        """Args:
+        timer: the stage's own, which has measured its start.
+        resumed: where metrics go on.
+        vigil: watches over the stage.
+        """
+        self.timer, self.vigil = timer, vigil
         self.step = 0
         self._events, self._stage = events, config
         self._ends_early = False
@@ -32,7 +43,8 @@ class StageRun:
     def phase(self, name: str, *, waiting: bool = True) -> Iterator[None]:
         """Measure the block; `waiting`: other processes do the work meanwhile."""
         self._events.add(Phase(self.step, name))
-        with self.timer.phase(name, waiting=waiting):
+        watched = nullcontext() if self.vigil is None else self.vigil.phase(self.step, name, waiting=waiting)
+        with self.timer.phase(name, waiting=waiting), watched:
             yield
 
     def ends_early(self) -> bool:
@@ -54,10 +66,11 @@ class StageRun:
         """
         if not self._ends_early:
             return
+        asked = self._events.asked_by or "SIGUSR1"  # torchrun's ranks may hear of it from each other
         if self.step == 0:
-            raise StoppedEarly(f"stopped before its first step of {self._stage.trainer.steps}, as SIGUSR1 asked")
+            raise StoppedEarly(f"stopped before its first step of {self._stage.trainer.steps}, as {asked} asked")
         raise StoppedEarly(
-            f"stopped after step {self.step} of {self._stage.trainer.steps}, as SIGUSR1 asked; the model as it is: "
+            f"stopped after step {self.step} of {self._stage.trainer.steps}, as {asked} asked; the model as it is: "
             f"{self._stage.export_path}"
         )
 
