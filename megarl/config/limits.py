@@ -38,12 +38,6 @@ class LimitConfig(Section):
             return f"{metric} = {value:.3g} passed limits.{key}.min = {self.min:g}"
         return None
 
-    def __ge__(self, value: float) -> bool:
-        return self.max is None or value <= self.max
-
-    def __format__(self, spec: str) -> str:
-        return format(self.max, spec)
-
 
 class LimitsConfig(Section):
     """Watched numbers. A run that one of them ends has exit code 3. Default: none is limited."""
