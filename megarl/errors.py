@@ -6,6 +6,7 @@
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   `-- LostEngineError        a rollout engine is gone, with the requests that it had
+    |-- LostNodeError              a machine of a run was lost, and none came in its place; exit code 4
     |-- LaunchError              nodes did not meet, or one of a run's was lost; exit code 1
     |-- WeightSyncError            weights did not arrive whole; exit code 1
     |   `-- LostRankError          because another rank is gone or has given up
@@ -50,6 +51,12 @@ class WorkerError(MegarlError):
 
 class LostEngineError(WorkerError):
     """A rollout engine that has ended, or is taken for dead; another one may do what it was asked."""
+
+
+class LostNodeError(MegarlError):
+    """A machine that was lost, and for which none came in time; says where the run can go on from."""
+
+    exit_code = 4
 
 
 class LaunchError(MegarlError):

@@ -23,6 +23,9 @@ class RecoveryConfig(Section):
     engine_stall_seconds: float = Field(default=60.0, gt=0)
     """An engine that does not say for so long that it is there is taken for dead."""
 
+    node_wait_seconds: float = Field(default=600.0, ge=0)
+    """How long a trainer that has lost a machine waits for another to join the cluster."""
+
     phase_timeout_seconds: float | None = Field(default=3600.0, gt=0)
     """A phase that takes longer is a failure, told with every worker's stack. Null: phases may take any time."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import ray
+from ray.util import remove_placement_group
 
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
@@ -19,10 +23,16 @@ from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
 from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
+from megarl.errors import ConfigError, LostNodeError
+from megarl.placement.assign import assign_nodes
+from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.group import WorkerProcesses
+
+LOOK_SECONDS = 1.0
+"""Between two looks whether a machine has come."""
 
 
 class Fleet:
@@ -42,13 +52,22 @@ class Fleet:
         self._config, self._events, self._closing, self._startup = config, events, closing, startup
         self._restarts, self._vigil = restarts, vigil
         with startup.phase("slots", "ray"):
-            self._pools = reserve_pools(config.placement, config.placement.all_pools)
+            self._reserve()
         self._processes: list[WorkerProcesses] = []
         self._rollout: tuple[EngineGroup, RolloutGroup] | None = None
         self._is_up = False
         """Engines and rollout workers are; from then on they are supervised."""
         with startup.phase("data"):
             self._prompts, self._held_out = read_prompts(config)
+
+    def _reserve(self, device: str | None = None) -> None:
+        placement = self._config.placement
+        if device is not None:
+            placement = placement.model_copy(update={"device": device})
+        self._pools = reserve_pools(placement, placement.all_pools)
+        names = {node.id: node.name for node in cluster_nodes()}
+        self._nodes = {slot.node: names[slot.node] for pool in self._pools.values() for slot in pool.slots}
+        """Machines by id, as people know them."""
 
     def assemble(self, resume: Path | None) -> PolicyRun:
         """Trainer, engines and rollout workers, up and idle.
@@ -108,6 +127,47 @@ class Fleet:
         for processes in self._processes:
             processes.stop()
         self._processes = []
+
+    def replace_nodes(self) -> None:
+        """Have all slots on machines that are there: another one, which may yet come, gives those of one that is lost.
+
+        Raises:
+            LostNodeError: none has come in time.
+        """
+        lost = [name for node, name in self._nodes.items() if node not in {each.id for each in cluster_nodes()}]
+        if not lost:
+            return
+        seconds = self._config.recovery.node_wait_seconds
+        self._say(f"lost {', '.join(lost)}; waiting up to {seconds:g} s for as many machines to take their place")
+        self._end_rollout()
+        deadline = time.monotonic() + seconds
+        while (lacking := self._lacking()) is not None:
+            if time.monotonic() > deadline:
+                raise LostNodeError(
+                    f"lost {', '.join(lost)}, and no machine took their place within {seconds:g} s "
+                    f"(recovery.node_wait_seconds): {lacking}; --resume auto goes on from the newest checkpoint"
+                )
+            time.sleep(LOOK_SECONDS)
+        # without GPUs, a run that chose its device by itself would go on with CPUs
+        self._reserve(self._pools[MAIN_POOL].device)
+
+    def _lacking(self) -> ConfigError | None:
+        """What the cluster, as it is now, lacks for the run."""
+        try:
+            assign_nodes(self._config.placement.all_pools, cluster_nodes(), self._pools[MAIN_POOL].device)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _end_rollout(self) -> None:
+        """End engines and rollout workers, and give all slots back."""
+        if self._rollout is not None:
+            engines, rollout = self._rollout
+            engines.shutdown()
+            for actor in (*engines.actors().values(), *rollout.actors().values()):
+                ray.kill(actor)
+        self._rollout, self._is_up = None, False
+        remove_placement_group(self._pools[MAIN_POOL].group)
 
     def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
         engines = start_engines(self._config, self._pools, trainer.grid, self._restarts)

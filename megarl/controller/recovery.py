@@ -74,6 +74,7 @@ def train_through(
         if run is not None:
             run.give_up()
         time.sleep(seconds)
+        fleet.replace_nodes()
         start = newest()
 
 

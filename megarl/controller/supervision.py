@@ -285,9 +285,9 @@ class Supervision:
 
 
 def _error_of(ref: Any, name: str) -> MegarlError | None:
-    """What the finished `ref` has failed with."""
+    """What the finished `ref` has found, or has failed with."""
     try:
-        ray.get(ref)
+        found: MegarlError | None = ray.get(ref)
     except RayError as error:
         return translate(error, what="engine", name=name)
-    return None
+    return found
