@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.manifest import Contents, FileRecord
@@ -20,7 +20,7 @@ from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.vigil import Vigil
 from megarl.errors import DataError
-from megarl.megatron.work import SaveOrder
+from megarl.megatron.work import SavedPart, SaveOrder
 from megarl.rollout.journal_folder import drop_steps
 
 POLICY = "policy"
@@ -35,7 +35,6 @@ class _Open:
     draft: Draft
     since: float
     state: RunState | None = None
-    written: set[str] = field(default_factory=set)
 
 
 class Checkpointer:
@@ -72,6 +71,7 @@ class Checkpointer:
         self.last_step = step
         staged = 0
         draft: Draft | None = None
+        begun: dict[str, TrainerGroup] = {}
         try:
             self._store.require_room(self._num_bytes or self._expected_bytes(), step=step)
             draft = self._store.begin(step)
@@ -83,10 +83,12 @@ class Checkpointer:
                     max_staging_bytes=options.max_staging_bytes,
                 )
                 stats = model.begin_save(order)
+                begun[name] = model
                 staged, self._num_bytes = staged + stats.staging_bytes, self._num_bytes + stats.bytes
             if options.hf:
                 self._models[POLICY].save_hf(str(draft.folder / "hf"))
         except DataError as error:
+            _finish_all(begun)
             if draft is not None:
                 draft.discard()
             self._give_up(step, error)
@@ -130,10 +132,13 @@ class Checkpointer:
             self._open = None
 
     def _commit(self, this: _Open, state: RunState) -> None:
+        parts, failure = _finish_all(self._models)
+        if failure is not None:
+            raise failure
         files = {
             f"{name}/{file.name}": FileRecord(bytes=file.bytes, sha256=file.sha256)
-            for name, model in self._models.items()
-            for file in model.finish_save().files
+            for name, part in parts.items()
+            for file in part.files
         }
         state.write(this.draft.folder)
         (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
@@ -154,3 +159,14 @@ class Checkpointer:
         """Before there was one: weights, and as float32 masters and both moments."""
         weights = sum(file.stat().st_size for file in Path(self._config.model.path).glob("*.safetensors"))
         return weights * (3 if self._config.model.dtype == "float32" else 7)
+
+
+def _finish_all(models: Mapping[str, TrainerGroup]) -> tuple[dict[str, SavedPart], DataError | None]:
+    """What was saved of each, and what went wrong first; afterwards none is still writing."""
+    parts, failure = {}, None
+    for name, model in models.items():
+        try:
+            parts[name] = model.finish_save()
+        except DataError as error:
+            failure = failure or error
+    return parts, failure

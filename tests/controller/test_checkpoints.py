@@ -1,0 +1,166 @@
+"""When checkpoints are begun, completed and given up; ranks are stood in for by files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint.manifest import read_manifest
+from megarl.checkpoint.store import CheckpointStore
+from megarl.config import RunConfig
+from megarl.controller.checkpoints import Checkpointer
+from megarl.controller.run_state import RunState
+from megarl.errors import DataError
+from megarl.megatron.work import SavedFile, SavedPart, SaveOrder, SaveStats
+from megarl.rollout.journal_folder import journal_folder, step_folder, steps_in
+from tests.controller.groups import run_config
+
+
+@dataclass
+class Ranks:
+    """A trained model whose state is a text."""
+
+    content: str = "weights"
+    written: bool = True
+    fails: str = ""
+    """At `begin` or `finish`."""
+    orders: list[SaveOrder] = field(default_factory=list)
+
+    def begin_save(self, order: SaveOrder) -> SaveStats:
+        if self.fails == "begin":
+            raise DataError("no space left on device")
+        self.orders.append(order)
+        folder = Path(order.folder)
+        folder.mkdir()
+        (folder / "0.distcp").write_text(self.content)
+        return SaveStats(staging_bytes=len(self.content), bytes=len(self.content), seconds=0.0)
+
+    def save_is_written(self) -> bool:
+        return self.written
+
+    def finish_save(self) -> SavedPart:
+        if self.fails == "finish":
+            raise DataError("rank 1 could not write: no space left on device")
+        content = self.content.encode()
+        file = SavedFile(name="0.distcp", bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        return SavedPart(files=(file,), write_seconds=0.0)
+
+    def save_hf(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "model.safetensors").write_text(self.content)
+
+
+@dataclass
+class World:
+    config: RunConfig
+    models: dict[str, Any]
+    checkpoints: Checkpointer
+    said: list[str]
+    saved: list[int]
+
+    @property
+    def steps(self) -> list[int]:
+        return [each.step for each in CheckpointStore(self.config.run_dir).saved()]
+
+    def step(self, number: int) -> None:
+        """As a run does."""
+        self.checkpoints.poll()
+        if self.checkpoints.is_due(number):
+            self.checkpoints.begin(number)
+        self.checkpoints.add_state(lambda: RunState(step=number))
+
+
+def world(tmp_path: Path, **options: Any) -> World:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "hidden_size": 8}))
+    config = run_config(
+        {"type": "grpo"},
+        run_dir=str(tmp_path / "run"),
+        model={"path": str(tmp_path / "model")},
+        checkpoint={"every": 2, **options},
+    )
+    said: list[str] = []
+    saved: list[int] = []
+    models: dict[str, Any] = {"policy": Ranks(), "critic": Ranks("values")}
+    vigil: Any = SimpleNamespace(heartbeat=SimpleNamespace(saved=saved.append))
+    return World(config, models, Checkpointer(config, models, said.append, vigil), said, saved)
+
+
+def test_a_checkpoint_is_whole_once_all_ranks_have_written(tmp_path: Path) -> None:
+    here = world(tmp_path, hf=True)
+    here.models["critic"].written = False
+    here.step(1)
+    here.step(2)
+    here.step(3)
+    assert here.steps == []
+    here.models["critic"].written = True
+    here.step(4)
+    assert here.steps == [2]
+    here.checkpoints.finish()
+    assert here.steps == here.saved == [2, 4]
+    folder = CheckpointStore(here.config.run_dir).saved()[-1].folder
+    assert RunState.read(folder).step == 4
+    assert CheckpointStore(here.config.run_dir).verify(folder) == []
+    files = {"config.yaml", "critic/0.distcp", "hf/model.safetensors", "policy/0.distcp", "state.json"}
+    assert set(read_manifest(folder).files) == files
+    assert [order.asynchronous for order in here.models["policy"].orders] == [True, True]
+
+
+def test_synchronous_ones_are_whole_when_the_step_is(tmp_path: Path) -> None:
+    here = world(tmp_path, asynchronous=False)
+    here.step(2)
+    assert here.steps == [2]
+    assert not here.models["policy"].orders[0].asynchronous
+
+
+def test_old_ones_go_and_with_them_their_journal(tmp_path: Path) -> None:
+    here = world(tmp_path, keep_last=2, keep_every=6)
+    for number in range(1, 11):
+        step_folder(journal_folder(here.config.run_dir), number).mkdir(parents=True)
+        here.step(number)
+    here.checkpoints.finish()
+    assert here.steps == [6, 8, 10]
+    assert steps_in(here.config.run_dir) == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("at", ["begin", "finish"])
+def test_one_that_cannot_be_written_is_told_and_the_next_is_made(at: str, tmp_path: Path) -> None:
+    here = world(tmp_path)
+    here.step(2)
+    here.models["critic"].fails = at
+    here.step(3)
+    here.step(4)
+    here.checkpoints.finish()
+    here.models["critic"].fails = ""
+    here.step(6)
+    here.checkpoints.finish()
+    kept = [2, 6] if at == "begin" else [6]  # the first one was completed with the ranks that failed
+    assert here.steps == kept
+    assert any("no checkpoint" in text and "no space left on device" in text for text in here.said)
+    assert [p.name for p in CheckpointStore(here.config.run_dir).folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    here.step(2)
+    assert here.models["policy"].orders == []
+    assert len(here.said) == 1
+    assert "GiB for the checkpoint of step 2, has 0.00 GiB free" in here.said[0]
+
+
+def test_one_under_way_is_given_up_with_its_run(tmp_path: Path) -> None:
+    here = world(tmp_path)
+    here.models["policy"].written = False
+    here.step(2)
+    here.checkpoints.discard()
+    here.checkpoints.finish()
+    assert here.steps == []
