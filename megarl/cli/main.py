@@ -18,6 +18,7 @@ from megarl.placement.early_stop import signal_held
 
 SUMMARIES = {
     "train": "reinforcement learning",
+    "attach": "follow a run that was left to its Ray cluster",
     "sft": "supervised fine-tuning on demonstrations",
     "rm": "a reward or cost model from pairs of answers",
     "dpo": "direct preference optimisation on pairs of answers",
@@ -96,6 +97,10 @@ def _load(name: str) -> Command:
             from megarl.cli import train
 
             return train
+        case "attach":
+            from megarl.cli import attach
+
+            return attach
         case "sft":
             from megarl.cli import sft
 

@@ -18,6 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="go on with the run in run_dir: from its newest whole checkpoint, from that of a step, or from a "
         "checkpoint's folder, which may be of another run",
     )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="leave the run to the Ray cluster at RAY_ADDRESS, and return; `megarl attach` follows it",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
     from megarl.controller.launch import run_stage
     from megarl.tracking.startup import of_command
 
-    run_stage(config, Controller.train, startup=of_command(), resume=args.resume)
+    run_stage(config, Controller.train, startup=of_command(), resume=args.resume, detach=args.detach)
+    if args.detach:
+        console().print(f"under way; follow it with: megarl attach {config.run_dir}", highlight=False)
+        return 0
     print_where(config)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,25 +10,44 @@ from pathlib import Path
 import ray
 
 from megarl import IMPORTED_SINCE
+from megarl.checkpoint.lock import RunLock
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.build import build_evaluation, stage_processes
+from megarl.controller.detached import waited_for
 from megarl.controller.evaluation import greedy_score
 from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.recovery import train_through
 from megarl.controller.stages import make_dpo, make_rm, make_sft
+from megarl.errors import MegarlError
 from megarl.tracking.startup import Startup
+
+LINGER_SECONDS = 60.0
+"""How long a run that belongs to its cluster can be asked how it ended."""
+
+TELL_SECONDS = 2.0
+"""How long an answer may take to its asker."""
 
 
 class Controller:
-    """Hosted by a Ray actor with two threads: one runs the stage, one answers `events`, `finish_early` and `stop`."""
+    """Hosted by a Ray actor with three threads: one runs the stage, others answer `events` and so on meanwhile."""
 
-    def __init__(self, startup: Startup, asked: float) -> None:
-        """`startup`: of the command; `asked`: when Ray was asked for this process, in Unix time."""
+    def __init__(self, startup: Startup, asked: float, alone: tuple[RunConfig, Path | None] | None = None) -> None:
+        """Args:
+        startup: of the command.
+        asked: when Ray was asked for this process, in Unix time.
+        alone: what to `train` without being called, now and wherever Ray has restarted this actor.
+        """
         startup.add("controller", "ray", [(asked, IMPORTED_SINCE)])
         startup.add("controller", "imports", [(IMPORTED_SINCE, time.time())])
         self._startup = startup
         self._events = EventLog()
         self._closing = ExitStack()
+        self._alone: threading.Thread | None = None
+        self._failure: MegarlError | None = None
+        self._has_told = threading.Event()
+        if alone is not None:
+            self._alone = threading.Thread(target=self._train_alone, args=alone, name="train")
+            self._alone.start()
 
     def events(self, cursor: int) -> tuple[list[Event], int]:
         """What happened since `cursor`, and the next cursor."""
@@ -36,6 +56,29 @@ class Controller:
     def finish_early(self, asked_by: str) -> None:
         """Have the stage end after the step under way: it raises StoppedEarly, its model written and books closed."""
         self._events.finish_early(asked_by)
+
+    def outcome(self) -> None:
+        """Wait for the end of a run that nobody has called; raises what has ended it."""
+        assert self._alone is not None, "its caller knows"
+        self._alone.join()
+        self._has_told.set()
+        if self._failure is not None:
+            raise self._failure
+
+    def _train_alone(self, config: RunConfig, resume: Path | None) -> None:
+        try:
+            with waited_for(RunLock(config.run_dir)):
+                self.train(config, resume)
+        except MegarlError as error:
+            self._failure = error
+        finally:
+            threading.Thread(target=self._end, name="end", daemon=True).start()
+
+    def _end(self) -> None:
+        """Leave the cluster, once somebody was told how the run ended, or nobody asks."""
+        self._has_told.wait(LINGER_SECONDS)
+        time.sleep(TELL_SECONDS)
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def stop(self) -> None:
         """End the processes that leave files behind where they are killed; a stage under way fails."""

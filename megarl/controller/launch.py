@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
 from megarl.controller.cluster import Terminated, terminated_is_interrupted, terminated_is_noted
 from megarl.controller.controller import Controller
+from megarl.controller.detached import detached_options, leave
 from megarl.controller.events import Event, Note, Phase
 from megarl.controller.node_checks import places_of, require_sound_nodes
 from megarl.controller.preflight import require_ready
@@ -61,6 +63,7 @@ def run_stage(
     begins_run: bool = True,
     startup: Startup | None = None,
     resume: str | None = None,
+    detach: bool = False,
 ) -> Any:
     """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
 
@@ -69,6 +72,7 @@ def run_stage(
         begins_run: the results of an earlier run in the folder are set aside.
         startup: what came before; None: nothing that counts.
         resume: which run to go on with: see `megarl.controller.resume`; None: a new one begins.
+        detach: return at once, and leave the run to the cluster, which has to be there already; of training.
 
     Raises:
         MegarlError: what ended the run.
@@ -77,6 +81,10 @@ def run_stage(
         raise ConfigError(
             f"{method.__name__} starts processes of its own, on Ray, and cannot be torchrun's: start it with "
             f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
+        )
+    if detach and not os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(
+            "--detach leaves the run to a Ray cluster that stays: RAY_ADDRESS needs to name one, is not set"
         )
     startup = startup or Startup(time.time())
     with ExitStack() as closing:
@@ -88,7 +96,7 @@ def run_stage(
             start = _start(config, resume) if begins_run else Start()
             prepare_folder(config, method.__name__, start.stale)
         arguments = (config,) if start.checkpoint is None else (config, start.checkpoint)
-        return _on_cluster(config, method, arguments, startup)
+        return _on_cluster(config, method, arguments, startup, detach=detach)
 
 
 def _start(config: StageConfig, resume: str | None) -> Start:
@@ -103,18 +111,22 @@ def new_run(config: StageConfig) -> Start:
     return Start(stale=tuple(Path(config.run_dir) / name for name in RESULTS))
 
 
-def _on_cluster(config: C, method: Callable[..., Any], arguments: tuple[Any, ...], startup: Startup) -> Any:
+def _on_cluster(
+    config: C, method: Callable[..., Any], arguments: tuple[Any, ...], startup: Startup, *, detach: bool
+) -> Any:
     # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
     with terminated_is_interrupted(), _cluster(config, startup), terminated_is_interrupted():
         with startup.phase("node checks"):
             checked = require_sound_nodes(config.placement, places_of(config))
+        if detach:
+            return leave(config, _controller(config, startup, **detached_options(config), alone=arguments))
         actor = _controller(config, startup)
         result = getattr(actor, method.__name__).remote(*arguments)
         try:
             with RunProgress(config.trainer.steps) as progress, terminated_is_noted() as terminated:
                 if checked is not None:
                     progress.say(checked)
-                _follow(actor, result, progress, _Asked(terminated, _grace_seconds(config)))
+                follow(actor, result, progress, Asked(terminated, _grace_seconds(config)))
             return ray.get(result)
         except RayError as error:
             raise translate(error, what=method.__name__, name="the controller") from error
@@ -123,14 +135,25 @@ def _on_cluster(config: C, method: Callable[..., Any], arguments: tuple[Any, ...
             raise
 
 
-def _controller(config: StageConfig, startup: Startup) -> Any:
-    """Its actor, beside the driver; one that dies is restarted by Ray, and asked again what it was at."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def _controller(config: StageConfig, startup: Startup, *, alone: tuple[Any, ...] | None = None, **options: Any) -> Any:
+    """Its actor, beside the driver; one that dies is restarted by Ray, and asked again what it was at.
+
+    Args:
+        alone: what it trains without being asked.
+        options: of the actor.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    here = NodeAffinitySchedulingStrategy(node, soft=alone is not None)  # the machine may be lost, and the run go on
     restarts = config.recovery.max_restarts if isinstance(config, RunConfig) else 0
     hosted = ray.remote(Controller).options(
-        num_cpus=0, max_concurrency=2, max_restarts=restarts, max_task_retries=restarts, scheduling_strategy=here
+        num_cpus=0,
+        max_concurrency=3,
+        max_restarts=restarts,
+        max_task_retries=restarts,
+        scheduling_strategy=here,
+        **options,
     )
-    return hosted.remote(startup, time.time())
+    return hosted.remote(startup, time.time(), None if alone is None else (*alone, None)[:2])
 
 
 def require_sound(config: C) -> C:
@@ -202,10 +225,11 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-class _Asked:
+class Asked:
     """By which signal the run was asked to end early."""
 
     def __init__(self, terminated: Terminated, grace_seconds: float) -> None:
+        """`grace_seconds`: how long the run may take to end after SIGTERM."""
         self._terminated, self._grace_seconds = terminated, grace_seconds
 
     def by(self) -> str:
@@ -226,7 +250,7 @@ def _grace_seconds(config: StageConfig) -> float:
     return config.recovery.grace_seconds if isinstance(config, RunConfig) and config.checkpoint.every else 0.0
 
 
-def _follow(actor: Any, result: Any, progress: RunProgress, asked: _Asked) -> None:
+def follow(actor: Any, result: Any, progress: RunProgress, asked: Asked) -> None:
     """Show the controller's events until the result is there, and tell it where a signal asks for an early end."""
     cursor, done, ends = 0, False, ""
     while not done:

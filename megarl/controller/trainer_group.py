@@ -161,13 +161,18 @@ def _began(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
     )
 
 
+def _written(results: Sequence[SavedPart], _: RankGrid) -> SavedPart:
+    files = tuple(file for result in results for file in result.files)
+    return SavedPart(files=files, write_seconds=max(r.write_seconds for r in results))
+
+
 def _loaded(results: Sequence[LoadReport], _: RankGrid) -> LoadReport:
     return LoadReport(same_layout=all(r.same_layout for r in results), bytes=sum(r.bytes for r in results))
 
 
 _BEGIN_SAVE: Transfer[SaveOrder, SaveStats] = Transfer(to_all, _began)
 _IS_WRITTEN: Transfer[None, bool] = Transfer(to_all, lambda results, _: all(results))
-_FINISH_SAVE: Transfer[None, SavedPart] = Transfer(to_all, from_first)
+_FINISH_SAVE: Transfer[None, SavedPart] = Transfer(to_all, _written)
 _LOAD: Transfer[str, LoadReport] = Transfer(to_all, _loaded)
 _OFFLOAD: Transfer[OffloadConfig, OffloadStats] = Transfer(to_all, _total)
 _ONLOAD: Transfer[None, OffloadStats] = Transfer(to_all, _total)

@@ -25,8 +25,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Starts a `megarl` command, or another program; its run's folder is `tmp_path`/run."""
     started: list[Launched] = []
 
-    def start(*arguments: str | Path, program: str = "megarl") -> Launched:
-        started.append(Launched(tmp_path, *arguments, program=program))
+    def start(*arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False) -> Launched:
+        started.append(Launched(tmp_path, *arguments, program=program, keeps_ray_address=keeps_ray_address))
         return started[-1]
 
     yield start

@@ -27,11 +27,13 @@ RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 class Launched:
     """Runs the command in a session and a temporary folder of its own; its output goes to files, not to pipes."""
 
-    def __init__(self, folder: Path, *arguments: str | Path, program: str = "megarl") -> None:
+    def __init__(
+        self, folder: Path, *arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False
+    ) -> None:
         self._folder, self._mark = folder, uuid.uuid4().hex
         # not in `folder`: the names of Ray's sockets begin with it, and may not be long
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS" or keeps_ray_address}
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         command = [Path(sys.executable).with_name(program), *arguments]
         self._seen: set[psutil.Process] = set()

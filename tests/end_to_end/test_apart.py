@@ -39,6 +39,7 @@ def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> I
     sections: dict[str, Any] = {
         "weight_sync": {"bucket_bytes": 60_000, "timeout_seconds": timeout_seconds},
         "placement": APART,
+        "recovery": {"max_restarts": 0},
     }
     pieces = build(RunConfig.model_validate(run_tree(world, folder, **sections)))
     try:

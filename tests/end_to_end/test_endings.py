@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}}
 """On one slot: a trainer rank less to start."""
 
 
-def start_long_run(launch: Launch, world: Path, folder: Path) -> Launched:
-    run = launch("train", write_run(world, folder, **LONG))
+def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -> Launched:
+    run = launch("train", write_run(world, folder, **LONG, **sections))
     run.wait_for_step(3)
     assert {"ray::Controller", "sglang::scheduler"} <= {name_of(p) for p in run.living()}
     return run
@@ -105,8 +106,10 @@ def test_nothing_at_all_outlives_a_killed_driver_for_long(world: Path, tmp_path:
     assert not [path for path in run.leftovers() if path.startswith("/dev/shm")]
 
 
-def test_a_killed_engine_ends_the_run_with_its_last_words(world: Path, tmp_path: Path, launch: Launch) -> None:
-    run = start_long_run(launch, world, tmp_path)
+def test_a_killed_engine_ends_a_run_that_may_restart_none_with_its_last_words(
+    world: Path, tmp_path: Path, launch: Launch
+) -> None:
+    run = start_long_run(launch, world, tmp_path, recovery={"max_restarts": 0})
     scheduler = next(p for p in run.living() if name_of(p) == "sglang::scheduler")
     scheduler.kill()
     assert run.wait(30) == 1

@@ -18,12 +18,14 @@ import pytest
 import ray
 
 from megarl.batch.trajectory import Trajectory
+from megarl.config import RunConfig
 from megarl.controller.restarts import Restarts
 from megarl.controller.rollout_group import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.worker import Reassignments
-from tests.end_to_end.pieces import Pieces, build, make_config
+from tests.end_to_end.pieces import SMALL_BUCKETS, Pieces, build
 from tests.end_to_end.test_pieces import differing
+from tests.end_to_end.tiny_world import run_tree
 
 LONG = Sampling(temperature=1.0, max_new_tokens=100)
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 100}
@@ -67,7 +69,7 @@ class Undertaking:
 
 @contextmanager
 def undertaking(world: Path, folder: Path, **sections: Any) -> Iterator[Undertaking]:
-    config = make_config(world, folder, **({"rollout": ROLLOUT} | sections))
+    config = RunConfig.model_validate(run_tree(world, folder, **(SMALL_BUCKETS | {"rollout": ROLLOUT} | sections)))
     pieces, said = build(config), []
 
     def say(text: str) -> None:
@@ -197,13 +199,19 @@ def test_an_engine_that_stands_still_is_replaced(victim: str, cluster: None, wor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "sections"),
+    [
+        ("exact", {}),
+        ("exact", {"placement": APART}),
+        ("gather_hf", {"trainer": {"steps": 50, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}}}),
+    ],
+    ids=["beside", "apart", "whole tensors of two ranks"],
+)
 def test_a_push_is_made_again_when_an_engine_dies_in_it(
-    apart: bool, cluster: None, world: Path, tmp_path: Path
+    strategy: str, sections: dict[str, Any], cluster: None, world: Path, tmp_path: Path
 ) -> None:
-    sections: dict[str, Any] = {"weight_sync": {"strategy": "exact", "bucket_bytes": 60_000, "timeout_seconds": 20}}
-    if apart:
-        sections["placement"] = APART
+    sections = sections | {"weight_sync": {"strategy": strategy, "bucket_bytes": 60_000, "timeout_seconds": 20}}
     with undertaking(world, tmp_path / "run", **sections) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
         rank: int = ray.get(one.pieces.processes.actors[1].__ray_call__.remote(lambda _: os.getpid()))

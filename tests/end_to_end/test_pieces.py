@@ -181,7 +181,7 @@ def test_a_killed_trainer_rank_is_named_and_its_last_words_are_shown(cool_traine
 
 @pytest.mark.slow
 def test_a_killed_scheduler_ends_a_request_with_its_last_words(cluster: None, world: Path, tmp_path: Path) -> None:
-    doomed = build(make_config(world, tmp_path, rollout={"max_new_tokens": 120}))
+    doomed = build(make_config(world, tmp_path, rollout={"max_new_tokens": 120}, recovery={"max_restarts": 0}))
     (health,) = doomed.engines.call("health")
     sampling = Sampling(temperature=1.0, max_new_tokens=100)
     stream = doomed.rollout.stream(doomed.prompts * 4, num_samples=4, sampling=sampling, label="doomed")

@@ -1,0 +1,41 @@
+"""Following a run that belongs to its cluster."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.config import RunConfig, load_config
+from megarl.controller.cluster import terminated_is_noted
+from megarl.controller.detached import find_controller
+from megarl.controller.launch import Asked, follow
+from megarl.tracking.progress import RunProgress
+from megarl.workers.failure import translate
+
+
+def attach(run_dir: Path, *, stop: bool = False) -> None:
+    """Show the run's progress until it ends; SIGUSR1 and SIGTERM are passed on to it, Ctrl-C ends this process alone.
+
+    Args:
+        stop: have it end after the step under way.
+
+    Raises:
+        DataError: no run is at work there.
+        MegarlError: what has ended the run.
+    """
+    config = load_config(RunConfig, run_dir / "train.yaml")
+    try:
+        controller = find_controller(run_dir)
+        if stop:
+            ray.get(controller.finish_early.remote("megarl attach --stop"))
+        outcome = controller.outcome.remote()
+        with RunProgress(config.trainer.steps) as progress, terminated_is_noted() as terminated:
+            follow(controller, outcome, progress, Asked(terminated, math.inf))
+        ray.get(outcome)
+    except RayError as error:
+        raise translate(error, what="train", name="the controller") from error
+    finally:
+        ray.shutdown()

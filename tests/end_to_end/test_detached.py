@@ -1,0 +1,72 @@
+"""A run that was left to its Ray cluster: nobody waits for it, and it goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.launched import Launched, name_of, wait_until
+from tests.end_to_end.tiny_world import write_run
+
+pytestmark = pytest.mark.slow
+
+LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}, "checkpoint": {"every": 5}}
+
+
+@pytest.fixture
+def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """A cluster that stays; RAY_ADDRESS names it."""
+    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
+    head = launch("start", *options, "--object-store-memory=268435456", program="ray")
+    head.wait_until(lambda: re.search(r"--address='([^']+)'", head.stdout), 60)
+    found = re.search(r"--address='([^']+)'", head.stdout)
+    assert found is not None
+    monkeypatch.setenv("RAY_ADDRESS", found[1])
+    yield head
+    assert head.process.poll() is None  # a run's end is not the cluster's
+
+
+def ours(head: Launched) -> list[str]:
+    return sorted({name_of(p) for p in head.living() if name_of(p).startswith(("ray::", "sglang::"))})
+
+
+def test_a_run_needs_no_command(world: Path, tmp_path: Path, launch: Launch, head: Launched) -> None:
+    config, folder = write_run(world, tmp_path, **LONG), tmp_path / "run"
+    train = launch("train", config, "--detach", keeps_ray_address=True)
+    assert train.wait(60) == 0, train.stderr
+    assert f"megarl attach {folder}" in train.stdout
+    head.wait_until(lambda: train.steps_done() >= 3, 120)
+
+    follower = launch("attach", folder, keeps_ray_address=True)
+    follower.wait_until(lambda: "step " in follower.stdout, 60)
+    follower.send(signal.SIGKILL)
+    follower.wait(10)
+    (controller,) = (p for p in head.living() if name_of(p).startswith("ray::Controller"))
+    controller.kill()
+    at = train.steps_done()
+    head.wait_until(lambda: (folder / "checkpoints").exists() and train.steps_done() >= at + 20, 120)
+
+    stopped = launch("attach", folder, "--stop", keeps_ray_address=True)
+    assert stopped.wait(60) == 75, stopped.stderr
+    assert "as megarl attach --stop asked" in stopped.stderr
+    beat = json.loads((folder / "heartbeat.json").read_text())
+    assert beat["status"] == "ended"
+    assert wait_until(lambda: not any("Controller" in n or "sglang" in n for n in ours(head)), 60), ours(head)
+    late = launch("attach", folder, keeps_ray_address=True)
+    assert late.wait(60) == 2
+    assert "no controller is at work in the Ray cluster" in late.stderr
+    assert "its last sign of life" in late.stderr
+
+
+def test_without_a_cluster_that_stays_it_is_refused(world: Path, tmp_path: Path, launch: Launch) -> None:
+    train = launch("train", write_run(world, tmp_path, **LONG), "--detach")
+    assert train.wait(60) == 2
+    assert train.stderr.endswith("needs RAY_ADDRESS to name one\n")
+    attached = launch("attach", tmp_path / "run")
+    assert attached.wait(60) == 2
