@@ -5,9 +5,10 @@
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
-    |   `-- LostEngineError        a rollout engine is gone, with the requests that it had
+    |   |-- LostEngineError        a rollout engine is gone, with the requests that it had
+    |   `-- GivenUpError           one has been lost too often
     |-- LostNodeError              a machine of a run was lost, and none came in its place; exit code 4
-    |-- LaunchError              nodes did not meet, or one of a run's was lost; exit code 1
+    |-- LaunchError                nodes did not meet, or one of a run's was lost; exit code 1
     |-- WeightSyncError            weights did not arrive whole; exit code 1
     |   `-- LostRankError          because another rank is gone or has given up
     |-- LimitError                 a watched quantity passed its configured limit; exit code 3
@@ -51,6 +52,10 @@ class WorkerError(MegarlError):
 
 class LostEngineError(WorkerError):
     """A rollout engine that has ended, or is taken for dead; another one may do what it was asked."""
+
+
+class GivenUpError(WorkerError):
+    """A process that was lost too often, or again and again for the same reason; carries the last one."""
 
 
 class LostNodeError(MegarlError):

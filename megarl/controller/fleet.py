@@ -69,11 +69,12 @@ class Fleet:
         self._nodes = {slot.node: names[slot.node] for pool in self._pools.values() for slot in pool.slots}
         """Machines by id, as people know them."""
 
-    def assemble(self, resume: Path | None) -> PolicyRun:
+    def assemble(self, resume: Path | None, *, again: bool) -> PolicyRun:
         """Trainer, engines and rollout workers, up and idle.
 
         Args:
             resume: the checkpoint that the run goes on from; None: it begins.
+            again: it has been under way before; what it has logged since is forgotten.
 
         Raises:
             MegarlError: something did not come up.
@@ -101,7 +102,7 @@ class Fleet:
                 startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
             self._vigil.follow(processes, trainer.grid, {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}
-            state = None if resume is None else self._load(resume, trained)
+            state = self._load(resume, trained) if resume is not None else RunState() if again else None
         with startup.phase("weight sync plan"):
             weights = WeightSync(config, trainer, engines, pool)
         checkpoints = Checkpointer(config, trained, self._say, self._vigil) if config.checkpoint.every else None

@@ -100,7 +100,8 @@ class PolicyRun(StageRun):
 
     def _go_on(self, state: RunState) -> None:
         self.step = state.step
-        self._sampler.restore(state.samplers[PROMPTS])
+        if PROMPTS in state.samplers:
+            self._sampler.restore(state.samplers[PROMPTS])
         books = state.books
         self.timer.resume(books.seconds, books.seconds_by_phase)
         self._bytes, self._tokens, self._step_seconds = books.weight_sync_bytes, books.tokens, books.step_seconds

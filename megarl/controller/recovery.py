@@ -22,7 +22,7 @@ from megarl.controller.fleet import Fleet
 from megarl.controller.policy_run import PolicyRun
 from megarl.controller.restarts import Restarts
 from megarl.controller.vigil import Vigil
-from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.errors import GivenUpError, MegarlError, WeightSyncError, WorkerError
 from megarl.tracking.startup import Startup
 
 
@@ -57,12 +57,14 @@ def train_through(
     while True:
         run: PolicyRun | None = None
         try:
-            run = fleet.assemble(start)
+            run = fleet.assemble(start, again=again)
             vigil.heartbeat.status("running")
             train(run)
             run.save()
             run.export(run.trainer)
             run.finish()
+        except GivenUpError:
+            raise
         except (WorkerError, WeightSyncError) as error:
             if run is None and not has_died(error):
                 raise  # what cannot be built today cannot be built in a second either
@@ -75,7 +77,7 @@ def train_through(
             run.give_up()
         time.sleep(seconds)
         fleet.replace_nodes()
-        start = newest()
+        start, again = newest(), True
 
 
 def has_died(error: MegarlError) -> bool:

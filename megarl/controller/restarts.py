@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import GivenUpError, MegarlError
 
 LAST_WORDS = "the end of "
 """How what a process has written is introduced, which is seldom the same twice."""
@@ -45,21 +45,21 @@ class Restarts:
 
         Raises:
             MegarlError: `cause`, where nothing may be restarted.
-            WorkerError: there were too many restarts of the kind, or too many for the same reason.
+            GivenUpError: there were too many restarts of the kind, or too many for the same reason.
         """
         if self._config.max_restarts == 0:
             raise cause
         who = who or f"the {kind}"
         used, limit = self.counts[kind], self._config.max_restarts
         if used >= limit:
-            raise WorkerError(
+            raise GivenUpError(
                 f"step {step}: {who} was lost after {used} restarts of this kind "
                 f"(recovery.max_restarts: {limit}): {cause}"
             ) from cause
         self._failures[who, normalized(cause)] += 1
         times = self._failures[who, normalized(cause)]
         if times >= self._config.same_failure:
-            raise WorkerError(
+            raise GivenUpError(
                 f"step {step}: {who} was lost {times} times for the same reason, with no step finished in between "
                 f"(recovery.same_failure: {self._config.same_failure}): {cause}"
             ) from cause

@@ -12,7 +12,7 @@ the optimizer remembers it holds a range of the flattened parameter, whose part 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -24,6 +24,9 @@ from megarl.megatron.model_rank import ModelRank
 from megarl.megatron.optimizer_state import OptimizerShard
 
 Shape = tuple[int, ...]
+
+LARGEST_BYTES = 2**28
+"""Of a piece to save: a copy on the host of one is little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +52,18 @@ class Piece:
     def num_bytes(self) -> int:
         """Of the box."""
         return self.data.numel() * self.data.itemsize
+
+    def cut(self, most_bytes: int) -> Iterator[Piece]:
+        """The same values in pieces of at most so many bytes."""
+        if self.num_bytes <= most_bytes:
+            yield self
+            return
+        axis = next(axis for axis, size in enumerate(self.sizes) if size > 1)
+        rows = max(1, most_bytes * self.sizes[axis] // self.num_bytes)
+        for first in range(0, self.sizes[axis], rows):
+            data = self.data.narrow(axis, first, min(rows, self.sizes[axis] - first))
+            offset = (*self.offset[:axis], self.offset[axis] + first, *self.offset[axis + 1 :])
+            yield from replace(self, offset=offset, data=data).cut(most_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +150,7 @@ def pieces_to_save(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> lis
         if first < last:
             pieces += part.boxes(first, last, part.values[first - part.start : last - part.start])
             pieces += _remembered(part, shard)
-    return pieces
+    return [small for piece in pieces for small in piece.cut(LARGEST_BYTES)]
 
 
 def pieces_to_load(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[Piece]:

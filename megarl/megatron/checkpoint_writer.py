@@ -32,6 +32,9 @@ BUFFER_BYTES = 2**28
 
 ALIGNMENT = 64
 
+START_SECONDS = 0.02
+"""The thread begins so much later: it would take turns with whoever started it, who has training to go on with."""
+
 
 class HostCopy:
     """As many of `tensors` as fit, copied to host memory that is kept: a page is faulted in once."""
@@ -135,6 +138,7 @@ class BackgroundWrite:
         return self._outcome
 
     def _run(self, folder: Path, files: Sequence[NewFile]) -> None:
+        time.sleep(START_SECONDS)
         self._outcome = write_files(folder, files)
 
 

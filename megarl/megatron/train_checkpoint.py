@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import DataError
+from megarl.megatron import platform
 from megarl.megatron.checkpoint import CHECKPOINT_VERSION, CONTENT, SHOWN
 from megarl.megatron.checkpoint_index import (
     COMMON,
@@ -37,7 +38,7 @@ from megarl.megatron.checkpoint_pieces import Piece, pieces_to_load, pieces_to_s
 from megarl.megatron.checkpoint_writer import BackgroundWrite, HostCopy, NewFile, Outcome, on_host, write_files
 from megarl.megatron.optimizer_state import optimizer_shards, read_step, write_step
 from megarl.megatron.random_state import read_generators, write_generators
-from megarl.megatron.work import LoadReport, SavedPart, SaveOrder, SaveStats
+from megarl.megatron.work import LoadReport, SavedFile, SavedPart, SaveOrder, SaveStats
 
 if TYPE_CHECKING:
     from megarl.megatron.model_rank import ModelRank
@@ -60,15 +61,6 @@ class _Save:
     is_over: Callable[[], bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """Of a rank that has written."""
-
-    outcome: Outcome
-    stored: tuple[StoredPiece, ...] | None
-    """None: where they were in the save before."""
-
-
 class TrainCheckpoint:
     """One rank's; see `TrainerWorker` for what may be called."""
 
@@ -80,8 +72,6 @@ class TrainCheckpoint:
         self._save: _Save | None = None
         self._places: tuple[Place, ...] = ()
         """Where the pieces were in the last save; depends on nothing but the layout and the order."""
-        self._stored: list[tuple[StoredPiece, ...]] = []
-        """On rank 0, of all ranks."""
         self._index: tuple[SaveOrder, bytes] | None = None
         """On rank 0, the last save's."""
 
@@ -105,24 +95,38 @@ class TrainCheckpoint:
         return self._save is None or self._save.is_over()
 
     def finish_save(self) -> SavedPart:
-        """See `TrainerWorker`."""
+        """See `TrainerWorker`; of this rank's files."""
         assert self._save is not None, "finish_save needs begin_save first"
         save, self._save = self._save, None
         outcome = save.outcome()
-        places, stored = self._places, None
+        files = {file.name: file for file in outcome.files}
+        places = self._places
         if outcome.failure is None:
             places = self._place(save, outcome)
-            stored = None if places == self._places else self._describe(places)
-        answers: list[_Answer] | None = [_Answer(outcome=outcome, stored=stored)] * dist.get_world_size()
-        answers = answers if dist.get_rank() == 0 else None
-        dist.gather_object(_Answer(outcome=outcome, stored=stored), answers)
-        found: list[SavedPart | str | None] = [None if answers is None else self._conclude(save.order, answers)]
-        dist.broadcast_object_list(found)
-        if isinstance(found[0], str):
-            raise DataError(f"{save.order.folder}: the checkpoint could not be written, {found[0]}")
-        assert found[0] is not None
+        lacks_index = dist.get_rank() == 0 and INDEX not in files
+        failed, is_new = _on_any_rank(outcome.failure is not None, lacks_index or places != self._places)
+        if failed:
+            _require_written(save.order, outcome.failure)
+        if is_new:
+            files |= {file.name: file for file in self._write_index(save.order, places)}
         self._places = places
-        return found[0]
+        return SavedPart(files=tuple(files.values()), write_seconds=outcome.seconds)
+
+    def _write_index(self, order: SaveOrder, places: Sequence[Place]) -> Sequence[SavedFile]:
+        """On rank 0, from where all ranks have their pieces."""
+        mine = [
+            StoredPiece(piece.key, piece.data.dtype, piece.global_shape, piece.offset, piece.sizes, *place)
+            for piece, place in zip(self._pieces, places, strict=True)
+        ]
+        of_ranks = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, of_ranks)
+        outcome = Outcome()
+        if of_ranks is not None:
+            index = make_index(piece for of_rank in of_ranks for piece in of_rank)
+            outcome = write_files(Path(order.folder), [NewFile(INDEX, [index])])
+            self._index = order, index
+        _require_written(order, outcome.failure)
+        return outcome.files
 
     def load(self, folder: Path) -> LoadReport:
         """See `TrainerWorker`."""
@@ -212,32 +216,6 @@ class TrainCheckpoint:
         found = {number: (file, *place) for number, file, place in written}
         return tuple(found[number] for number in range(len(self._pieces)))
 
-    def _describe(self, places: Sequence[Place]) -> tuple[StoredPiece, ...]:
-        return tuple(
-            StoredPiece(piece.key, piece.data.dtype, piece.global_shape, piece.offset, piece.sizes, *place)
-            for piece, place in zip(self._pieces, places, strict=True)
-        )
-
-    def _conclude(self, order: SaveOrder, answers: Sequence[_Answer]) -> SavedPart | str:
-        """On rank 0: write the index, if it is another than last time; why there is no checkpoint."""
-        failed = {rank: each.outcome.failure for rank, each in enumerate(answers) if each.outcome.failure}
-        if failed:
-            rank = min(failed)
-            return f"on rank {rank}: {failed[rank]}"
-        files = {file.name: file for each in answers for file in each.outcome.files}
-        if INDEX not in files or any(each.stored is not None for each in answers):
-            before = self._stored or [()] * len(answers)
-            self._stored = [
-                then if each.stored is None else each.stored for each, then in zip(answers, before, strict=True)
-            ]
-            index = make_index(piece for of_rank in self._stored for piece in of_rank)
-            outcome = write_files(Path(order.folder), [NewFile(INDEX, [index])])
-            if outcome.failure is not None:
-                return f"on rank 0: {outcome.failure}"
-            self._index = order, index
-            files |= {file.name: file for file in outcome.files}
-        return SavedPart(files=tuple(files.values()), write_seconds=max(each.outcome.seconds for each in answers))
-
     def _problems(self, folder: Path, common: Mapping[str, Any], of_tensors: list[str]) -> list[str]:
         """Why the checkpoint cannot be loaded; nothing where it can."""
         if "megarl" not in common:
@@ -275,6 +253,22 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, UnpicklingError) as e:
         raise DataError(f"{path} cannot be read: {e}") from e
     return found
+
+
+def _on_any_rank(*flags: bool) -> list[bool]:
+    """Which are set on some rank. All of them in one message: the step waits for it."""
+    found = torch.tensor(flags, dtype=torch.int32, device=platform.device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
+
+
+def _require_written(order: SaveOrder, failure: str | None) -> None:
+    """Return if every rank has written, else raise DataError on all of them."""
+    by_rank: list[str | None] = [failure] * dist.get_world_size()
+    dist.all_gather_object(by_rank, failure)
+    for rank, each in enumerate(by_rank):
+        if each is not None:
+            raise DataError(f"{order.folder}: the checkpoint could not be written, on rank {rank}: {each}")
 
 
 def _require_none(problems: list[str]) -> None:

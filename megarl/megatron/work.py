@@ -270,7 +270,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
-    """All that the ranks of a model have written."""
+    """What a rank of a model has written, or all of them."""
 
     files: tuple[SavedFile, ...]
     write_seconds: float

@@ -181,7 +181,7 @@ class TrainerWorker(Evaluator):
         return self._trainer.checkpoint.is_written
 
     def finish_save(self, _: None) -> SavedPart:
-        """Wait until all ranks have written; every rank's files.
+        """Wait until all ranks have written; this rank's files.
 
         Raises:
             DataError: a rank could not write; names it, the file and the reason. The next save may be begun.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import WorkerError
+from megarl.errors import LostEngineError, WorkerError
 from megarl.reshard.bucket import BoxBucket, WeightBucket
 from megarl.reshard.handover import Handover
 from megarl.reshard.layout import Box, WeightLayout
@@ -170,17 +170,20 @@ class SglangEngine:
             policy_version=self._weights.policy_version, num_requests=self._num_requests, scheduler_pids=pids
         )
 
-    async def watch(self) -> None:
-        """Wait for the engine's end.
+    async def watch(self) -> LostEngineError:
+        """How the engine has ended, once it has."""
+        try:
+            await self._host.watch()
+        except LostEngineError as error:
+            return error
 
-        Raises:
-            LostEngineError: a scheduler process has ended, or the engine was shut down.
-        """
-        await self._host.watch()
-
-    async def beat(self) -> None:
-        """Return once the engine has given a sign of life; see `EngineHost.beat`."""
-        await self._host.beat()
+    async def beat(self) -> LostEngineError | None:
+        """None once the engine has given a sign of life (see `EngineHost.beat`), or how it has ended."""
+        try:
+            await self._host.beat()
+        except LostEngineError as error:
+            return error
+        return None
 
     async def first_completion(self) -> float | None:
         """When the first one was finished, in Unix time; None before."""

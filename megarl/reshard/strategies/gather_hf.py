@@ -244,27 +244,28 @@ class GatherHf:
         return sum(buffer.num_bytes for buffer in self._buffers)
 
     def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
-        """See `Strategy.push`."""
+        """See `Strategy.push`; a rank whose engine fails takes part to the end, since the others wait for it."""
         ledger = Ledger()
+        failures: list[WeightSyncError] = []
         largest = max((g.num_bytes for plan in self._plans for g in plan.gathers if self._takes_part(g)), default=0)
         scratch = torch.empty(largest, dtype=torch.uint8, device=next(iter(tensors.values())).device)
         ledger.allocate(largest + self.held_bytes)
         pending: list[list[Callable[[], None]]] = [[], []]
         for number, plan in enumerate(self._plans):
             which = number % 2
-            for wait in pending[which]:
-                wait()
+            failures += _failures(pending[which])
             for gather in filter(self._takes_part, plan.gathers):
                 packed = self._gather(gather, tensors, scratch, ledger)
                 if self._is_sender:
                     _unpack(self._parts(gather), gather.part_bytes, packed, self._buffers[which].view(gather.slot))
-            if self._is_sender:
+            if self._is_sender and not failures:
                 bucket = self._buffers[which].describe(plan.slots)
-                pending[which] = [sink.load(bucket) for sink in outlets.whole]
+                pending[which] += [sink.load(bucket) for sink in outlets.whole]
                 ledger.buckets += 1
                 ledger.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
-        for wait in [*pending[0], *pending[1]]:
-            wait()
+        failures += _failures([*pending[0], *pending[1]])
+        if failures:
+            raise failures[0]
         return ledger.stats()
 
     def _takes_part(self, gather: TensorGather) -> bool:
@@ -304,6 +305,18 @@ def _find_place(rank: int, copies: Sequence[Cells], senders: Sequence[int]) -> _
     across = make_group(rank, [column for of_copy in copies for column in zip(*of_copy, strict=True)])
     takes_part = any(sender in cell for cell in cells for sender in senders)
     return _Place(cells, number, cells[number].index(rank), takes_part, within, across)
+
+
+def _failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
+    """What engines answer to buckets that they were given; none is waited for again."""
+    found = []
+    for wait in waits:
+        try:
+            wait()
+        except WeightSyncError as error:
+            found.append(error)
+    waits.clear()
+    return found
 
 
 def _pack(pieces: Sequence[Piece], tensors: Mapping[str, Tensor], part: Tensor) -> None:
