@@ -43,6 +43,7 @@ POLL_SECONDS = 0.2
 RESULTS = (
     "metrics.jsonl",
     "tensorboard",
+    "wandb-id",
     "rollouts",
     "startup.json",
     "summary.json",

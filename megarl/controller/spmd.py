@@ -10,9 +10,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
+from megarl.checkpoint.lock import RunLock
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
 from megarl.controller.events import Event, EventLog, Note
@@ -58,8 +59,8 @@ def run_spmd_stage(
     Raises:
         MegarlError: what ended the run, on the rank that speaks for all; the others exit with their code.
     """
-    with joined_ranks(config.placement, world) as ranks:
-        config = ranks.on_first(lambda: _prepared(config, name))
+    with joined_ranks(config.placement, world) as ranks, ExitStack() as closing:
+        config = ranks.on_first(lambda: _prepared(config, name, closing))
         if world.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
@@ -71,8 +72,10 @@ def run_spmd_stage(
         stage.require_whole()
 
 
-def _prepared(config: C, name: str) -> C:
+def _prepared(config: C, name: str, closing: ExitStack) -> C:
+    """With absolute paths; `closing` lets the run's folder go."""
     config = require_sound(config)
+    closing.enter_context(RunLock(config.run_dir))
     prepare_folder(config, name, new_run(config).stale)
     return config
 

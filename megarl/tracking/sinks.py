@@ -16,6 +16,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type
 from megarl.config.tracking import WandbConfig
 from megarl.errors import ConfigError
 
+WANDB_ID_FILE = "wandb-id"
+"""Names a run's run."""
+
 
 class Sink(Protocol):
     """Takes one step's metrics at a time."""
@@ -74,12 +77,16 @@ class WandbSink:
         ConfigError: the package is not installed.
     """
 
-    def __init__(self, config: WandbConfig, directory: Path) -> None:
+    def __init__(self, config: WandbConfig, directory: Path, *, resumed: bool = False) -> None:
+        """`resumed`: log on into the run that is named in `directory`."""
         try:
             import wandb
         except ImportError as e:
             raise ConfigError(f"tracking.wandb needs the wandb package (pip install wandb), got: {e}") from e
-        self._run: Any = wandb.init(project=config.project, name=config.name, dir=str(directory))
+        file = directory / WANDB_ID_FILE
+        same = {"id": file.read_text().strip(), "resume": "allow"} if resumed and file.exists() else {}
+        self._run: Any = wandb.init(project=config.project, name=config.name, dir=str(directory), **same)
+        file.write_text(f"{self._run.id}\n")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hand one step over."""

@@ -45,7 +45,7 @@ class Tracker:
         self._sinks: list[Sink] = []
         # First, because it is the one that can fail.
         if config.wandb is not None:
-            self._sinks.append(WandbSink(config.wandb, run_dir))
+            self._sinks.append(WandbSink(config.wandb, run_dir, resumed=resumed is not None))
         if config.jsonl:
             if resumed is not None:
                 cut(run_dir / METRICS_FILE, resumed.num_bytes)

@@ -88,6 +88,8 @@ def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest
     calls: list[Any] = []
 
     class Run:
+        id = "abc"
+
         def log(self, metrics: dict[str, float], step: int) -> None:
             calls.append((metrics, step))
 
@@ -104,7 +106,11 @@ def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest
     config = TrackingConfig.model_validate({"wandb": {"project": "p", "name": "n"}, "tensorboard": False})
     with Tracker(config, tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=3)
-    assert calls == [{"project": "p", "name": "n", "dir": str(tmp_path)}, ({"a": 1.0}, 3), "finish"]
+    begun = {"project": "p", "name": "n", "dir": str(tmp_path)}
+    assert calls == [begun, ({"a": 1.0}, 3), "finish"]
+    calls.clear()
+    Tracker(config, tmp_path, resumed=ResumedMetrics(step=3, num_bytes=0)).close()
+    assert calls == [begun | {"id": "abc", "resume": "allow"}, "finish"]
 
 
 def test_wandb_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
