@@ -150,14 +150,16 @@ class Replica:
                 assert self.pulse is not None
                 if (error := self.pulse.failure(grace_seconds)) is not None:
                     self._lose(error)
-            case "waiting" if time.monotonic() >= self._until:
-                self._starting = self._engines.start(self.number)
-                self._until = time.monotonic() + self._start_seconds
-                self.state = "starting"
+            case "waiting":
+                self._start_if_due()
             case "starting":
                 self._look_at_start()
-            case "waiting":
-                pass
+
+    def _start_if_due(self) -> None:
+        if time.monotonic() >= self._until:
+            self._starting = self._engines.start(self.number)
+            self._until = time.monotonic() + self._start_seconds
+            self.state = "starting"
 
     def _look_at_start(self) -> None:
         done, _ = ray.wait([self._starting], timeout=0)
@@ -180,6 +182,7 @@ class Replica:
         seconds = self.restarts.take("engine", error, self.restarts.step, who=self.name)
         self.pulse = self._starting = None
         self.state, self._until = "waiting", time.monotonic() + max(seconds, self._end())
+        self._start_if_due()
 
     def _end(self) -> float:
         """End what is left of its process, and of the schedulers below it; how long that takes yet."""

@@ -73,6 +73,19 @@ def test_an_aborted_request_returns_what_it_has(engine):
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.policy_versions) < 480
 
 
+def test_a_request_that_is_asked_again_is_answered_to_who_asked_last(engine):
+    """As a worker does in the place of one that has died."""
+    (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
+    first = engine.submit("generate", request)
+    time.sleep(0.2)
+    second = engine.submit("generate", request)
+    with pytest.raises(WorkerError, match=f"request {request.request_id} was asked again"):
+        first.result(30)
+    (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
+    assert second.result(30).token_ids.tolist() == alone.token_ids.tolist()
+    assert engine.call("health").num_requests == 0
+
+
 def test_abort_all_ends_every_request(engine):
     pending = [engine.submit("generate", r) for r in requests(PROMPTS, max_new_tokens=480)]
     time.sleep(0.2)

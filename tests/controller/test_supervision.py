@@ -1,0 +1,269 @@
+"""Engines that die or stand still, with a clock and a Ray that the test moves."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from megarl.config.recovery import RecoveryConfig
+from megarl.controller import supervision
+from megarl.controller.restarts import Restarts
+from megarl.controller.supervision import KILLED_SECONDS, Supervision
+from megarl.errors import LostEngineError, MegarlError, WeightSyncError, WorkerError
+
+DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
+
+
+@dataclass(eq=False)
+class Ref:
+    is_done: bool = False
+    value: Any = None
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@dataclass(eq=False)
+class Handle:
+    """An engine's actor: beats are answered where `answers`, and so is `stop`."""
+
+    answers: bool = True
+    watch: Ref = field(default_factory=Ref)
+    beats: list[Ref] = field(default_factory=list)
+    was_killed: bool = False
+
+    @property
+    def invoke(self):
+        return SimpleNamespace(remote=self._invoke)
+
+    @property
+    def stop(self):
+        return SimpleNamespace(remote=lambda: Ref(self.answers))
+
+    def _invoke(self, method):
+        if method == "watch":
+            return self.watch
+        assert method == "beat"
+        self.beats.append(Ref(self.answers))
+        return self.beats[-1]
+
+
+class Ray:
+    """Refs are `Ref`s; waiting takes its time."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def wait(self, refs, *, num_returns=1, timeout=None):
+        done = [ref for ref in refs if ref.is_done][:num_returns]
+        if len(done) < num_returns:
+            self.clock.now += timeout
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref):
+        assert ref.is_done
+        if isinstance(ref.value, RayError):
+            raise ref.value
+        return ref.value
+
+    def kill(self, handle):
+        handle.was_killed = True
+
+
+class Engines:
+    def __init__(self, count):
+        self.handles = [Handle() for _ in range(count)]
+        self.starting = []
+
+    def name(self, replica):
+        return f"engine {replica}"
+
+    def handle(self, replica):
+        return self.handles[replica]
+
+    def start(self, replica):
+        self.handles[replica] = Handle()
+        self.starting.append(Ref())
+        return self.starting[-1]
+
+
+@dataclass
+class World:
+    clock: Clock
+    engines: Engines
+    supervision: Supervision
+    said: list[str]
+    restored: list[int]
+
+    def pass_time(self, seconds):
+        for _ in range(round(seconds)):
+            self.clock.now += 1.0
+            self.supervision.tend()
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def make(count=2, **recovery):
+        clock, said, restored = Clock(), [], []
+        monkeypatch.setattr(supervision, "time", clock)
+        monkeypatch.setattr(supervision, "ray", Ray(clock))
+        config = SimpleNamespace(
+            recovery=RecoveryConfig(**recovery),
+            rollout=SimpleNamespace(engine=SimpleNamespace(start_timeout_seconds=300.0)),
+        )
+        engines = Engines(count)
+        found = Supervision(engines, count, config, Restarts(config.recovery, said.append))
+        found.restore = restored.append
+        found.started()
+        return World(clock, engines, found, said, restored)
+
+    return make
+
+
+def end(handle, error: MegarlError = DIED):
+    handle.watch.is_done, handle.watch.value = True, error
+
+
+def test_an_engine_that_died_gets_its_weights_before_it_serves(make):
+    world = make()
+    first = world.engines.handles[1]
+    world.pass_time(100)
+    assert world.supervision.serving == world.supervision.up == [0, 1]
+    end(first)
+    world.supervision.tend()
+    assert first.was_killed
+    assert world.supervision.serving == [0]
+    world.pass_time(20)
+    (starting,) = world.engines.starting
+    assert world.engines.handles[1] is not first
+    assert (world.supervision.up, world.restored) == ([0], [])
+
+    def restore(replica):
+        assert (world.supervision.serving, world.supervision.up) == ([0], [0, 1])
+        world.restored.append(replica)
+
+    world.supervision.restore = restore
+    starting.is_done = True
+    world.supervision.tend()
+    assert (world.supervision.serving, world.restored) == ([0, 1], [1])
+    assert world.said == [
+        "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it, 1 of 20",
+        "engine 1 serves again, 20.0 s after it was found lost",
+    ]
+
+
+def test_an_engine_that_answers_late_is_not_lost(make):
+    world = make(1, engine_stall_seconds=20)
+    handle = world.engines.handles[0]
+    for _ in range(3):
+        handle.answers = False
+        world.pass_time(18)
+        handle.beats[-1].is_done = handle.answers = True
+        world.pass_time(2)
+    assert world.said == []
+    assert len(handle.beats) == 3
+
+
+def test_an_engine_that_stands_still_is_lost_and_given_time_to_be_killed(make):
+    world = make(1, engine_stall_seconds=20)
+    handle = world.engines.handles[0]
+    handle.answers = False
+    while not handle.was_killed:
+        assert not world.engines.starting
+        world.pass_time(1)
+    assert world.said[0].startswith("engine 0 was lost (engine 0 has given no sign of life for 20 s (recovery.engine_s")
+    lost = world.clock.now
+    while not world.engines.starting:
+        world.pass_time(1)
+    assert world.clock.now - lost >= KILLED_SECONDS - 3
+
+
+def test_time_in_which_nobody_looked_is_not_held_against_an_engine(make):
+    world = make(1, engine_stall_seconds=20)
+    handle = world.engines.handles[0]
+    handle.answers = False
+    world.pass_time(8)
+    world.clock.now += 1000  # training
+    world.pass_time(2)
+    assert (world.said, len(handle.beats)) == ([], 1)
+    handle.beats[0].is_done = handle.answers = True
+    world.pass_time(30)
+    assert world.said == []
+
+
+def test_a_start_that_fails_is_tried_again_later_and_given_up_at_last(make):
+    world = make(1, same_failure=3, backoff_seconds=4)
+    end(world.engines.handles[0])
+    world.pass_time(1)
+    failure = WorkerError("the engine did not start: out of memory")
+    for wait, count in ((4, 2), (8, 3)):
+        world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
+        world.supervision.tend()
+        assert world.said[-1].endswith(f"; restarting it in {wait} s, {count} of 20")
+        world.pass_time(wait - 1)
+        assert len(world.engines.starting) == count - 1
+        world.pass_time(1)
+        assert len(world.engines.starting) == count
+    world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
+    with pytest.raises(WorkerError, match=r"engine 0 was lost 3 times for the same reason.*out of memory"):
+        world.supervision.tend()
+
+
+def test_a_start_that_takes_too_long_failed(make):
+    world = make(1)
+    end(world.engines.handles[0])
+    world.pass_time(302)
+    assert world.said[-1].startswith("engine 0 was lost (engine 0 was not up after 300 s (rollout.engine.start_timeout")
+
+
+def test_a_push_that_fails_is_an_engine_s_fault_only_if_one_is_lost(make):
+    world = make()
+    assert not world.supervision.blame(WeightSyncError("trainer rank 1 is late"))
+    assert not world.supervision.blame(WorkerError("trainer rank 1 died"))
+    end(world.engines.handles[1])
+    assert world.supervision.blame(WorkerError("begin_weights: ..."))
+    assert world.supervision.wait_up() == [0]
+    assert world.restored == []
+
+
+def test_a_push_that_an_engine_holds_up_by_standing_still_is_its_fault(make):
+    world = make(engine_stall_seconds=20)
+    world.engines.handles[0].answers = False
+    began = world.clock.now
+    assert world.supervision.blame(WeightSyncError("nothing from rank 2 within 8 s"))
+    assert world.clock.now - began < 40
+    assert world.supervision.up == [1]
+
+
+def test_what_no_engine_is_up_for_waits(make):
+    world = make(1)
+    end(world.engines.handles[0])
+    world.supervision.tend()
+    start = world.engines.start
+
+    def quick(replica):
+        ref = start(replica)
+        ref.is_done = True
+        return ref
+
+    world.engines.start = quick
+    assert world.supervision.wait_up() == [0]
+    assert (world.supervision.serving, world.restored) == ([], [])
+    world.supervision.served([0])
+    assert world.supervision.serving == [0]
+
+
+def test_where_nothing_may_be_restarted_the_engine_s_last_words_are_the_error(make):
+    world = make(max_restarts=0)
+    end(world.engines.handles[0])
+    with pytest.raises(LostEngineError, match=r"(?s)ended by SIGKILL; the end of x\.log:\nlast"):
+        world.supervision.tend()
