@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
@@ -116,7 +116,10 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
         (name, node) for name, of_pool in chosen.items() for node in of_pool for _ in range(pools[name].slots_per_node)
     ]
     group = placement_group(
-        [bundle] * len(places), strategy="PACK", bundle_label_selector=[{NODE_ID_LABEL: node.id} for _, node in places]
+        [bundle] * len(places),
+        strategy="PACK",
+        name=_release_former_slots(),
+        bundle_label_selector=[{NODE_ID_LABEL: node.id} for _, node in places],
     )
     if not group.wait(config.start_timeout_seconds):
         have = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
@@ -134,6 +137,23 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
         mine.sort(key=lambda slot: (order[slot.node], -1 if slot.gpu_id is None else slot.gpu_id, slot.bundle))
         granted[name] = SlotPool(group, tuple(mine), device)
     return granted
+
+
+def _release_former_slots() -> str:
+    """A name for the slots of this actor, from which those of its earlier life are taken: Ray keeps them for it.
+
+    Empty in a driver, whose slots end with it.
+    """
+    actor = ray.get_runtime_context().get_actor_id()
+    if actor is None:
+        return ""
+    name = f"slots of {actor}"
+    try:
+        former = get_placement_group(name)
+    except ValueError:
+        return name  # there are none
+    remove_placement_group(former)
+    return name
 
 
 def _gpu_ids(group: Any, count: int) -> list[int | None]:

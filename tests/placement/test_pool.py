@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import ray
 from ray.util import placement_group_table, remove_placement_group
@@ -54,6 +57,26 @@ def test_slots_that_others_use_are_waited_for_and_given_up() -> None:
             reserve(config)
     finally:
         remove_placement_group(first.group)
+
+
+class Holder:
+    """An actor that Ray restarts."""
+
+    def hold(self) -> int:
+        config = PlacementConfig(slots_per_node=5, start_timeout_seconds=10)
+        return len(reserve(config).slots)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_an_actor_that_was_restarted_takes_its_slots_over() -> None:
+    holder = ray.remote(Holder).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+    for _ in range(2):
+        assert ray.get(holder.hold.remote(), timeout=30) == 5  # of 8
+        os.kill(ray.get(holder.pid.remote()), signal.SIGKILL)
+    assert ray.get(holder.hold.remote(), timeout=30) == 5
+    ray.kill(holder)
 
 
 @pytest.mark.parametrize(
