@@ -1,0 +1,150 @@
+"""How long a save holds up training, at once and in the background, on real ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megarl.config.trainer import OptimizerConfig, ParallelConfig
+from megarl.megatron import platform
+from megarl.megatron.work import ModelSpec, SaveOrder, TrainerSpec
+
+if TYPE_CHECKING:
+    from megarl.megatron.train_checkpoint import TrainCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """Seconds are the longest of any rank; of saves but the first one of its kind, the median."""
+
+    ranks: int
+    bytes: int
+    """Of the training state."""
+    staging_bytes: int
+    synchronous_seconds: float
+    """All of a save: training waits for it."""
+    first_seconds: float
+    """The first save in the background, which takes host memory: how long training waits at its start and end."""
+    asynchronous_seconds: float
+    """A later one."""
+    begin_seconds: float
+    """Of these, how long its start took: the copy."""
+    ratio: float
+    """`asynchronous_seconds` to `synchronous_seconds`."""
+    background_seconds: float
+    """What a rank writes for while training goes on."""
+    load_seconds: float
+
+
+def measure(config: Path, *, ranks: int, sizes: Mapping[str, int], folder: Path, repeats: int) -> SaveReport:
+    """Save and load a state of random numbers.
+
+    Args:
+        config: folder with the model's config.json.
+        sizes: of `ParallelConfig`.
+        folder: where to write, on the disk that is measured.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    out = folder / "report.pt"
+    arguments = (ranks, port, str(config), dict(sizes), folder, repeats, out)
+    mp.spawn(_on_rank, arguments, ranks)  # type: ignore[attr-defined, no-untyped-call]
+    report: SaveReport = torch.load(out, weights_only=False)
+    return report
+
+
+def _on_rank(
+    rank: int, ranks: int, port: int, config: str, sizes: dict[str, int], folder: Path, repeats: int, out: Path
+) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    if platform.is_cuda():
+        torch.cuda.set_device(rank)
+    platform.prepare()
+    report = _measure(config, sizes, folder, repeats)
+    if rank == 0:
+        torch.save(report, out)
+    dist.destroy_process_group()
+
+
+def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> SaveReport:
+    from megarl.megatron.optimizer_state import optimizer_shards
+    from megarl.megatron.trainer import MegatronTrainer
+
+    model = ModelSpec(model_path=config, dtype="auto", parallel=ParallelConfig(**sizes), weights="none")
+    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))
+    shards = optimizer_shards(trainer._optimizer).values()
+    for tensor in (
+        *trainer.rank.tensors().values(),
+        *(values for shard in shards for values in shard.tensors.values()),
+    ):
+        tensor.detach().normal_()  # zeros would be pages that no memory stands behind
+    at_once = [_save(trainer.checkpoint, folder / f"{number}", asynchronous=False) for number in range(repeats + 1)]
+    later = [_save(trainer.checkpoint, folder / f"{number}", asynchronous=True) for number in range(repeats + 1)]
+    dist.barrier()
+    began = time.perf_counter()
+    trainer.checkpoint.load(folder / f"{repeats}")
+    load = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(load, dist.ReduceOp.MAX)
+    synchronous, asynchronous = (median(save.held_up for save in of[1:]) for of in (at_once, later))
+    return SaveReport(
+        ranks=dist.get_world_size(),
+        bytes=later[-1].bytes,
+        staging_bytes=later[-1].staging_bytes,
+        synchronous_seconds=synchronous,
+        first_seconds=later[0].held_up,
+        asynchronous_seconds=asynchronous,
+        begin_seconds=median(save.begin for save in later[1:]),
+        ratio=asynchronous / synchronous,
+        background_seconds=median(save.background for save in later[1:]),
+        load_seconds=float(load),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    bytes: int
+    staging_bytes: int
+    begin: float
+    held_up: float
+    background: float
+
+
+def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
+    """Into an empty folder; seconds of the rank that was held up longest."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+    began = time.perf_counter()
+    stats = saves.begin_save(SaveOrder(folder=str(folder), asynchronous=asynchronous))
+    begin = time.perf_counter() - began
+    while not saves.is_written:
+        time.sleep(0.01)
+    dist.barrier()
+    finishes = time.perf_counter()
+    part = saves.finish_save()
+    seconds = torch.tensor([begin, begin + time.perf_counter() - finishes])
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    counts = torch.tensor([stats.bytes, stats.staging_bytes])
+    dist.all_reduce(counts)
+    return _Save(
+        bytes=int(counts[0]),
+        staging_bytes=int(counts[1]),
+        begin=float(seconds[0]),
+        held_up=float(seconds[1]),
+        background=part.write_seconds,
+    )

@@ -1,0 +1,438 @@
+"""Training that is saved and goes on: in the same layout bit for bit, in others from the same tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import resource
+import signal
+import threading
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.trainer import OptimizerConfig, ParallelConfig
+from megarl.errors import DataError
+from megarl.megatron.work import ModelSpec, ReturnsLoss, SaveOrder, TrainerSpec, split_by_dp
+from megarl.placement.grid import RankGrid
+from tests.megatron.fidelity.measure import nll_work
+from tests.megatron.fidelity.reference import draw
+from tests.megatron.ranks import run_ranks
+
+LENGTHS = (5, 9, 21, 34, 40, 18)
+VOCAB = 331
+VALUES = ReturnsLoss(clip=None)
+
+
+def make_worker(path, dtype="float32", distributed=True, head="lm", swaps=False, **parallel):
+    from megarl.megatron import platform
+
+    platform.prepare()
+    from megarl.megatron.worker import TrainerWorker
+
+    sizes = ParallelConfig(**parallel)
+    model = ModelSpec(model_path=path, dtype=dtype, parallel=sizes, head=head, swaps=swaps)
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=2, distributed=distributed)
+    return TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
+
+
+def train(worker, step):
+    """Metrics, the same on all ranks."""
+    spec = worker._spec.model
+    grid = RankGrid.of(spec.parallel, dist.get_world_size())
+    work = nll_work(draw(LENGTHS, VOCAB, seed=step), 64)
+    if spec.head == "value":
+        (batch,) = work.mini_batches
+        samples = tuple(replace(sample, scalars={"values": 0.0, "returns": 1.0}) for sample in batch.samples)
+        work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=VALUES)
+    metrics = worker.train_step(split_by_dp(work, grid)[dist.get_rank()]).metrics
+    metrics = everywhere(metrics)[grid.output_rank(0)]
+    return {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}
+
+
+def save(worker, folder, *, asynchronous=False, limit=None):
+    order = SaveOrder(folder=str(folder), asynchronous=asynchronous, max_staging_bytes=limit)
+    return worker.begin_save(order), worker.finish_save(None)
+
+
+def everything(worker):
+    """All that decides how training goes on, on this rank."""
+    from megarl.megatron.random_state import read_generators
+
+    trainer = worker._trainer
+    trainer.memory.onload()
+    held = {f"weight {name}": t for name, t in trainer.rank.tensors().items()}
+    for number, (_, of) in enumerate(trainer._optimizer.state.items()):
+        held |= {f"{name} {number}": t for name, t in of.items()} if isinstance(of, dict) else {f"state {number}": of}
+    for number, group in enumerate(trainer._optimizer.param_groups):
+        held |= {f"main {number} {i}": p for i, p in enumerate(group["params"])}
+        held[f"group {number}"] = torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64)
+    held["scheduled"] = torch.tensor(trainer._scheduler.num_steps)
+    generators = read_generators(trainer.rank)
+    held |= {f"generator {name}": generators[name] for name in ("host", "device")}
+    held["generator numpy"] = generators["numpy"]["state"]["key"]
+    return {name: t.detach().clone() for name, t in held.items()}
+
+
+def everywhere(value):
+    every = [value] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def differences(got, want):
+    assert got.keys() == want.keys()
+    return [name for name, tensor in want.items() if not torch.equal(got[name], tensor)]
+
+
+def error_of(call, *arguments):
+    """From every rank what `call` raised; None where it did not."""
+    try:
+        call(*arguments)
+    except DataError as e:
+        return everywhere(str(e))
+    return everywhere(None)
+
+
+def index_of(folder):
+    return pickle.loads((Path(folder) / ".metadata").read_bytes())
+
+
+def read_whole(folder):
+    """Every tensor, by torch's own reader."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    tensors = {}
+    _load_state_dict(tensors, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return tensors
+
+
+def same_tensors(got, want):
+    """Names of those that are not the same; rows that pad the vocabulary do not count."""
+    rows = {name: VOCAB if name.endswith(VOCABULARY) else len(tensor) for name, tensor in want.items()}
+    assert got.keys() == want.keys()
+    return [name for name, tensor in want.items() if not torch.equal(got[name][: rows[name]], tensor[: rows[name]])]
+
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+RESUMED = {
+    "dp2": ("qwen3", {}),
+    "dp2 bfloat16 replicated": ("qwen3", {"dtype": "bfloat16", "distributed": False}),
+    "tp2": ("deepseek_v3", {"tp": 2}),
+    "vpp2 tied bfloat16": ("qwen2", {"pp": 2, "vpp": 2, "dtype": "bfloat16"}),
+    "ep2 bfloat16, leaves the device": ("qwen3_moe", {"ep": 2, "dtype": "bfloat16", "swaps": True}),
+}
+RESUMED_TOO = {
+    "dp2 replicated": ("qwen3", {"distributed": False}),
+    "dp2 bfloat16": ("qwen3", {"dtype": "bfloat16"}),
+    "pp2": ("qwen2", {"pp": 2}),
+    "ep2": ("deepseek_v3", {"ep": 2}),
+    "values": ("deepseek_v3", {"head": "value", "tp": 2}),
+}
+
+
+def resume_on_rank(cases, root):
+    """By case and rank, what is not as in a run that went on; empty reports are left out."""
+    wrong = {}
+    for name, (path, options) in cases.items():
+        folder = Path(root) / name
+        worker = make_worker(path, **options)
+        for step in range(2):
+            train(worker, step)
+        save(worker, folder)
+        want = [train(worker, step) for step in (2, 3)]
+        other = make_worker(path, **options)
+        torch.rand(3)
+        assert other.load_training(str(folder)).same_layout
+        got = [train(other, step) for step in (2, 3)]
+        found = differences(everything(other), everything(worker))
+        wrong[name] = everywhere(found + ([] if got == want else [f"{got} {want}"]))
+    return {name: of for name, of in wrong.items() if any(of)}
+
+
+@pytest.mark.parametrize("which", [RESUMED, pytest.param(RESUMED_TOO, marks=pytest.mark.slow)], ids=["", "too"])
+def test_training_goes_on_bit_for_bit(which, model_folder, value_folder, tmp_path):
+    cases = {
+        name: ((value_folder if options.get("head") else model_folder)(model), options)
+        for name, (model, options) in which.items()
+    }
+    assert run_ranks(resume_on_rank, 2, tmp_path, cases, str(tmp_path)) == {}
+    for name, (_, options) in cases.items():
+        every_byte_once(tmp_path / name, has_mains=options.get("dtype") == "bfloat16")
+
+
+def every_byte_once(folder, *, has_mains):
+    """Chunks fill each tensor and do not overlap; each weight has its moments, and float32 copies if it needs them."""
+    index = index_of(folder)
+    for name, tensor in index.state_dict_metadata.items():
+        count = torch.zeros(tensor.size, dtype=torch.int8)
+        for chunk in tensor.chunks:
+            count[tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+        assert (count == 1).all(), name
+    assert len(index.storage_data) == sum(len(t.chunks) for t in index.state_dict_metadata.values())
+    state = {name for name in index.state_dict_metadata if name.startswith("optimizer.")}
+    trained = {name for name in index.state_dict_metadata if name not in state and not name.startswith("mtp.")}
+    trained -= {name for name in trained if name.endswith("expert_bias")}
+    kinds = ("exp_avg", "exp_avg_sq", "param") if has_mains else ("exp_avg", "exp_avg_sq")
+    assert state == {f"optimizer.state.{kind}.{name}" for kind in kinds for name in trained}
+    sizes = {name: prod(tensor.size) for name, tensor in index.state_dict_metadata.items()}
+    assert sum(sizes[name] for name in state) == len(kinds) * sum(sizes[name] for name in trained)
+
+
+CHAINS = {
+    "dense": ("qwen3", ({"tp": 2}, {"pp": 2}, {}, {"distributed": False})),
+    "experts": ("deepseek_v3", ({"ep": 2}, {"tp": 2})),
+}
+BFLOAT16 = ("qwen2", ({"tp": 2}, {"distributed": False}, {"pp": 2}))
+WIDE = {
+    "dense": ("qwen3", ({}, {"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2, "distributed": False}, {"cp": 2}, {})),
+    "experts": (
+        "deepseek_v3",
+        ({"ep": 2}, {"tp": 2}, {"ep": 4}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "ep": 2}, {"distributed": False}),
+    ),
+    "routed": ("qwen3_moe", ({"ep": 2}, {"tp": 2, "pp": 2}, {"ep": 4, "distributed": False}, {"pp": 2})),
+}
+
+
+def chain_on_rank(chains, root, dtype):
+    """Train and save in the first layout, load and save in each other; by chain and layout the next steps' metrics."""
+    out = {}
+    for name, (path, layouts) in chains.items():
+        metrics = []
+        for number, options in enumerate(layouts):
+            worker = make_worker(path, dtype=dtype, **options)
+            if number == 0:
+                for step in range(2):
+                    train(worker, step)
+            else:
+                report = worker.load_training(f"{root}/{name} {number - 1}")
+                assert report.same_layout == (
+                    {k: v for k, v in options.items() if k != "distributed"}
+                    == {k: v for k, v in layouts[number - 1].items() if k != "distributed"}
+                )
+            save(worker, f"{root}/{name} {number}")
+            metrics.append([train(worker, step) for step in (2, 3)])
+        out[name] = metrics
+    return out
+
+
+def check_chains(model_folder, tmp_path, chains, world=2, dtype="float32"):
+    """Every folder holds the same tensors; the next steps' metrics."""
+    cases = {name: (model_folder(model), layouts) for name, (model, layouts) in chains.items()}
+    out = run_ranks(chain_on_rank, world, tmp_path, cases, str(tmp_path), dtype)
+    for name, (_, layouts) in chains.items():
+        first = read_whole(tmp_path / f"{name} 0")
+        assert all(first[key].any() for key in first)
+        for number in range(1, len(layouts)):
+            assert same_tensors(read_whole(tmp_path / f"{name} {number}"), first) == [], (name, number)
+    return out
+
+
+def steps_agree(out):
+    for name, (first, *others) in out.items():
+        for number, metrics in enumerate(others, start=1):
+            assert metrics[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5), (name, number)
+            # the second step's follows from the moments
+            assert metrics[1]["loss"] == pytest.approx(first[1]["loss"], rel=1e-4), (name, number)
+            assert metrics[0]["learning_rate"] == first[0]["learning_rate"], (name, number)
+
+
+def test_any_layout_goes_on_from_any_other(model_folder, tmp_path):
+    steps_agree(check_chains(model_folder, tmp_path, CHAINS))
+
+
+def test_float32_copies_go_with_weights_in_16_bits(model_folder, tmp_path):
+    check_chains(model_folder, tmp_path, {"tied": BFLOAT16}, dtype="bfloat16")
+
+
+@pytest.mark.slow
+def test_any_layout_goes_on_from_any_other_on_four_ranks(model_folder, tmp_path):
+    steps_agree(check_chains(model_folder, tmp_path, WIDE, world=4))
+
+
+def names_on_rank(path, folder):
+    """Saved on one rank, in small pieces; what the optimizer remembers of each parameter."""
+    from megarl.megatron import checkpoint_pieces
+
+    checkpoint_pieces.LARGEST_BYTES = 1000
+    worker = make_worker(path, distributed=False)
+    train(worker, 0)
+    save(worker, folder)
+    trainer = worker._trainer
+    ((chunk,), (member,)) = trainer.rank.chunks, trainer._optimizer.chained_optimizers
+    return {name: member.optimizer.state[p]["exp_avg_sq"] for name, p in chunk.module.named_parameters()}
+
+
+def test_state_is_named_after_its_parameter(model_folder, tmp_path):
+    held = run_ranks(names_on_rank, 1, tmp_path, model_folder("qwen3"), str(tmp_path / "saved"))
+    every_byte_once(tmp_path / "saved", has_mains=False)
+    sizes = [prod(c.sizes) for t in index_of(tmp_path / "saved").state_dict_metadata.values() for c in t.chunks]
+    assert 900 < 4 * max(sizes) <= 1000
+    stored = read_whole(tmp_path / "saved")
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.2.self_attention.linear_qkv.weight"):
+        assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], held[name])
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], held[name])
+
+
+def background_on_rank(path, root):
+    """Saves of one state at once and in the background, which waits until training has gone on; and what they said."""
+    from megarl.megatron import checkpoint_writer
+
+    write, go = checkpoint_writer._write, threading.Event()
+
+    def write_later(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            assert go.wait(60)
+        return write(*arguments)
+
+    checkpoint_writer._write = write_later
+    worker = make_worker(path, dtype="bfloat16")
+    train(worker, 0)
+    said = {}
+    whole = None
+    for step, limit in enumerate((None, 0, 0.3, None), start=1):
+        at_once = save(worker, f"{root}/{step} at once")
+        whole = at_once[0].bytes
+        limit = limit if limit is None else int(limit * whole)
+        go.clear()
+        stats = worker.begin_save(SaveOrder(folder=f"{root}/{step} later", asynchronous=True, max_staging_bytes=limit))
+        assert not worker.save_is_written(None)
+        train(worker, step)
+        go.set()
+        part = worker.finish_save(None)
+        assert worker.save_is_written(None)
+        said[step] = everywhere((limit, at_once, (stats, part)))
+    return said
+
+
+def test_what_is_written_later_is_what_was_when_the_save_began(model_folder, tmp_path):
+    said = run_ranks(background_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
+    previous = None
+    for step, of_ranks in said.items():
+        at_once, later = tmp_path / f"{step} at once", tmp_path / f"{step} later"
+        tensors = read_whole(at_once)
+        assert same_tensors(read_whole(later), tensors) == []
+        assert previous is None or len(same_tensors(previous, tensors)) > len(tensors) / 2
+        previous = tensors
+        for rank, (limit, (stats, _), (later_stats, _)) in enumerate(of_ranks):
+            assert stats.staging_bytes == 0
+            assert stats.bytes == later_stats.bytes
+            if limit is None:
+                assert stats.bytes <= later_stats.staging_bytes < 1.3 * stats.bytes
+                assert sha256(later / f"__{rank}_1.distcp") == sha256(at_once / f"__{rank}_0.distcp")
+            else:
+                assert 0.8 * limit <= later_stats.staging_bytes <= limit
+                assert (later / f"__{rank}_0.distcp").stat().st_size >= later_stats.bytes - limit
+            assert (later / f"generators_{rank}.pt").read_bytes() == (at_once / f"generators_{rank}.pt").read_bytes()
+        stored = sum(prod(t.size) * t.properties.dtype.itemsize for t in index_of(later).state_dict_metadata.values())
+        assert stored == sum(stats.bytes for _, (stats, _), _ in of_ranks)
+        for folder, number in ((at_once, 1), (later, 2)):
+            files = [file for each in of_ranks for file in each[number][1].files]
+            assert sorted(file.name for file in files) == sorted(path.name for path in folder.iterdir())
+            for file in files:
+                assert (file.bytes, file.sha256) == ((folder / file.name).stat().st_size, sha256(folder / file.name))
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fail_on_rank(path, root):
+    """Errors, by rank, of saves where rank 1's files have no room or the folder cannot be; then a save that works."""
+    worker = make_worker(path)
+    train(worker, 0)
+    errors = []
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for number, (asynchronous, limit) in enumerate(((False, None), (True, None), (True, 100_000))):
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, unlimited[1]))
+        order = SaveOrder(folder=f"{root}/full {number}", asynchronous=asynchronous, max_staging_bytes=limit)
+        worker.begin_save(order)
+        errors.append(error_of(worker.finish_save, None))
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    worker.begin_save(SaveOrder(folder=f"{root}/file"))
+    errors.append(error_of(worker.finish_save, None))
+    train(worker, 1)
+    save(worker, f"{root}/whole", asynchronous=True)
+    want = everything(worker)
+    other = make_worker(path)
+    other.load_training(f"{root}/whole")
+    assert differences(everything(other), want) == []
+    return errors
+
+
+def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    *full, no_folder = run_ranks(fail_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
+    for number, errors in enumerate(full):
+        folder, file = tmp_path / f"full {number}", "__1_1" if number == 1 else "__1_0"
+        why = f"the checkpoint could not be written, on rank 1: {folder}/{file}.distcp: File too large"
+        assert errors == [f"{folder}: {why}"] * 2
+        assert not (folder / ".metadata").exists()
+    why = f"the checkpoint could not be written, on rank 0: {tmp_path}/file: File exists"
+    assert no_folder == [f"{tmp_path}/file: {why}"] * 2
+
+
+def refuse_on_rank(path, other_path, root):
+    """Errors, by rank, of what is refused; nothing changes."""
+    from megarl.megatron.checkpoint import save_model
+
+    worker = make_worker(path)
+    train(worker, 0)
+    save_model(worker._rank, f"{root}/model alone")
+    for name, options in {"other": {}, "16 bits": {"dtype": "bfloat16"}, "cut": {}, "no generators": {}}.items():
+        save(make_worker(other_path if name == "other" else path, **options), f"{root}/{name}")
+    if dist.get_rank() == 0:
+        os.truncate(f"{root}/cut/__1_0.distcp", 5_000)
+        Path(f"{root}/no generators/generators_1.pt").unlink()
+    want = everything(worker)
+    errors = {
+        name: error_of(worker.load_training, f"{root}/{name}")
+        for name in ("model alone", "other", "16 bits", "cut", "no generators", "nowhere")
+    }
+    assert differences(everything(worker), want) == []
+    return errors
+
+
+REFUSED = {
+    "model alone": "{folder} holds a model alone, needs a training state",
+    "other": "decoder.layers.0.self_attention.linear_qkv.weight needs shape [160, 48], got [",
+    "16 bits": " needs dtype float32, got bfloat16; ",
+    "cut": "{folder}/__1_0.distcp is cut short, its tensors need ",
+    "no generators": "{folder}/generators_1.pt cannot be read: ",
+    "nowhere": "{folder} is no distributed checkpoint of megatron-core: it has no metadata.json",
+}
+
+
+def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing(model_folder, tmp_path):
+    errors = run_ranks(refuse_on_rank, 2, tmp_path, model_folder("qwen3"), model_folder("qwen2"), str(tmp_path))
+    for name, says in REFUSED.items():
+        assert errors[name][0] == errors[name][1]
+        assert says.format(folder=tmp_path / name) in errors[name][0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 3, 4), (2, 3, 4), (3, 1, 2, 2)])
+def test_a_range_is_cut_into_few_boxes(shape):
+    from megarl.megatron.checkpoint_pieces import cut_range
+
+    whole = torch.arange(prod(shape)).view(shape)
+    for start in range(prod(shape) + 1):
+        for stop in range(start, prod(shape) + 1):
+            boxes = list(cut_range(shape, start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1
+            values = [
+                whole[tuple(slice(at, at + n) for at, n in zip(box.offset, box.sizes, strict=True))].flatten()
+                for box in boxes
+            ]
+            assert [int(each[0]) for each in values] == [box.start for box in boxes]
+            assert [int(value) for each in values for value in each] == list(range(start, stop))
