@@ -107,14 +107,10 @@ class EngineGroup(Engines):
         self._config = config
         self.asked = time.time()
         """When Ray was asked for their processes."""
-        self._starting: dict[Any, str] = {}
-        for replica in range(len(servers)):
-            started, ref = self._launch(replica)
-            self.engines.append(started)
-            self._starting[ref] = started.name
         self.supervision = Supervision(
             self, len(servers), config, restarts or Restarts(config.recovery, lambda text: None)
         )
+        self.supervision.start()
 
     def wait_started(self) -> None:
         """Block until every engine answers.
@@ -122,9 +118,7 @@ class EngineGroup(Engines):
         Raises:
             WorkerError: one did not come up.
         """
-        seconds = self._config.rollout.engine.start_timeout_seconds
-        wait_all(list(self._starting), what="engine start", names=self._starting, timeout=seconds)
-        self.supervision.started()
+        self.supervision.wait_started()
 
     def came_up(self) -> list[ProcessStart]:
         """How each engine's process did."""
@@ -169,11 +163,13 @@ class EngineGroup(Engines):
 
     def start(self, replica: int) -> Any:
         """Put a new process in the place of an engine's; a reference that is ready once it is up, or has failed."""
-        self.engines[replica], ref = self._launch(replica)
+        started, ref = self._launch(replica)
+        self.engines[replica : replica + 1] = [started]  # behind the last one, where it is the next
         return ref
 
     def shutdown(self) -> None:
         """End the engines' processes in order, also while they start; one that is gone already is no error."""
+        self.supervision.end()
         refs = [engine.handle.stop.remote() for engine in self.engines]
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from megarl.config import RunConfig
 from megarl.controller.restarts import Restarts
-from megarl.errors import LostEngineError, MegarlError, WeightSyncError, WorkerError
-from megarl.workers.failure import translate
+from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.workers.failure import check_deadline, translate
 
 LOOK_SECONDS = 1.0
 """How often it is looked whether an engine is late."""
@@ -112,28 +112,24 @@ class Replica:
         self._stall_seconds = config.recovery.engine_stall_seconds
         self._start_seconds = config.rollout.engine.start_timeout_seconds
         self.restarts = restarts
-        self.state: State = "starting"
+        self.state: State = "waiting"
         self.pulse: Pulse | None = None
         self._starting: Any = None
-        self._until = 0.0
-        self._lost_at = 0.0
+        self._until = self._lost_at = time.monotonic()
+        self._was_up = False
 
     @property
     def name(self) -> str:
         """For people."""
         return self._engines.name(self.number)
 
-    def started(self) -> None:
-        """It is up for the first time, and what it has loaded by itself is what it is to serve."""
-        self._listen()
-        self.state = "serving"
-
     def served(self) -> None:
         """It has the weights that it is to serve."""
-        if self.state == "up":
+        if self.state == "up" and self._was_up:
             seconds = time.monotonic() - self._lost_at
             self.restarts.say(f"{self.name} serves again, {seconds:.1f} s after it was found lost")
-            self.state = "serving"
+        if self.state == "up":
+            self.state, self._was_up = "serving", True
 
     def refs(self) -> list[Any]:
         """What is worth waiting for."""
@@ -143,7 +139,8 @@ class Replica:
         """Look at it, and do what is due.
 
         Raises:
-            MegarlError: it is lost, and may not be restarted.
+            MegarlError: it is lost, and may not be restarted; or it did not come up for the first time, other than by
+                the death of a process.
         """
         match self.state:
             case "serving" | "up":
@@ -177,6 +174,8 @@ class Replica:
         self._starting = None
 
     def _lose(self, error: MegarlError) -> None:
+        if not self._was_up and not isinstance(error, LostEngineError):
+            raise error
         if self.state in ("serving", "up"):
             self._lost_at = time.monotonic()
         seconds = self.restarts.take("engine", error, self.restarts.step, who=self.name)
@@ -200,6 +199,7 @@ class Supervision:
         self.replicas = [Replica(number, engines, config, restarts) for number in range(count)]
         self.restore: Callable[[int], None] | None = None
         """Gives an engine that is up anew the weights that the others serve. None: it serves the model's folder."""
+        self._is_over = False
 
     @property
     def restarts(self) -> Restarts:
@@ -221,10 +221,23 @@ class Supervision:
         """Replicas that can be given weights."""
         return [replica.number for replica in self.replicas if replica.state in ("serving", "up")]
 
-    def started(self) -> None:
-        """All are up for the first time."""
+    def start(self) -> None:
+        """Begin to start all of them."""
         for replica in self.replicas:
-            replica.started()
+            replica.tend()
+
+    def end(self) -> None:
+        """Restart none from now on."""
+        self._is_over = True
+
+    def wait_started(self) -> None:
+        """Block until all are up for the first time, and serve what they have loaded by themselves; raises as `tend`.
+
+        One that dies meanwhile is started anew.
+        """
+        while len(self.up) < len(self.replicas):
+            self._pause()
+        self.served(self.up)
 
     def served(self, replicas: Sequence[int]) -> None:
         """These have the weights that they are to serve."""
@@ -240,9 +253,9 @@ class Supervision:
 
         Raises:
             MegarlError: one is lost, and may not be restarted; or weights could not be given for another reason.
+            GivenUpError: after `end`.
         """
-        for replica in self.replicas:
-            replica.tend()
+        self._look()
         for replica in self.replicas:
             if replica.state == "up":
                 if self.restore is not None:
@@ -252,14 +265,24 @@ class Supervision:
     def wait_up(self) -> list[int]:
         """`up`, once it is not empty; raises as `tend` does."""
         while not self.up:
-            refs = self.refs()
-            if refs:
-                ray.wait(refs, num_returns=1, timeout=LOOK_SECONDS)
-            else:
-                time.sleep(LOOK_SECONDS / 10)
-            for replica in self.replicas:
-                replica.tend()
+            self._pause()
         return self.up
+
+    def _look(self) -> None:
+        if self._is_over:
+            raise GivenUpError("the engines were shut down")
+        for replica in self.replicas:
+            replica.tend()
+
+    def _pause(self) -> None:
+        """Look at the engines, after a while in which something may happen to them."""
+        refs = self.refs()
+        if refs:
+            ray.wait(refs, num_returns=1, timeout=LOOK_SECONDS)
+        else:
+            time.sleep(LOOK_SECONDS / 10)
+        check_deadline([replica.name for replica in self.replicas if replica.state in ("waiting", "starting")])
+        self._look()
 
     def blame(self, error: MegarlError) -> bool:
         """Whether an engine is lost that was up when a call to it, or with it, ended in `error`; it is restarted.
@@ -291,6 +314,8 @@ def _error_of(ref: Any, name: str) -> MegarlError | None:
     """What the finished `ref` has found, or has failed with."""
     try:
         found: MegarlError | None = ray.get(ref)
+    except RayActorError as error:
+        return LostEngineError(str(translate(error, what="engine", name=name)))
     except RayError as error:
         return translate(error, what="engine", name=name)
     return found

@@ -122,6 +122,7 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
         bundle_label_selector=[{NODE_ID_LABEL: node.id} for _, node in places],
     )
     if not group.wait(config.start_timeout_seconds):
+        remove_placement_group(group)  # or it would be granted later, to nobody
         have = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
         raise WorkerError(
             f"placement needs {len(places)} slots of {bundle}, the cluster did not grant them within "

@@ -73,7 +73,8 @@ class EngineHost:
 
         Raises:
             ConfigError: the port is in use, or an argument is none of SGLang's.
-            WorkerError: the engine did not come up; with the last lines of its log.
+            WorkerError: the engine did not come up; with the last lines of its log. A LostEngineError, where its
+                schedulers were killed.
         """
         if self.spec.port is not None:
             check_port(self.spec.port)
@@ -149,7 +150,10 @@ class EngineHost:
         except ConfigError as e:
             ready.set_exception(e)
         except (Exception, SystemExit) as e:  # noqa: BLE001 -- whatever stopped SGLang goes to the caller
-            error = WorkerError(f"the engine did not start: {type(e).__name__}: {e}{self._last_words()}")
+            codes = [process.exitcode or 0 for process in self.processes]
+            # ended by a signal, and none by itself: that is no fault of the model's or of the configuration
+            kind = LostEngineError if min(codes, default=0) < 0 and max(codes) <= 0 else WorkerError
+            error = kind(f"the engine did not start: {type(e).__name__}: {e}{self._last_words()}")
             error.__cause__ = e
             ready.set_exception(error)
         else:

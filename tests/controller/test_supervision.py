@@ -11,7 +11,7 @@ from megarl.config.recovery import RecoveryConfig
 from megarl.controller import supervision
 from megarl.controller.restarts import Restarts
 from megarl.controller.supervision import KILLED_SECONDS, Supervision
-from megarl.errors import LostEngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
 
 DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
 
@@ -81,7 +81,7 @@ class Ray:
 
 class Engines:
     def __init__(self, count):
-        self.handles = [Handle() for _ in range(count)]
+        self.handles = [None] * count
         self.starting = []
 
     def name(self, replica):
@@ -112,7 +112,7 @@ class World:
 
 @pytest.fixture
 def make(monkeypatch):
-    def make(count=2, **recovery):
+    def make(count=2, is_up=True, **recovery):
         clock, said, restored = Clock(), [], []
         monkeypatch.setattr(supervision, "time", clock)
         monkeypatch.setattr(supervision, "ray", Ray(clock))
@@ -123,7 +123,12 @@ def make(monkeypatch):
         engines = Engines(count)
         found = Supervision(engines, count, config, Restarts(config.recovery, said.append))
         found.restore = restored.append
-        found.started()
+        found.start()
+        if is_up:
+            for ref in engines.starting:
+                ref.is_done = True
+            found.wait_started()
+            engines.starting.clear()
         return World(clock, engines, found, said, restored)
 
     return make
@@ -159,6 +164,37 @@ def test_an_engine_that_died_gets_its_weights_before_it_serves(make):
         "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it, 1 of 20",
         "engine 1 serves again, 20.0 s after it was found lost",
     ]
+
+
+def test_an_engine_that_is_killed_while_it_starts_is_started_again(make):
+    world = make(2, is_up=False)
+    first, second = world.engines.starting
+    second.is_done = True
+    first.value, first.is_done = LostEngineError("the engine did not start: scheduler died"), True
+    world.supervision.tend()
+    assert world.supervision.up == [1]
+    world.engines.starting[-1].is_done = True
+    world.supervision.wait_started()
+    assert world.supervision.serving == [0, 1]
+    assert world.said == ["engine 0 was lost (the engine did not start: scheduler died); restarting it, 1 of 20"]
+
+
+def test_an_engine_that_fails_by_itself_at_its_first_start_would_fail_again(make):
+    world = make(1, is_up=False)
+    (ref,) = world.engines.starting
+    ref.value, ref.is_done = WorkerError("the engine did not start: no such model"), True
+    with pytest.raises(WorkerError, match="no such model"):
+        world.supervision.wait_started()
+    assert world.said == []
+
+
+def test_engines_that_are_shut_down_are_not_lost(make):
+    world = make()
+    world.supervision.end()
+    end(world.engines.handles[0], LostEngineError("the engine was shut down"))
+    with pytest.raises(GivenUpError, match="the engines were shut down"):
+        world.supervision.tend()
+    assert world.said == []
 
 
 def test_an_engine_that_answers_late_is_not_lost(make):
