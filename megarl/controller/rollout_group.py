@@ -25,7 +25,7 @@ from megarl.placement.nodes import light_nodes
 from megarl.placement.process_start import ProcessStart
 from megarl.rollout.engine import Sampling
 from megarl.rollout.worker import GroupJob, GroupSummary
-from megarl.workers.failure import check_deadline, raise_failure, wait_all, wait_any
+from megarl.workers.failure import check_deadline, raise_failure, translate, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.shell import AsyncShell
 
@@ -76,10 +76,10 @@ class RolloutGroup:
         """What is being written."""
 
     def start(self) -> None:
-        """Build the workers; the engines must be up."""
+        """Build the workers; the engines must be up. Raises as `stream` does."""
         self._known = self._engines.remote_engines()
-        refs = [self._build(worker) for worker in self._workers]
-        wait_all(refs, what="rollout worker start", names=self._names(refs))
+        for index, building in enumerate([self._build(worker) for worker in self._workers]):
+            self._restart(index, building)
 
     def came_up(self) -> list[ProcessStart]:
         """How each worker's process did."""
@@ -174,18 +174,26 @@ class RolloutGroup:
                 del asked[ref]
                 self._ask(old.job, index, asked)
 
-    def _restart(self, index: int, failed: Any) -> None:
-        name = f"rollout worker {index}"
+    def _restart(self, index: int, call: Any) -> None:
+        """Start a worker anew where `call` has ended with its process, until one is built; raises what else it raised.
+
+        Raises:
+            WorkerError: it may not be restarted.
+        """
+        name, restarts = f"rollout worker {index}", self._supervision.restarts
         while True:
+            wait_any([call], what="rollout worker start", names={call: name})
             try:
-                raise_failure(failed, what="rollout", name=name)
-            except WorkerError as error:
-                restarts = self._supervision.restarts
-                time.sleep(restarts.take("rollout worker", error, restarts.step, who=name))
+                ray.get(call)
+            except RayActorError as error:
+                cause = translate(error, what="rollout", name=name)
+                time.sleep(restarts.take("rollout worker", cause, restarts.step, who=name))
+            except RayError as error:
+                raise translate(error, what="rollout worker start", name=name) from error
             else:
                 return
             self._workers[index] = self._launch(index)
-            failed = self._build(self._workers[index])
+            call = self._build(self._workers[index])
 
     def _launch(self, index: int) -> Any:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
