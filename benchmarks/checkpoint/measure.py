@@ -92,11 +92,12 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
         *(values for shard in shards for values in shard.tensors.values()),
     ):
         tensor.detach().normal_()  # zeros would be pages that no memory stands behind
-    at_once = [_save(trainer.checkpoint, folder / f"{number}", asynchronous=False) for number in range(repeats + 1)]
-    later = [_save(trainer.checkpoint, folder / f"{number}", asynchronous=True) for number in range(repeats + 1)]
+    target = folder / "saved"
+    at_once = [_save(trainer.checkpoint, target, asynchronous=False) for _ in range(repeats + 1)]
+    later = [_save(trainer.checkpoint, target, asynchronous=True) for _ in range(repeats + 1)]
     dist.barrier()
     began = time.perf_counter()
-    trainer.checkpoint.load(folder / f"{repeats}")
+    trainer.checkpoint.load(target)
     load = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(load, dist.ReduceOp.MAX)
     synchronous, asynchronous = (median(save.held_up for save in of[1:]) for of in (at_once, later))

@@ -158,7 +158,7 @@ def resume_on_rank(cases, root):
     return {name: of for name, of in wrong.items() if any(of)}
 
 
-@pytest.mark.parametrize("which", [RESUMED, pytest.param(RESUMED_TOO, marks=pytest.mark.slow)], ids=["", "too"])
+@pytest.mark.parametrize("which", [RESUMED, pytest.param(RESUMED_TOO, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_training_goes_on_bit_for_bit(which, model_folder, value_folder, tmp_path):
     cases = {
         name: ((value_folder if options.get("head") else model_folder)(model), options)
