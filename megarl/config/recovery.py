@@ -29,6 +29,6 @@ class RecoveryConfig(Section):
     phase_timeout_seconds: float | None = Field(default=3600.0, gt=0)
     """A phase that takes longer is a failure, told with every worker's stack. Null: phases may take any time."""
 
-    grace_seconds: float = Field(default=25.0, gt=0)
+    grace_seconds: float = Field(default=15.0, gt=0)
     """After SIGTERM, how long the step under way and its checkpoint may take; then the run ends as it is. Slurm waits
-    30 s by default (KillWait)."""
+    30 s by default (KillWait), and `megarl launch` 20 s."""
