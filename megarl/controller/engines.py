@@ -15,6 +15,7 @@ from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
 from megarl.controller.restarts import Restarts
 from megarl.controller.supervision import Supervision
 from megarl.errors import WorkerError
+from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import SlotPool
 from megarl.placement.process_start import ProcessStart
 from megarl.reshard.handover import Handover
@@ -160,6 +161,11 @@ class EngineGroup(Engines):
     def handle(self, replica: int) -> Any:
         """The engine's Ray actor, an AsyncShell."""
         return self.engines[replica].handle
+
+    def has_machine(self, replica: int) -> bool:
+        """Whether the machine of the engine's slots is there."""
+        there = {node.id for node in cluster_nodes()}
+        return all(self.pool.slots[slot].node in there for slot in self.servers[replica])
 
     def start(self, replica: int) -> Any:
         """Put a new process in the place of an engine's; a reference that is ready once it is up, or has failed."""

@@ -35,7 +35,8 @@ STOP_SECONDS = 3.0
 KILLED_SECONDS = 6.0
 """How long Ray takes to end a process that does not answer, and a second."""
 
-State = Literal["serving", "waiting", "starting", "up"]
+State = Literal["serving", "waiting", "starting", "up", "gone"]
+"""`gone`: with its machine."""
 
 
 class Startable(Protocol):
@@ -47,6 +48,10 @@ class Startable(Protocol):
 
     def handle(self, replica: int) -> Any:
         """The Ray actor, an AsyncShell."""
+        ...
+
+    def has_machine(self, replica: int) -> bool:
+        """Whether the machine of its slots is there."""
         ...
 
     def start(self, replica: int) -> Any:
@@ -153,10 +158,15 @@ class Replica:
                 self._look_at_start()
 
     def _start_if_due(self) -> None:
-        if time.monotonic() >= self._until:
-            self._starting = self._engines.start(self.number)
-            self._until = time.monotonic() + self._start_seconds
-            self.state = "starting"
+        if time.monotonic() < self._until:
+            return
+        if not self._engines.has_machine(self.number):
+            self.state = "gone"
+            self.restarts.say(f"the machine of {self.name} is lost; the run goes on without this engine")
+            return
+        self._starting = self._engines.start(self.number)
+        self._until = time.monotonic() + self._start_seconds
+        self.state = "starting"
 
     def _look_at_start(self) -> None:
         done, _ = ray.wait([self._starting], timeout=0)
@@ -273,6 +283,8 @@ class Supervision:
             raise GivenUpError("the engines were shut down")
         for replica in self.replicas:
             replica.tend()
+        if all(replica.state == "gone" for replica in self.replicas):
+            raise WorkerError("the machines of all engines are lost")
 
     def _pause(self) -> None:
         """Look at the engines, after a while in which something may happen to them."""

@@ -83,6 +83,10 @@ class Engines:
     def __init__(self, count):
         self.handles = [None] * count
         self.starting = []
+        self.lost_machines = set()
+
+    def has_machine(self, replica):
+        return replica not in self.lost_machines
 
     def name(self, replica):
         return f"engine {replica}"
@@ -303,3 +307,17 @@ def test_where_nothing_may_be_restarted_the_engine_s_last_words_are_the_error(ma
     end(world.engines.handles[0])
     with pytest.raises(LostEngineError, match=r"(?s)ended by SIGKILL; the end of x\.log:\nlast"):
         world.supervision.tend()
+
+
+def test_an_engine_whose_machine_is_lost_is_gone(make):
+    world = make(count=2)
+    world.engines.lost_machines.add(0)
+    end(world.engines.handles[0])
+    world.pass_time(10)
+    assert world.supervision.serving == world.supervision.up == [1]
+    assert world.said[-1] == "the machine of engine 0 is lost; the run goes on without this engine"
+    assert world.engines.starting == []
+    world.engines.lost_machines.add(1)
+    end(world.engines.handles[1])
+    with pytest.raises(WorkerError, match=r"^the machines of all engines are lost$"):
+        world.pass_time(10)
