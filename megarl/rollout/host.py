@@ -15,7 +15,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import re
-import shutil
 import signal
 import socket
 import tempfile
@@ -32,6 +31,7 @@ from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.placement.process_start import importing
 from megarl.rollout.arguments import engine_arguments
 from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
+from megarl.rollout.private_folder import PrivateFolder
 from megarl.rollout.spec import EngineSpec
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class EngineHost:
         self._question: asyncio.Task[Any] | None = None
         """Asked by `beat`, and not answered yet."""
         self.processes: list[BaseProcess] = []
+        self._folder: PrivateFolder | None = None
         self._log_dir = spec.log_dir or ""
         self._engine: Any = None
         self._load_figures: Path | None = None
@@ -139,7 +140,7 @@ class EngineHost:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             else:
                 self._kill()  # the launch then fails
-                shutil.rmtree(self.directory, ignore_errors=True)  # the launch may outlast the caller's patience
+                self._remove_folder()  # the launch may outlast the caller's patience
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -169,7 +170,8 @@ class EngineHost:
         host = self
         if self._stopping:  # while SGLang was imported, which takes seconds
             raise WorkerError("stopped while it started")
-        self.directory = tempfile.mkdtemp(prefix="megarl-engine-")
+        self._folder = PrivateFolder("megarl-engine-")
+        self.directory = self._folder.path
         self._log_dir = self._log_dir or self.directory
 
         class HostedEngine(Engine):  # type: ignore[misc]
@@ -282,7 +284,11 @@ class EngineHost:
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
         self._remove_load_figures()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
 
     def _remove_load_figures(self) -> None:
         if self._load_figures is not None:

@@ -148,6 +148,7 @@ def test_a_killed_scheduler_costs_time_and_nothing_else(undertaken: Undertaking,
     gone(scheduler, host)
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Undertaking) -> None:
     undisturbed = undertaken.collect("with-a-worker")
     (worker,) = undertaken.pieces.rollout._workers
@@ -155,6 +156,7 @@ def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Underta
     with soon(kill(pid)):
         disturbed = undertaken.collect("without")
     assert_same(undisturbed, disturbed)
+    assert fetched(undisturbed)  # what a worker has found outlives it
     assert undertaken.said[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
     assert undertaken.said[-1].endswith("); restarting it, 1 of 20")
     gone(pid)
