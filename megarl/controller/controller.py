@@ -18,7 +18,7 @@ from megarl.controller.evaluation import greedy_score
 from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.recovery import train_through
 from megarl.controller.stages import make_dpo, make_rm, make_sft
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, WorkerError
 from megarl.tracking.startup import Startup
 
 LINGER_SECONDS = 60.0
@@ -43,7 +43,7 @@ class Controller:
         self._events = EventLog()
         self._closing = ExitStack()
         self._alone: threading.Thread | None = None
-        self._failure: MegarlError | None = None
+        self._failure: MegarlError | None = WorkerError("the run ended by an error that the controller's log has")
         self._has_told = threading.Event()
         if alone is not None:
             self._alone = threading.Thread(target=self._train_alone, args=alone, name="train")
@@ -69,6 +69,7 @@ class Controller:
         try:
             with waited_for(RunLock(config.run_dir)):
                 self.train(config, resume)
+            self._failure = None
         except MegarlError as error:
             self._failure = error
         finally:

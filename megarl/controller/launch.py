@@ -84,9 +84,7 @@ def run_stage(
             f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
         )
     if detach and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError(
-            "--detach leaves the run to a Ray cluster that stays: RAY_ADDRESS needs to name one, is not set"
-        )
+        raise ConfigError("--detach leaves the run to a Ray cluster that stays, and needs RAY_ADDRESS to name one")
     startup = startup or Startup(time.time())
     with ExitStack() as closing:
         with startup.phase("checks"):
