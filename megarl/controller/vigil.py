@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from megarl.config import RunConfig
 from megarl.controller.watchdog import PhaseWatch
+from megarl.errors import WorkerError
 from megarl.placement.grid import RankGrid
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
 from megarl.workers.process_stacks import ProcessPlace
 from megarl.workers.stacks import ask_places, collect_stacks
 from megarl.workers.stragglers import StragglerWatch
+
+
+ANSWER_SECONDS = 10.0
+"""How long a process may take to say where it is."""
 
 
 class Vigil:
@@ -41,7 +46,11 @@ class Vigil:
         places = trainer.places()
         stages = [grid.coordinates(rank).pp for rank in range(grid.size)]
         self._stragglers = StragglerWatch([place.host for place in places.values()], self._say, stages=stages)
-        self._places = {**places, **ask_places(others)}
+        self._places = dict(places)
+        for name, actor in others.items():
+            # one that is lost just now is replaced by whoever needs it next
+            with suppress(WorkerError):
+                self._places |= ask_places({name: actor}, timeout=ANSWER_SECONDS)
 
     @contextmanager
     def phase(self, step: int, name: str, *, waiting: bool) -> Iterator[None]:
