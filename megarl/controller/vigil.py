@@ -17,7 +17,6 @@ from megarl.workers.process_stacks import ProcessPlace
 from megarl.workers.stacks import ask_places, collect_stacks
 from megarl.workers.stragglers import StragglerWatch
 
-
 ANSWER_SECONDS = 10.0
 """How long a process may take to say where it is."""
 
