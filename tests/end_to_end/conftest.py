@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,3 +41,18 @@ def pieces(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory)
     pieces = build(make_config(world, tmp_path_factory.mktemp("pieces")))
     yield pieces
     pieces.close()
+
+
+@pytest.fixture
+def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """A cluster that stays; RAY_ADDRESS names it."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
+    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
+    head = launch("start", *options, "--object-store-memory=268435456", program="ray")
+    head.wait_until(lambda: re.search(r"--address='([^']+)'", head.stdout), 60)
+    found = re.search(r"--address='([^']+)'", head.stdout)
+    assert found is not None
+    monkeypatch.setenv("RAY_ADDRESS", found[1])
+    yield head
+    assert head.process.poll() is None  # a run's end is not the cluster's

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +15,6 @@ from tests.end_to_end.tiny_world import write_run
 pytestmark = pytest.mark.slow
 
 LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}, "checkpoint": {"every": 5}}
-
-
-@pytest.fixture
-def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """A cluster that stays; RAY_ADDRESS names it."""
-    options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
-    head = launch("start", *options, "--object-store-memory=268435456", program="ray")
-    head.wait_until(lambda: re.search(r"--address='([^']+)'", head.stdout), 60)
-    found = re.search(r"--address='([^']+)'", head.stdout)
-    assert found is not None
-    monkeypatch.setenv("RAY_ADDRESS", found[1])
-    yield head
-    assert head.process.poll() is None  # a run's end is not the cluster's
 
 
 def ours(head: Launched) -> list[str]:

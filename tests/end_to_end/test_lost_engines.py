@@ -156,7 +156,6 @@ def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Underta
     with soon(kill(pid)):
         disturbed = undertaken.collect("without")
     assert_same(undisturbed, disturbed)
-    assert fetched(undisturbed)  # what a worker has found outlives it
     assert undertaken.said[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
     assert undertaken.said[-1].endswith("); restarting it, 1 of 20")
     gone(pid)

@@ -1,0 +1,64 @@
+"""A trainer that loses a machine waits for another one, and goes on there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.launched import Launched, name_of
+from tests.end_to_end.tiny_world import write_run
+
+pytestmark = pytest.mark.slow
+
+TWO: dict[str, Any] = {
+    "placement": {"nodes": 2, "slots_per_node": 1, "node_checks": False},
+    "checkpoint": {"every": 5},
+    "trainer": {"steps": 100_000},
+}
+
+
+def join(launch: Launch) -> Launched:
+    """A further machine of the cluster, as far as Ray can tell."""
+    options = ["--block", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+    node = launch("start", f"--address={os.environ['RAY_ADDRESS']}", *options, program="ray")
+    node.wait_until(lambda: "Ray runtime started" in node.stdout + node.stderr, 60)
+    return node
+
+
+def lose(node: Launched) -> None:
+    for process in node.living():
+        if Path(name_of(process).split(" ")[0]).name == "raylet":
+            process.kill()
+    node.end()
+
+
+def test_another_machine_takes_the_place_of_one_that_is_lost(
+    world: Path, tmp_path: Path, launch: Launch, head: Launched
+) -> None:
+    second = join(launch)
+    run = launch("train", write_run(world, tmp_path, **TWO), keeps_ray_address=True)
+    run.wait_for_step(6)
+    at = run.steps_done()
+    lose(second)
+    run.wait_until(lambda: "machines to take their place" in run.stdout, 90)
+    join(launch)
+    run.wait_until(lambda: "going on from step" in run.stdout, 90)
+    run.wait_until(lambda: run.steps_done() > at + 5, 90)
+
+
+def test_a_run_that_waits_in_vain_ends_with_its_own_code(
+    world: Path, tmp_path: Path, launch: Launch, head: Launched
+) -> None:
+    second = join(launch)
+    recovery = {"node_wait_seconds": 3.0}
+    run = launch("train", write_run(world, tmp_path, **TWO, recovery=recovery), keeps_ray_address=True)
+    run.wait_for_step(6)
+    lose(second)
+    assert run.wait(120) == 4, run.stdout + run.stderr
+    assert "no machine took their place within 3 s (recovery.node_wait_seconds): placement: " in run.stderr
+    assert "--resume auto goes on from the newest checkpoint" in run.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
