@@ -90,6 +90,7 @@ def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(
     assert run.leftovers() == []
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_driver(world: Path, tmp_path: Path, launch: Launch) -> None:
     run = start_long_run(launch, world, tmp_path)
     run.send(signal.SIGKILL)
