@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.rollout.sglang import SglangEngine
 from tests.rollout.remote import RemoteEngine, requests
 
@@ -59,6 +59,24 @@ def test_a_scheduler_that_fails_at_start_leaves_its_last_words(spec, model_dir, 
         assert len(list(logs.glob("scheduler-*.log"))) == 1
         with pytest.raises(WorkerError, match="not running"):
             engine.call("generate_many", requests([PROMPT]))
+    finally:
+        engine.close()
+
+
+def test_a_scheduler_that_is_killed_while_it_starts_may_be_started_again(spec):
+    engine = RemoteEngine(spec)
+    host = psutil.Process(engine.process.pid)
+
+    def schedulers():
+        return [child for child in host.children() if "spawn_main" in " ".join(child.cmdline())]
+
+    try:
+        start = engine.submit("start")
+        assert wait_until(schedulers, 60)
+        for process in schedulers():
+            process.kill()
+        with pytest.raises(LostEngineError, match="the engine did not start: "):
+            start.result(60)
     finally:
         engine.close()
 
