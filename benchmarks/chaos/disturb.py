@@ -71,7 +71,8 @@ class Disturbance:
         self._watch = Watch(folder, time.time())
         self._found = Disturbed()
         self._pending: list[Kill] = []
-        self._ready_since: float | None = None
+        self._ready_step: int | None = None
+        """The last finished one when the next kill could be made; its time counts from there."""
         self._learned = 0.0
         self._fruitless, self._steps_at_start = 0, 0
         self._progress_at = time.time()
@@ -128,8 +129,11 @@ class Disturbance:
         elif self._pending or self._watch.steps_done < planned.after_step:
             return
         else:
-            due = self._watch.line_times[self._watch.steps_done] + planned.offset
-            phase = planned.phase
+            if self._ready_step is None:
+                self._ready_step = self._watch.steps_done
+            due, phase = self._watch.line_times[self._ready_step] + planned.offset, planned.phase
+            if self._watch.steps_done != self._ready_step:
+                due = now  # this run is faster than the undisturbed one was
         if now >= due:
             self._kill(planned, phase)
 
@@ -145,6 +149,7 @@ class Disturbance:
         kill = Kill(target=target, pid=pid, phase=phase, after_step=done, when=time.time(), recovered_by=done + 2)
         self._command.kill(pid)
         self._queue.pop(0)
+        self._ready_step = None
         self._found.kills.append(kill)
         self._pending.append(kill)
         self._progress_at = kill.when

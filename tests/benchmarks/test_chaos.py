@@ -363,8 +363,8 @@ class MadeUpCommand:
         return "last words"
 
 
-def planned(target, after_step, recovery_share=None, draw=0.0):
-    more = {"phase": "train", "offset": 0.0, "recovery_share": recovery_share}
+def planned(target, after_step, recovery_share=None, draw=0.0, offset=0.0):
+    more = {"phase": "train", "offset": offset, "recovery_share": recovery_share}
     return PlannedKill(target=target, after_step=after_step, draw=draw, **more)
 
 
@@ -387,6 +387,14 @@ def test_a_run_is_disturbed_as_planned(tmp_path):
     assert last.recovered_by == 13
     assert all(kill.recovered and 0.2 < kill.seconds < 2 for kill in found.kills)
     assert len(said) == 8
+
+
+def test_a_run_that_is_faster_than_planned_is_disturbed_all_the_same(tmp_path):
+    command = MadeUpCommand(tmp_path, steps=12)
+    found = Disturbance(
+        command, tmp_path, [planned("engine", 0, offset=60), planned("engine", 6, offset=60)], str
+    ).run()
+    assert [kill.after_step for kill in found.kills] == [1, 7]
 
 
 def test_a_run_that_does_not_recover_is_resumed(tmp_path):
