@@ -25,4 +25,4 @@ class CheckpointConfig(Section):
     """Host memory for that copy, a rank; what exceeds it is written before training goes on. Default: not limited."""
 
     hf: bool = False
-    """Write the policy in Hugging Face format as well, into the checkpoint's folder `hf`."""
+    """Write the policy in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class Checkpointer:
         self._config, self._models, self._say, self._vigil = config, models, say, vigil
         self._store = CheckpointStore(config.run_dir)
         self._open: _Open | None = None
+        self._completing: tuple[_Open, Future[None]] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._num_bytes = 0
         """Of the last one: what the next will take."""
         self.last_step = 0
@@ -109,18 +112,41 @@ class Checkpointer:
                 self.finish()
 
     def poll(self) -> None:
-        """Complete the checkpoint that is under way, if all of it is written."""
+        """Complete the checkpoint that is under way in the background, if its models are written."""
         if self._open is not None and all(model.save_is_written() for model in self._models.values()):
-            self.finish()
+            self._complete(self._open)
+        if self._completing is not None and self._completing[1].done():
+            self._wait()
 
     def finish(self) -> None:
         """Complete the checkpoint that is under way; one that could not be written is told, and given up."""
-        if self._open is None:
-            return
-        this, self._open = self._open, None
+        if self._open is not None:
+            self._complete(self._open)
+        self._wait()
+
+    def _complete(self, this: _Open) -> None:
+        """Begin what the ranks are not needed for: hashing what else there is, and bringing all of it to the disk."""
         assert this.state is not None, f"the checkpoint of step {this.step} has no state"
+        self._wait()
+        self._open = None
+        parts, failure = _finish_all(self._models)
+        if failure is not None:
+            this.draft.discard()
+            self._give_up(this.step, failure)
+            return
+        files = {
+            f"{name}/{file.name}": FileRecord(bytes=file.bytes, sha256=file.sha256)
+            for name, part in parts.items()
+            for file in part.files
+        }
+        self._completing = this, self._thread.submit(self._commit, this, this.state, files)
+
+    def _wait(self) -> None:
+        if self._completing is None:
+            return
+        (this, committed), self._completing = self._completing, None
         try:
-            self._commit(this, this.state)
+            committed.result()
         except DataError as error:
             this.draft.discard()
             self._give_up(this.step, error)
@@ -130,18 +156,14 @@ class Checkpointer:
         if self._open is not None:
             self._open.draft.discard()
             self._open = None
+        self._wait()
 
-    def _commit(self, this: _Open, state: RunState) -> None:
-        parts, failure = _finish_all(self._models)
-        if failure is not None:
-            raise failure
-        files = {
-            f"{name}/{file.name}": FileRecord(bytes=file.bytes, sha256=file.sha256)
-            for name, part in parts.items()
-            for file in part.files
-        }
-        state.write(this.draft.folder)
-        (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
+    def _commit(self, this: _Open, state: RunState, files: Mapping[str, FileRecord]) -> None:
+        try:
+            state.write(this.draft.folder)
+            (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
+        except OSError as error:
+            raise DataError(f"{this.draft.folder} cannot be written: {error.strerror}") from error
         folder = this.draft.commit(Contents.of(self._config), files)
         self._vigil.heartbeat.saved(this.step)
         options = self._config.checkpoint

@@ -387,11 +387,7 @@ class PolicyRun(StageRun):
             raise LimitError(f"step {self.step}: {error}") from error
 
     def save(self) -> None:
-        """Have a whole checkpoint of the last step, where checkpoints are kept.
-
-        Raises:
-            DataError: it could not be written.
-        """
+        """Have a checkpoint of the last step, where they are kept; one that could not be written is told."""
         if self._checkpoints is None or self.step == self._resumed.step:
             return
         if self._checkpoints.last_step != self.step:

@@ -164,3 +164,21 @@ def test_one_under_way_is_given_up_with_its_run(tmp_path: Path) -> None:
     here.checkpoints.discard()
     here.checkpoints.finish()
     assert here.steps == []
+
+
+def test_a_disk_that_is_full_at_the_end_costs_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(tmp_path)
+
+    def refuse(self: RunState, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunState, "write", refuse)
+        here.step(2)
+        here.checkpoints.finish()
+    assert "cannot be written: No space left on device" in here.said[0]
+    here.step(4)
+    here.checkpoints.finish()
+    assert here.steps == [4]
