@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from megarl.config.section import Section
@@ -26,3 +28,6 @@ class CheckpointConfig(Section):
 
     hf: bool = False
     """Write the policy in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""
+
+    verify: Literal["checksums", "sizes"] = "checksums"
+    """What is compared with the manifest before a checkpoint is loaded: the content of every file, or its size alone."""

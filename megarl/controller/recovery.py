@@ -14,13 +14,13 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError
 
-from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig
 from megarl.controller.algorithms import train
 from megarl.controller.events import EventLog, Note
 from megarl.controller.fleet import Fleet
 from megarl.controller.policy_run import PolicyRun
 from megarl.controller.restarts import Restarts
+from megarl.controller.resume import newest_whole
 from megarl.controller.vigil import Vigil
 from megarl.errors import GivenUpError, MegarlError, WeightSyncError, WorkerError
 from megarl.tracking.startup import Startup
@@ -44,7 +44,7 @@ def train_through(
         events.add(Note(text))
 
     def newest() -> Path | None:
-        saved = CheckpointStore(config.run_dir).newest_whole(say)
+        saved = newest_whole(config, say)
         return saved.folder if saved is not None else resume
 
     restarts = Restarts(config.recovery, say)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megarl.checkpoint.differences import differences, require_no_contradictions
 from megarl.checkpoint.manifest import Contents, read_manifest, require_same_model
-from megarl.checkpoint.store import CheckpointStore, Saved
+from megarl.checkpoint.store import CheckpointStore, Saved, shortened
+from megarl.checkpoint.verify import damage
 from megarl.config import RunConfig, load_config
+from megarl.errors import DataError
 from megarl.rollout.journal import fingerprint_of
 from megarl.rollout.journal_folder import fingerprints_in
 
@@ -43,15 +45,27 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
     journal = _foreign_journal(config)
-    saved = store.newest_whole(say) if which == AUTO else store.find(which, say)
+    saved = newest_whole(config, say) if which == AUTO else store.find(which, say)
     if saved is None:
         say(f"{store.folder} has no checkpoint to go on from: the run begins anew")
         return Start(stale=(*(run_dir / name for name in results if name != JOURNAL), *journal))
+    if which != AUTO and (found := damage(saved.folder, deep=reads_all(config))):
+        raise DataError(f"checkpoint {saved.folder} is damaged: {shortened(found)}")
     _require_same_run(config, saved, say)
     if saved.folder.resolve().parent != store.folder.resolve():
         return Start(checkpoint=saved.folder, stale=tuple(run_dir / name for name in results))
     later = [each.folder for each in store.saved() if each.step > saved.step] if which != AUTO else []
     return Start(checkpoint=saved.folder, stale=(*later, *journal))
+
+
+def newest_whole(config: RunConfig, say: Callable[[str], None]) -> Saved | None:
+    """The run's newest checkpoint that can be loaded; damaged ones are told."""
+    return CheckpointStore(config.run_dir).newest_whole(say, deep=reads_all(config))
+
+
+def reads_all(config: RunConfig) -> bool:
+    """Whether every byte of a checkpoint is read before it is loaded."""
+    return config.checkpoint.verify == "checksums"
 
 
 def _foreign_journal(config: RunConfig) -> list[Path]:

@@ -59,6 +59,23 @@ def test_auto_is_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert there(config) == before
 
 
+@pytest.mark.parametrize("which", ["auto", "4"])
+def test_a_file_that_holds_something_else_is_found(which: str, tmp_path: Path) -> None:
+    config = make(tmp_path)
+    save(config, 2, 4)
+    folder = CheckpointStore(config.run_dir).folder
+    (folder / "step-000004" / "policy" / "0.distcp").write_text("weighty")
+    if which == "auto":
+        start, said = find(config, which)
+        assert start.checkpoint == folder / "step-000002"
+        assert "step-000004 is damaged: policy/0.distcp has sha256" in said[0]
+    else:
+        with pytest.raises(DataError, match=r"step-000004 is damaged: policy/0\.distcp has sha256"):
+            find(config, which)
+    start, said = find(make(tmp_path, checkpoint={"verify": "sizes"}), which)
+    assert start.checkpoint == folder / "step-000004"
+
+
 def test_without_a_checkpoint_a_run_begins_anew_and_keeps_its_journal(tmp_path: Path) -> None:
     config = make(tmp_path)
     start, said = find(config, "auto")
