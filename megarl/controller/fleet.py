@@ -180,6 +180,7 @@ class Fleet:
         """The checkpoint's models in the trainer's processes, and the controller's state."""
         state = RunState.read(folder)
         self._say(f"going on from step {state.step}: {folder}")
+        self._restarts.step_done(state.step)
         for name, model in trained.items():
             report = model.load_training(str(folder / name))
             if not report.same_layout:
