@@ -5,6 +5,7 @@
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
+    |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine is gone, with the requests that it had
     |   `-- GivenUpError           one has been lost too often
     |-- LostNodeError              a machine of a run was lost, and none came in its place; exit code 4
@@ -48,6 +49,10 @@ class RewardError(MegarlError):
 
 class WorkerError(MegarlError):
     """A trainer worker or rollout engine that died or failed; carries its last words."""
+
+
+class LostWorkerError(WorkerError):
+    """A worker's process that has ended."""
 
 
 class LostEngineError(WorkerError):

@@ -30,4 +30,4 @@ class CheckpointConfig(Section):
     """Write the policy in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""
 
     verify: Literal["checksums", "sizes"] = "checksums"
-    """What is compared with the manifest before a checkpoint is loaded: the content of every file, or its size alone."""
+    """What is compared with the manifest before a checkpoint is loaded: every file's content, or its size alone."""

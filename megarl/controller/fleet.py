@@ -124,10 +124,15 @@ class Fleet:
         )
 
     def end_trainer(self) -> None:
-        """End the trainer's processes, and those of all models: they wait for the one that is lost."""
+        """End the trainer's processes, and those of all models: they wait for the one that is lost.
+
+        Engines and rollout workers that have not come up yet end too: nobody looks after them.
+        """
         for processes in self._processes:
             processes.stop()
         self._processes = []
+        if not self._is_up:
+            self._end_rollout()
 
     def replace_nodes(self) -> None:
         """Have all slots on machines that are there: another one, which may yet come, gives those of one that is lost.
@@ -141,6 +146,7 @@ class Fleet:
         seconds = self._config.recovery.node_wait_seconds
         self._say(f"lost {', '.join(lost)}; waiting up to {seconds:g} s for as many machines to take their place")
         self._end_rollout()
+        remove_placement_group(self._pools[MAIN_POOL].group)
         deadline = time.monotonic() + seconds
         while (lacking := self._lacking()) is not None:
             if time.monotonic() > deadline:
@@ -161,14 +167,13 @@ class Fleet:
         return None
 
     def _end_rollout(self) -> None:
-        """End engines and rollout workers, and give all slots back."""
+        """End engines and rollout workers."""
         if self._rollout is not None:
             engines, rollout = self._rollout
             engines.shutdown()
             for actor in (*engines.actors().values(), *rollout.actors().values()):
                 ray.kill(actor)
         self._rollout, self._is_up = None, False
-        remove_placement_group(self._pools[MAIN_POOL].group)
 
     def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
         engines = start_engines(self._config, self._pools, trainer.grid, self._restarts)

@@ -12,8 +12,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from ray.exceptions import RayActorError
-
 from megarl.config import RunConfig
 from megarl.controller.algorithms import train
 from megarl.controller.events import EventLog, Note
@@ -22,7 +20,7 @@ from megarl.controller.policy_run import PolicyRun
 from megarl.controller.restarts import Restarts
 from megarl.controller.resume import newest_whole
 from megarl.controller.vigil import Vigil
-from megarl.errors import GivenUpError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import GivenUpError, LostEngineError, LostWorkerError, WeightSyncError, WorkerError
 from megarl.tracking.startup import Startup
 
 
@@ -66,8 +64,8 @@ def train_through(
         except GivenUpError:
             raise
         except (WorkerError, WeightSyncError) as error:
-            if run is None and not has_died(error):
-                raise  # what cannot be built today cannot be built in a second either
+            if run is None and not again and not isinstance(error, LostWorkerError | LostEngineError):
+                raise  # what cannot be built now cannot be built in a second either
             seconds = restarts.take("trainer", error, run.step if run is not None else 0)
         else:
             return run
@@ -78,8 +76,3 @@ def train_through(
         time.sleep(seconds)
         fleet.replace_nodes()
         start, again = newest(), True
-
-
-def has_died(error: MegarlError) -> bool:
-    """Whether the cause is the end of a process, and not what one has raised."""
-    return isinstance(error.__cause__, RayActorError)

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.errors import LostRankError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
 
 GRACE_SECONDS = 2.0
 """How long the cause is looked for after a failure that may come of another rank's: a death fails all collectives."""
@@ -146,7 +146,7 @@ def translate(error: RayError, *, what: str, name: str) -> MegarlError:
             return translate(cause, what=what, name=name)
         return WorkerError(f"{what} failed on {name}:\n{error}")
     if isinstance(error, RayActorError):
-        return WorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_last_words(str(error))}")
+        return LostWorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_last_words(str(error))}")
     return WorkerError(f"{what} failed on {name}: {type(error).__name__}: {error}")
 
 

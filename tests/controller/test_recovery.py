@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from megarl.controller import recovery
 from megarl.controller.events import EventLog, Note
 from megarl.controller.recovery import train_through
-from megarl.errors import GivenUpError, LimitError, MegarlError, WorkerError
+from megarl.errors import GivenUpError, LimitError, LostWorkerError, MegarlError, WorkerError
 from megarl.tracking.startup import Startup
 from tests.controller.groups import run_config
 
@@ -76,9 +75,7 @@ class World:
 
 
 def died(what: str = "rank 1 died") -> WorkerError:
-    error = WorkerError(what)
-    error.__cause__ = ActorDiedError()
-    return error
+    return LostWorkerError(what)
 
 
 def test_a_lost_trainer_starts_from_the_newest_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +96,10 @@ def test_a_controller_that_was_restarted_starts_from_there_too(tmp_path: Path, m
 
 
 def test_processes_that_die_while_they_start_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(tmp_path, monkeypatch, {0: [died()]})
+    # the second time, a rank that has lost its neighbour is heard first
+    world = World(tmp_path, monkeypatch, {0: [died(), WorkerError("connection closed by peer")]})
     world.run()
-    assert world.log == [(None, False), "ended", (None, True)]
+    assert world.log == [(None, False), "ended", (None, True), "ended", (None, True)]
 
 
 def test_what_cannot_be_built_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
