@@ -25,14 +25,14 @@ from megarl.controller.restarts import Restarts
 from megarl.controller.roles import Models
 from megarl.controller.rollout_group import RolloutGroup
 from megarl.controller.run import StageRun
-from megarl.controller.run_state import Books, RunState, position
+from megarl.controller.run_state import RunState, position
 from megarl.controller.tokens import EstimateJob, Estimator
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
 from megarl.data.sampler import PromptSampler
 from megarl.errors import LimitError
-from megarl.megatron.work import ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
+from megarl.megatron.work import MISMATCH, ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
@@ -41,8 +41,6 @@ from megarl.tracking.summary import RunSummary
 from megarl.workers.group import Pending
 
 D = TypeVar("D")
-
-MISMATCH = "mismatch/logprob_abs_max"
 
 PROMPTS = "prompts"
 """The data source whose rows are sampled from."""
@@ -91,10 +89,9 @@ class PolicyRun(StageRun):
         if self._kl is not None:
             self.carry("kl", self._kl)
         self._training: dict[str, Pending[TrainStats]] = {}
-        self._evaluations: dict[int, float] = {}
         self._step_metrics: dict[str, float] = {}
         self._sync_metrics: dict[str, float] = {}
-        self._bytes, self._tokens, self._step_seconds, self._mismatch = 0, 0, 0.0, 0.0
+        self._books = self._resumed.books.by(timer)
         if resumed is not None:
             self._go_on(resumed)
 
@@ -102,10 +99,7 @@ class PolicyRun(StageRun):
         self.step = state.step
         if PROMPTS in state.samplers:
             self._sampler.restore(state.samplers[PROMPTS])
-        books = state.books
-        self.timer.resume(books.seconds, books.seconds_by_phase)
-        self._bytes, self._tokens, self._step_seconds = books.weight_sync_bytes, books.tokens, books.step_seconds
-        self._mismatch, self._evaluations = books.logprob_abs_max, dict(books.evaluations)
+        self.timer.resume(state.books.seconds, state.books.seconds_by_phase)
         self._limits.skips_in_a_row = state.skips_in_a_row
 
     def state(self) -> RunState:
@@ -117,15 +111,7 @@ class PolicyRun(StageRun):
             carried={name: asdict(state) for name, state in self._carried.items()},
             skips_in_a_row=self._limits.skips_in_a_row,
             metrics_bytes=self._tracker.num_bytes,
-            books=Books(
-                seconds=self.timer.seconds(),
-                seconds_by_phase=self.timer.totals,
-                step_seconds=self._step_seconds,
-                tokens=self._tokens,
-                weight_sync_bytes=self._bytes,
-                logprob_abs_max=self._mismatch,
-                evaluations=self._evaluations,
-            ),
+            books=self._books.by(self.timer),
         )
 
     def carry(self, name: str, state: D) -> D:
@@ -340,10 +326,7 @@ class PolicyRun(StageRun):
         stragglers = {} if self.vigil is None else self.vigil.finished_step(seconds)
         trained = {} if stats is None else stats.metrics
         tokens = 0 if stats is None else stats.num_tokens
-        self._tokens += tokens
-        self._step_seconds += seconds
-        mismatch = trained.get(MISMATCH, 0.0)
-        self._mismatch = max(self._mismatch, mismatch)
+        self._books.count_step(tokens=tokens, seconds=seconds, mismatch=trained.get(MISMATCH, 0.0))
         rate = tokens / seconds
         synced = {} if stats is None else self._sync_metrics
         self.log(
@@ -412,7 +395,7 @@ class PolicyRun(StageRun):
             report = self._weights.push(policy_version)
         if self.vigil is not None:
             self.vigil.heartbeat.pushed(policy_version)
-        self._bytes += report.bytes_moved
+        self._books.weight_sync_bytes += report.bytes_moved
         self._sync_metrics = {
             "weight_sync/seconds": sum(report.seconds.values()),
             "weight_sync/bytes": report.bytes_moved,
@@ -441,7 +424,7 @@ class PolicyRun(StageRun):
         with self.phase("evaluate"):
             score = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
         self._tell_start()
-        self._evaluations[self.step] = score
+        self._books.evaluations[self.step] = score
         term = self.config.reward.eval_name
         self.log({f"eval/{term}": score})
         self.say(f"step {self.step}: eval {term} {score:.3f} on {len(self._held_out)} held-out prompts")
@@ -468,17 +451,8 @@ class PolicyRun(StageRun):
     def finish(self) -> RunSummary:
         """Write `summary.json` and close the books."""
         self.rollout.finish_records()
-        summary = RunSummary(
-            eval_before=self._evaluations.get(0),
-            eval_after=self._evaluations.get(self.step),
-            steps=self.step,
-            steps_planned=self.config.trainer.steps,
-            seconds_total=self.timer.seconds(),
-            seconds_by_phase=self.timer.totals,
-            tokens_per_second=self._tokens / self._step_seconds if self._step_seconds else 0.0,
-            weight_sync_bytes=self._bytes,
-            logprob_abs_max=self._mismatch,
-        )
+        books = self._books.by(self.timer)
+        summary = books.summary(step=self.step, steps_planned=self.config.trainer.steps)
         summary.write(Path(self.config.run_dir) / "summary.json")
         self.close()
         return summary

@@ -10,26 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from megarl.controller.books import Books
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
 from megarl.tracking.files import replaced
 from megarl.tracking.tracker import ResumedMetrics
 
 STATE_FILE = "state.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
-    """What `summary.json` is made of, up to a step."""
-
-    seconds: float = 0.0
-    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: float = 0.0
-    tokens: int = 0
-    weight_sync_bytes: int = 0
-    logprob_abs_max: float = 0.0
-    evaluations: Mapping[int, float] = field(default_factory=dict)
-    """By step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +34,7 @@ class RunState:
     """Last steps that have left the policy as it was; see `limits.max_skips_in_a_row`."""
     metrics_bytes: int = 0
     """Length of `metrics.jsonl`."""
-    books: Books = Books()
+    books: Books = field(default_factory=Books)
 
     def write(self, folder: Path) -> None:
         """Write `state.json` into `folder`, whole or not at all."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megarl.controller.books import Books
 from megarl.controller.events import EventLog
-from megarl.controller.run_state import Books, RunState
+from megarl.controller.run_state import RunState
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
 from tests.controller.scripted import Scripted, run_script
