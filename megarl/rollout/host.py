@@ -29,6 +29,7 @@ import psutil
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.placement.process_start import importing
+from megarl.rollout import shared_queues
 from megarl.rollout.arguments import engine_arguments
 from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
 from megarl.rollout.private_folder import PrivateFolder
@@ -170,6 +171,7 @@ class EngineHost:
         host = self
         if self._stopping:  # while SGLang was imported, which takes seconds
             raise WorkerError("stopped while it started")
+        shared_queues.remove_abandoned()
         self._folder = PrivateFolder("megarl-engine-")
         self.directory = self._folder.path
         self._log_dir = self._log_dir or self.directory
@@ -283,6 +285,7 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
+        shared_queues.remove_of(process.pid for process in self.processes if process.pid is not None)
         self._remove_load_figures()
         self._remove_folder()
 
