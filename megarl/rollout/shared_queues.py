@@ -1,4 +1,4 @@
-"""SGLang's message queues in shared memory, which a process leaves behind that is killed before others have joined it."""
+"""SGLang's message queues in shared memory: a process that is killed while it starts leaves its own behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- where SGLang makes them
 
 YOUNG_SECONDS = 10.0
 """A queue may belong to a process that cannot be seen from here, in another container; it soon needs no name."""
