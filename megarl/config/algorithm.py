@@ -103,6 +103,8 @@ class PolicyConfig(Section):
     """The policy loss."""
     baseline_is_group: ClassVar[bool] = False
     """A completion is compared with the others of its prompt."""
+    advantages_from: ClassVar[str] = "rewards"
+    """What tells tokens apart; only rewards can lose `kl_reward`."""
 
     type: str
     preset: Preset = "default"
@@ -184,6 +186,11 @@ class PolicyConfig(Section):
             raise ValueError(
                 "kl_loss and kl_reward are both given, which punishes the same divergence twice; set one to null, or "
                 "say kl_in_both: true"
+            )
+        if self.kl_reward is not None and self.advantages_from != "rewards":
+            raise ValueError(
+                f"kl_reward takes from rewards and the advantages of {self.type} come from {self.advantages_from}; "
+                "leave it out or give kl_loss"
             )
         for name in ("path", "parallel"):
             if getattr(self.reference, name) is not None and not self.uses_reference:
@@ -416,6 +423,7 @@ class PrimeConfig(PolicyConfig):
     """Process reinforcement through implicit rewards (arXiv 2502.01456)."""
 
     baseline_is_group: ClassVar[bool] = True
+    advantages_from: ClassVar[str] = "its reward model and outcomes"
     type: Literal["prime"] = "prime"
 
     reward_model: CriticConfig = CriticConfig(optimizer=OptimizerConfig(lr=1e-6))
@@ -452,6 +460,7 @@ class PrimeConfig(PolicyConfig):
 class DistillationConfig(PolicyConfig):
     """On-policy distillation: each token's advantage is log pi_teacher - log pi (arXiv 2306.13649, reverse KL)."""
 
+    advantages_from: ClassVar[str] = "its teacher"
     type: Literal["distillation"] = "distillation"
     group_size: int = Field(default=1, ge=1)
 

@@ -13,8 +13,7 @@ def train_distillation(run: PolicyRun, algorithm: DistillationConfig) -> None:
     for prompts in run.steps():
         batch = run.sample(prompts)
         run.add_reference(batch)
-        if "old_logprobs" not in batch.columns:
-            run.add_logprobs(batch)
+        run.add_logprobs(batch)
         with run.phase("teacher"):
             work = batch.evaluation_work(run.config)
             batch.columns["teacher_logprobs"] = run.models.frozen["teacher"].logprobs(work)

@@ -76,6 +76,16 @@ def problem(**sections: Any) -> str:
             "algorithm: reference.path is given and nothing measures from a reference model: kl_loss and kl_reward are "
             "null; leave it out or give one of them",
         ),
+        (
+            {"type": "distillation", "teacher": {"path": "t"}, "kl_reward": {}},
+            "algorithm: kl_reward takes from rewards and the advantages of distillation come from its teacher; leave "
+            "it out or give kl_loss",
+        ),
+        (
+            {"type": "prime", "kl_reward": {}},
+            "algorithm: kl_reward takes from rewards and the advantages of prime come from its reward model and "
+            "outcomes; leave it out or give kl_loss",
+        ),
         ({"type": "distillation"}, "algorithm: teacher.path is required: the model that distillation learns from"),
         ({"preset": "papr"}, "algorithm: preset: grpo has default, paper, compat:verl, compat:slime, got 'papr'"),
         (

@@ -441,9 +441,3 @@ def test_distillation_follows_the_teacher(tmp_path: Path) -> None:
     for values in column(work, "advantages").values():
         assert values[1:] == pytest.approx(-0.25, abs=1e-6)
     assert run.metrics[0]["distillation/reverse_kl"] == pytest.approx(0.25)
-
-
-def test_distillation_asks_the_policy_once_where_rewards_are_punished_too(tmp_path: Path) -> None:
-    tree = {"type": "distillation", "teacher": {"path": "teacher"}, "kl_reward": {"coefficient": 0.1}}
-    run = run_script(tmp_path, tree, differing)
-    assert run.order.count("policy logprobs") == 1
