@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from benchmarks.chaos import compare as comparison
@@ -21,7 +23,7 @@ from benchmarks.chaos.disturb import LOOK_SECONDS, Disturbance
 from benchmarks.chaos.plan import STEPS_PER_KILL, PlannedKill, plan_kills
 from benchmarks.chaos.prepare import make_demo, read_config
 from benchmarks.chaos.report import ChaosReport, make_report
-from benchmarks.chaos.show import print_table
+from benchmarks.chaos.show import markdown, print_table
 from benchmarks.chaos.targets import ALL, USUAL
 from benchmarks.chaos.watch import Watch
 from megarl.cli.options import add_overrides
@@ -47,6 +49,23 @@ recovered from, both runs are equal, and there is no orphan; else 1.
 """
 
 
+INTRODUCTION = """\
+# A run whose processes are killed, and the same run in peace
+
+On a machine with {cores} CPU cores:
+
+```
+{command}
+```
+
+Each kill is a SIGKILL of one process at a random moment. "Recovered": the run went on by itself. Recovery counts from
+the kill to the end of the first step that began after it, and is mostly the start of processes. "Bitwise equal":
+weights, optimizer, every other value of the last checkpoint, the exported model, the prompts of each step, every
+trajectory and the metrics that follow from the training.
+
+"""
+
+
 def main() -> int:
     """One report, on stdout; progress on stderr."""
     args = _parser().parse_args()
@@ -64,6 +83,9 @@ def main() -> int:
         print(json.dumps(asdict(report)))
     else:
         print_table(report)
+    if args.write:
+        args.write.parent.mkdir(parents=True, exist_ok=True)
+        args.write.write_text(_introduction(sys.argv[1:]) + markdown(report))
     return 0 if report.is_clean else 1
 
 
@@ -147,6 +169,13 @@ def _folders(folder: Path) -> list[str]:
     return [f"run_dir={folder}", f"export_dir={folder / 'model'}"]
 
 
+def _introduction(arguments: Sequence[str]) -> str:
+    return INTRODUCTION.format(
+        cores=len(psutil.Process().cpu_affinity() or []),
+        command="python -m benchmarks.chaos " + shlex.join(arguments),
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks.chaos",
@@ -171,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--work", type=Path, default=Path("runs/chaos"), help="folder for both runs")
     parser.add_argument("--json", action="store_true", help="one object")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table there")
     add_overrides(parser)
     return parser
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.chaos.compare import COMPARED, Comparison
-from benchmarks.chaos.disturb import Disturbed
+from benchmarks.chaos.disturb import Disturbed, Kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class ChaosReport:
     recovery_seconds_max: float | None
     orphans: int
     """Processes and unmapped shared memory that outlived the run."""
+    recovery_seconds_by_target: dict[str, float]
+    """Medians."""
     kills_asked: int
     restarts: int
     """Of the whole command."""
@@ -74,6 +76,7 @@ def make_report(
         trajectories_repeated=comparison.trajectories_repeated,
         recovery_seconds_p50=round(median(seconds), 2) if seconds else None,
         recovery_seconds_max=round(max(seconds), 2) if seconds else None,
+        recovery_seconds_by_target=_by_target(disturbed.kills),
         orphans=len(orphans),
         kills_asked=kills_asked,
         restarts=disturbed.restarts,
@@ -86,3 +89,11 @@ def make_report(
         orphan_names=list(orphans),
         failures=disturbed.failures,
     )
+
+
+def _by_target(kills: Sequence[Kill]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {}
+    for kill in kills:
+        if kill.seconds is not None:
+            seconds.setdefault(kill.target, []).append(kill.seconds)
+    return {target: round(median(seconds[target]), 2) for target in sorted(seconds)}

@@ -13,10 +13,14 @@ def rows(report: ChaosReport) -> list[tuple[str, str]]:
     made = f"{report.kills} of {report.kills_asked}" if report.kills < report.kills_asked else str(report.kills)
     return [
         ("kills", made),
-        *((f"  {target}", str(count)) for target, count in report.by_target.items()),
-        *((f"  in {phase}", str(count)) for phase, count in report.by_phase.items()),
+        *((f"  of {_words(target)}", str(count)) for target, count in report.by_target.items()),
+        *((f"  in {_words(phase)}", str(count)) for phase, count in report.by_phase.items()),
         ("recovered", str(report.recovered)),
         ("recovery, median", _seconds(report.recovery_seconds_p50)),
+        *(
+            (f"  of {_words(target)}", _seconds(seconds))
+            for target, seconds in report.recovery_seconds_by_target.items()
+        ),
         ("recovery, longest", _seconds(report.recovery_seconds_max)),
         ("restarts of the command", str(report.restarts)),
         ("bitwise equal", "yes" if report.bitwise_equal else "no"),
@@ -40,6 +44,16 @@ def print_table(report: ChaosReport) -> None:
     console.print(table)
     for line in (*report.differences, *report.orphan_names):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def markdown(report: ChaosReport) -> str:
+    """The table for a file."""
+    lines = [("", ""), ("---", "---:"), *rows(report)]
+    return "\n".join(f"| {name} | {value} |" for name, value in lines) + "\n"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _seconds(seconds: float | None) -> str:

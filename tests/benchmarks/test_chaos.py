@@ -443,12 +443,24 @@ def test_a_report_counts(original, other, capsys):
     assert made.by_target == {"engine": 2, "trainer": 1}
     assert made.by_phase == {"rollout": 1, "train": 2}
     assert (made.recovery_seconds_p50, made.recovery_seconds_max) == (6.5, 9.0)
+    assert made.recovery_seconds_by_target == {"engine": 6.5}
     assert made.bitwise_equal
     assert not made.is_clean
     print_table(made)
     shown = capsys.readouterr().out
     assert "trainer" in shown
     assert "process 9 ray::Shell" in shown
+
+
+def test_a_report_is_kept_as_a_table(monkeypatch, original, other, tmp_path):
+    made = report(original, other)
+    monkeypatch.setattr("benchmarks.chaos.__main__._run", lambda args, say: made)
+    assert run(monkeypatch, "--write", tmp_path / "results" / "chaos.md") == 1
+    written = (tmp_path / "results" / "chaos.md").read_text()
+    assert "\npython -m benchmarks.chaos --write " in written
+    table = [line.strip("| ").split(" | ") for line in written.splitlines() if line.startswith("|")]
+    assert ["recovery, median", "6.5 s"] in table
+    assert ["kills", "3"] in table
 
 
 def run(monkeypatch, *args):
