@@ -141,8 +141,12 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: there is none, or it is damaged.
     """
     file = folder / MANIFEST
-    if not file.exists():
-        raise DataError(f"{file} is missing")
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError) as e:
+        raise DataError(f"{file} is missing") from e
+    except OSError as e:
+        raise DataError(f"{file} cannot be read: {e.strerror}") from e
     tree = read_json_object(file)
     version = tree.get("format_version")
     if not isinstance(version, int) or version < 1:

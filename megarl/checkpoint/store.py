@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,9 +77,10 @@ class CheckpointStore:
         Raises:
             DataError: it has not.
         """
-        there = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
         needed = num_bytes + max(int(num_bytes * MARGIN_SHARE), MARGIN_BYTES)
-        free = shutil.disk_usage(there).free
+        with _writing(self.folder):
+            there = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
+            free = shutil.disk_usage(there).free
         if free < needed:
             raise DataError(
                 f"{self.folder} needs {needed / GIB:.2f} GiB for the checkpoint of step {step}, has {free / GIB:.2f} "
@@ -105,31 +106,46 @@ class CheckpointStore:
         """Remove what dead saves and interrupted removals have left, and return its names; for the lock's holder only.
 
         A checkpoint that was to be replaced, and was not, gets its name back.
+
+        Raises:
+            DataError: the folder cannot be read or written.
         """
         removed = []
-        for path in sorted(self.folder.glob(".step-*")):
+        for path in self._entries():
             match = _HIDDEN.fullmatch(path.name)
             if match is None:
                 continue
             name, what = match.groups()
-            if what == "replaced" and not (self.folder / name).exists():
-                path.rename(self.folder / name)
-                _sync(self.folder)
-            else:
-                self._remove(path, name)
-                removed.append(path.name)
+            with _writing(self.folder):
+                if what == "replaced" and not (self.folder / name).exists():
+                    path.rename(self.folder / name)
+                    _sync(self.folder)
+                else:
+                    self._remove(path, name)
+                    removed.append(path.name)
         return removed
 
     def saved(self) -> list[Saved]:
-        """All by step, whole or not: only names are looked at."""
-        if not self.folder.is_dir():
-            return []
+        """All by step, whole or not: only names are looked at.
+
+        Raises:
+            DataError: the folder cannot be read. It is not taken for an empty one: a run would begin anew.
+        """
         found = []
-        for path in self.folder.glob("step-*"):
+        for path in self._entries():
             digits = path.name.removeprefix("step-")
             if digits.isdecimal() and path.name == step_name(int(digits)) and path.is_dir():
                 found.append(Saved(step=int(digits), folder=path))
         return sorted(found, key=lambda saved: saved.step)
+
+    def _entries(self) -> list[Path]:
+        """What is in the folder, sorted; nothing where there is none."""
+        try:
+            return sorted(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as e:
+            raise DataError(f"{self.folder} cannot be read: {e.strerror}") from e
 
     def newest_whole(self, say: Callable[[str], None], *, deep: bool = False) -> Saved | None:
         """The newest checkpoint that can be loaded; None where there is none. Damaged ones are told with `say`.
@@ -163,6 +179,12 @@ class CheckpointStore:
         Raises:
             DataError: there is none of that name, or it is damaged.
         """
+        try:
+            return self._find(which, say)
+        except OSError as e:
+            raise DataError(f"checkpoint {which} cannot be read: {e.strerror}") from e
+
+    def _find(self, which: str, say: Callable[[str], None]) -> Saved:
         if which == "auto":
             newest = self.newest_whole(say)
             if newest is None:
@@ -171,11 +193,14 @@ class CheckpointStore:
         folder = self.folder / step_name(int(which)) if which.isdecimal() else Path(which)
         if not folder.exists() and (self.folder / which).is_dir():
             folder = self.folder / which
-        if not folder.is_dir():
-            named = f"checkpoint of step {which}" if which.isdecimal() else f"folder {which}"
+        if not folder.is_dir() or not which:
+            named = f"checkpoint of step {which}" if which.isdecimal() else f"folder {which or repr(which)}"
             raise DataError(f"there is no {named}; {self._what_there_is()}")
-        if (folder / FOLDER).is_dir() and not (folder / MANIFEST).exists():
-            raise DataError(f"{folder} is the folder of a run; {CheckpointStore(folder)._what_there_is()}")
+        if not (folder / MANIFEST).exists():
+            if (folder / FOLDER).is_dir():
+                raise DataError(f"{folder} is the folder of a run; {CheckpointStore(folder)._what_there_is()}")
+            if not re.fullmatch(r"step-\d{6,}", folder.name):
+                raise DataError(f"{folder} is no checkpoint: it has no {MANIFEST}; {self._what_there_is()}")
         if found := damage(folder):
             raise DataError(f"checkpoint {folder} is damaged: {shortened(found)}; {self._what_there_is()}")
         return Saved(step=read_manifest(folder).step, folder=folder)
@@ -184,16 +209,20 @@ class CheckpointStore:
         """See `megarl.checkpoint.verify.problems`."""
         return problems(folder, deep=deep, advance=advance)
 
-    def retention(self, *, keep_last: int, keep_every: int) -> dict[Saved, str | None]:
+    def retention(self, *, keep_last: int, keep_every: int, newest: int | None = None) -> dict[Saved, str | None]:
         """Every checkpoint by step, with what keeps it; None: it is to go.
 
         A damaged one takes no whole one's place: it goes when it would if all were whole, as what looks damaged may be
         a disk that does not answer. What a newer megarl wrote stays; where none is whole, all do.
+
+        Args:
+            newest: the step of the newest that is known to be whole, where more than sizes is known: later ones count
+                as damaged. 0: none is.
         """
         whole, newer, saved = set(), set(), self.saved()
         for each in saved:
             try:
-                if not damage(each.folder):
+                if not damage(each.folder) and (newest is None or each.step <= newest):
                     whole.add(each.step)
             except NewerFormatError:
                 newer.add(each.step)
@@ -204,13 +233,17 @@ class CheckpointStore:
         reasons |= dict.fromkeys(newer, "newer format")
         return {each: reasons.get(each.step) for each in saved}
 
-    def prune(self, *, keep_last: int, keep_every: int) -> list[Saved]:
+    def prune(self, *, keep_last: int, keep_every: int, newest: int | None = None) -> list[Saved]:
         """Remove the checkpoints that nothing keeps, and return them. The newest that is whole is always kept.
+
+        Args:
+            newest: see `retention`.
 
         Raises:
             DataError: one cannot be removed.
         """
-        gone = [saved for saved, why in self.retention(keep_last=keep_last, keep_every=keep_every).items() if not why]
+        plan = self.retention(keep_last=keep_last, keep_every=keep_every, newest=newest)
+        gone = [saved for saved, why in plan.items() if not why]
         with _writing(self.folder):
             for saved in gone:
                 self._remove(saved.folder, saved.name)
@@ -228,9 +261,11 @@ class CheckpointStore:
         if target.exists():
             target.rename(self._hidden(target.name, "replaced"))
         draft.folder.rename(target)
+        draft.is_closed = True
         _sync(self.folder)
         for path in self.folder.glob(f".{target.name}.*.replaced"):
-            self._remove(path, target.name)
+            with suppress(OSError):  # the next save removes it: this one is whole
+                self._remove(path, target.name)
         return target
 
     def _hidden(self, name: str, what: str) -> Path:
@@ -278,15 +313,14 @@ class Draft:
             _write(self.folder / MANIFEST, manifest.as_json())
             for at, _, _ in os.walk(self.folder, topdown=False):
                 _sync(Path(at))
-            target = self._store._publish(self)
-        self.is_closed = True
-        return target
+            return self._store._publish(self)
 
     def discard(self) -> None:
         """Remove what was written. What cannot be removed, the next save removes."""
         if not self.is_closed:
             self.is_closed = True
-            _delete(self.folder)
+            with suppress(OSError):
+                _delete(self.folder)
 
 
 def shortened(found: list[str]) -> str:
@@ -320,9 +354,9 @@ def _sync(path: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """All of it; what a writer that is not dead yet adds meanwhile is left for the next time."""
+    """All of it; what a writer that is not dead yet adds meanwhile, or keeps open on NFS, is left for the next time."""
     try:
         shutil.rmtree(folder)
     except OSError as e:
-        if e.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+        if e.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EBUSY):
             raise

@@ -93,7 +93,11 @@ def _other_contents(folder: Path, manifest: Manifest, advance: Advance | None) -
     def problem(named: tuple[str, FileRecord]) -> str | None:
         name, record = named
         path = folder / name
-        if not path.is_file() or path.stat().st_size != record.bytes:
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = -1
+        if size != record.bytes:
             return None  # said already
         try:
             found = hash_file(path, advance)

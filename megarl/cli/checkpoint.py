@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ACTIONS = {
     "ls": "what there is, what of it is whole as far as sizes tell, and what keeps it",
     "verify": "read every file and compare it with the manifest; exit code 1 where one differs",
-    "prune": "remove the checkpoints that nothing keeps; the newest that is whole stays",
+    "prune": "remove the checkpoints that nothing keeps; the newest that is whole, which is read to be sure, stays",
 }
 
 
@@ -116,6 +116,8 @@ def _rows(store: CheckpointStore) -> Iterator[Row]:
             manifest, problems = None, [str(e)]
         except DataError:
             manifest, problems = None, damage(saved.folder)
+        if not saved.folder.exists():
+            continue  # the run has removed it meanwhile
         yield Row(
             step=saved.step,
             created=manifest.created if manifest else None,
@@ -169,13 +171,17 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
     is_whole = True
     for saved in chosen:
         start, size = time.perf_counter(), _size(saved.folder)
+        is_newer = False
         try:
             with _hashing(saved.name, size) as advance:
                 problems = store.verify(saved.folder, advance=advance)
         except NewerFormatError as e:
-            problems = [str(e)]
+            problems, is_newer = [str(e)], True
+        if not saved.folder.exists():
+            print(f"{saved.name}  removed meanwhile", flush=True)
+            continue
         seconds, num_files = time.perf_counter() - start, len(files_below(saved.folder))
-        result = "damaged" if problems else "whole"
+        result = "newer" if is_newer else "damaged" if problems else "whole"
         print(f"{saved.name}  {result:<7}  {num_files} files  {scaled(size)}B  {seconds:.1f} s", flush=True)
         for problem in problems:
             print_error(f"{saved.name}: {problem}")
@@ -208,15 +214,38 @@ def _prune(store: CheckpointStore, args: argparse.Namespace) -> int:
         raise ConfigError(f"--keep-last needs to be at least 1, got {keep_last}")
     if keep_every < 0:
         raise ConfigError(f"--keep-every needs to be at least 0, got {keep_every}")
-    if args.dry_run:
-        _tell(store.retention(keep_last=keep_last, keep_every=keep_every), "would remove")
-        return 0
-    with RunLock(args.run_dir):
-        for name in store.clean():
+    with nullcontext() if args.dry_run else RunLock(args.run_dir):
+        for name in () if args.dry_run else store.clean():
             print(f"removed  {name}, which was not finished")
-        plan = store.retention(keep_last=keep_last, keep_every=keep_every)
-        _tell(plan, "removing")
-        store.prune(keep_last=keep_last, keep_every=keep_every)
+        plan, newest = store.retention(keep_last=keep_last, keep_every=keep_every), None
+        if None in plan.values():
+            newest = _newest_whole(store, deep=options.verify == "checksums")
+            plan = store.retention(keep_last=keep_last, keep_every=keep_every, newest=newest)
+        _tell(plan, "would remove" if args.dry_run else "removing")
+        if not args.dry_run:
+            store.prune(keep_last=keep_last, keep_every=keep_every, newest=newest)
+    return 0
+
+
+def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
+    """The step of the newest that is whole; 0: none is. What is wrong with later ones is told.
+
+    Args:
+        deep: every byte is compared; else sizes are.
+    """
+    from megarl.checkpoint.manifest import NewerFormatError
+    from megarl.checkpoint.verify import damage
+
+    for saved in reversed(store.saved()):
+        try:
+            with _hashing(saved.name, _size(saved.folder)) if deep else nullcontext() as advance:
+                found = damage(saved.folder, deep=deep, advance=advance)
+        except NewerFormatError as e:
+            found = [str(e)]
+        if not found:
+            return saved.step
+        for problem in found:
+            print_error(f"{saved.name}: {problem}")
     return 0
 
 
@@ -231,20 +260,33 @@ def _tell(plan: Mapping[Saved, str | None], verb: str) -> None:
 
 
 def _options(store: CheckpointStore) -> CheckpointConfig:
-    """What the run says of its checkpoints, in the configuration that the newest was saved with."""
+    """What the run says of its checkpoints, in the configuration that the newest was saved with.
+
+    Nothing else of it is read, and no key that is unknown: another version may have written it.
+
+    Raises:
+        DataError: it has no such section.
+    """
+    import yaml
+
     from megarl.checkpoint.manifest import NewerFormatError
     from megarl.checkpoint.verify import damage
-    from megarl.config import RunConfig, load_config
     from megarl.config.checkpoint import CheckpointConfig
 
     for saved in reversed(store.saved()):
         file = saved.folder / "config.yaml"
         try:
-            is_usable = not damage(saved.folder) and file.exists()
+            if damage(saved.folder) or not file.exists():
+                continue
+            section = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoint"]
+            known = {key: value for key, value in section.items() if key in CheckpointConfig.model_fields}
+            return CheckpointConfig.model_validate(known)
         except NewerFormatError:
-            is_usable = False
-        if is_usable:
-            return load_config(RunConfig, file).checkpoint
+            continue
+        except OSError as e:
+            print_error(f"{file} cannot be read: {e.strerror}")
+        except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError) as e:
+            raise DataError(f"{file} needs a section `checkpoint` that this megarl can read: {e}") from e
     return CheckpointConfig()
 
 

@@ -167,7 +167,7 @@ class Checkpointer:
         folder = this.draft.commit(Contents.of(self._config), files)
         self._vigil.heartbeat.saved(this.step)
         options = self._config.checkpoint
-        self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every)
+        self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=this.step)
         kept = [saved.step for saved in self._store.saved()]
         drop_steps(self._config.run_dir, upto=min(kept))
         seconds = time.perf_counter() - this.since

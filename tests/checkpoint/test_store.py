@@ -363,3 +363,88 @@ def test_a_full_disk_is_told_before_and_while_saving(store: CheckpointStore, mon
 def test_room_is_looked_for_where_the_run_will_be(tmp_path: Path) -> None:
     CheckpointStore(tmp_path / "not" / "there").require_room(1, step=20)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_flipped_bit_takes_no_whole_one_s_place(store: CheckpointStore) -> None:
+    for step in (20, 40, 60):
+        save(store, step)
+    for step in (40, 60):
+        flip(store.folder / f"step-{step:06d}" / FILE)
+    assert store.prune(keep_last=1, keep_every=0, newest=0) == []
+    assert [saved.step for saved in store.prune(keep_last=1, keep_every=0, newest=20)] == [40]
+    assert steps(store) == [20, 60]
+
+
+def test_what_cannot_be_read_is_neither_nothing_nor_a_crash(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 20)
+    folder = save(store, 40)
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.parent == folder or folder / "policy" in path.parents:
+            raise PermissionError(13, "Permission denied")
+        return real(path, **options)
+
+    def listing(path: Path) -> Any:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat)
+        said: list[str] = []
+        newest = store.newest_whole(said.append, deep=True)
+        assert newest is not None
+        assert newest.step == 20
+        assert said == [
+            "checkpoint step-000040 is damaged: manifest.json cannot be read: Permission denied; "
+            "step-000020 is used instead"
+        ]
+        with pytest.raises(DataError, match=r"^checkpoint .*step-000040 cannot be read: Permission denied$"):
+            store.find(str(folder), silent)
+        patch.setattr(Path, "iterdir", listing)
+        for read in (store.saved, store.clean, lambda: store.find("auto", silent)):
+            with pytest.raises(DataError, match=r"^.*/checkpoints cannot be read: Input/output error$"):
+                read()
+    with pytest.raises(DataError, match=r"^checkpoint a+ cannot be read: File name too long$"):
+        store.find("a" * 300, silent)
+
+
+def test_files_in_a_folder_that_cannot_be_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(store, 20)
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        if path.name == "__0_0.distcp":
+            raise PermissionError(13, "Permission denied")
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert store.verify(folder) == [f"{FILE} cannot be read: Permission denied"]
+
+
+def test_a_folder_that_is_no_checkpoint(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 20)
+    for which in (str(tmp_path), str(store.folder / "step-000020" / "policy")):
+        with pytest.raises(DataError, match=rf"^{which} is no checkpoint: it has no manifest\.json; .* steps 20$"):
+            store.find(which, silent)
+    with pytest.raises(DataError, match=r"^there is no folder ''; "):
+        store.find("", silent)
+
+
+def test_what_cannot_be_removed_does_not_make_a_save_fail(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 20, fill=b"a")
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        folder = save(store, 20, fill=b"b")
+        store.begin(40).discard()
+        folder = save(store, 20, fill=b"c")
+    assert (folder / FILE).read_bytes() == b"c" * 100
+    store.clean()
+    assert names(store) == ["step-000020"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,60 @@ def test_a_live_run_is_not_pruned(run_dir: Path, capsys: Captured) -> None:
 def test_what_cannot_be(command: list[str], message: str, capsys: Captured) -> None:
     assert main(["checkpoint", *command]) == 2
     assert message in capsys.readouterr().err
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_prune_reads_what_it_counts_on(dry: list[str], run_dir: Path, capsys: Captured) -> None:
+    flip(folder_of(run_dir, 80) / FILE)
+    assert main(["checkpoint", "prune", str(run_dir), "--keep-every", "0", *dry]) == 0
+    answer = capsys.readouterr()
+    assert f"error: step-000080: {FILE} has sha256 " in answer.err
+    told = [line.split() for line in answer.out.splitlines()]
+    assert [(row[-4 if row[0] == "keeping" else -3], row[0]) for row in told] == [
+        ("step-000020", "would" if dry else "removing"),
+        ("step-000040", "would" if dry else "removing"),
+        ("step-000060", "keeping"),
+        ("step-000080", "keeping"),
+    ]
+    assert set(listed(run_dir, capsys)) == ({20, 40, 60, 80} if dry else {60, 80})
+
+
+def test_prune_where_none_is_whole(run_dir: Path, capsys: Captured) -> None:
+    for step in (20, 40, 60, 80):
+        flip(folder_of(run_dir, step) / FILE)
+    assert main(["checkpoint", "prune", str(run_dir)]) == 0
+    assert capsys.readouterr().out.count("(none is whole)") == 2
+    assert len(listed(run_dir, capsys)) == 4
+
+
+def test_a_configuration_of_another_version_is_no_hindrance(run_dir: Path, capsys: Captured) -> None:
+    store = CheckpointStore(run_dir)
+    config = (folder_of(run_dir, 80) / "config.yaml").read_text().replace("checkpoint:\n", "checkpoint:\n  new: 1\n")
+    draft = store.begin(100)
+    (draft.folder / "config.yaml").write_text(f"novel: 1\n{config}")
+    draft.commit(CONTENTS, {})
+    kept = {step: row["kept_by"] for step, row in listed(run_dir, capsys).items()}
+    assert kept == {20: None, 40: "keep_every", 60: None, 80: "keep_every", 100: "keep_last"}
+
+
+def test_what_the_run_removes_meanwhile_is_not_damaged(
+    run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = CheckpointStore.verify
+
+    def and_the_run_goes_on(store: CheckpointStore, folder: Path, **options: Any) -> list[str]:
+        if folder.name == "step-000020":
+            shutil.rmtree(folder)
+        return verify(store, folder, **options)
+
+    monkeypatch.setattr(CheckpointStore, "verify", and_the_run_goes_on)
+    assert main(["checkpoint", "verify", str(run_dir)]) == 0
+    answer = capsys.readouterr()
+    assert answer.out.splitlines()[0] == "step-000020  removed meanwhile"
+    assert "error" not in answer.err
