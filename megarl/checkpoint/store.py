@@ -30,7 +30,7 @@ from megarl.checkpoint.manifest import (
     step_name,
 )
 from megarl.checkpoint.retention import kept_steps
-from megarl.checkpoint.verify import Advance, damage, files_below, hash_file, problems
+from megarl.checkpoint.verify import Advance, damage, damage_told, files_below, hash_file, problems
 from megarl.errors import DataError
 
 FOLDER = "checkpoints"
@@ -159,7 +159,7 @@ class CheckpointStore:
         damaged: list[tuple[Saved, list[str]]] = []
         newest = None
         for saved in reversed(self.saved()):
-            found = damage(saved.folder, deep=deep)
+            found = damage_told(saved.folder, say) if deep else damage(saved.folder)
             if not found:
                 newest = saved
                 break

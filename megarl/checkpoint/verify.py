@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +17,11 @@ from megarl.errors import DataError
 PIECE_BYTES = 2**22
 """What is read at once."""
 
-READERS = 4
-"""Files that are read at the same time: hashing lets go of Python's lock."""
+READERS = 16
+"""Files that are read at the same time: hashing lets go of Python's lock, and a network's disk serves many."""
+
+TELL_SECONDS = 30.0
+"""Between two lines that say how far reading has come."""
 
 Advance = Callable[[int], None]
 """Told how many further bytes were read; from several threads."""
@@ -57,6 +62,21 @@ def damage(folder: Path, *, deep: bool = False, advance: Advance | None = None) 
     except DataError as e:
         return [str(e).removeprefix(f"{folder}{os.sep}")]
     return [*_misfits(folder, manifest), *(_other_contents(folder, manifest, advance) if deep else ())]
+
+
+def damage_told(folder: Path, say: Callable[[str], None]) -> list[str]:
+    """As `damage`, every file being read; how far that has come is told every `TELL_SECONDS`."""
+    lock, since, num_bytes = threading.Lock(), time.monotonic(), 0
+
+    def advance(read: int) -> None:
+        nonlocal since, num_bytes
+        with lock:
+            num_bytes += read
+            if time.monotonic() - since >= TELL_SECONDS:
+                since = time.monotonic()
+                say(f"comparing {folder.name} with its checksums: {num_bytes / 2**30:.1f} GiB read")
+
+    return damage(folder, deep=True, advance=advance)
 
 
 def problems(folder: Path, *, deep: bool = True, advance: Advance | None = None) -> list[str]:

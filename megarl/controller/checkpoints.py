@@ -51,6 +51,7 @@ class Checkpointer:
         """
         self._config, self._models, self._say, self._vigil = config, models, say, vigil
         self._store = CheckpointStore(config.run_dir)
+        self._contents = Contents.of(config)  # now: the model's folder may be gone later
         self._open: _Open | None = None
         self._completing: tuple[_Open, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -164,14 +165,19 @@ class Checkpointer:
             (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
         except OSError as error:
             raise DataError(f"{this.draft.folder} cannot be written: {error.strerror}") from error
-        folder = this.draft.commit(Contents.of(self._config), files)
+        folder = this.draft.commit(self._contents, files)
         self._vigil.heartbeat.saved(this.step)
-        options = self._config.checkpoint
-        self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=this.step)
-        kept = [saved.step for saved in self._store.saved()]
-        drop_steps(self._config.run_dir, upto=min(kept))
         seconds = time.perf_counter() - this.since
         self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+        try:
+            self._remove_old(this.step)
+        except (DataError, OSError) as error:  # the checkpoint is whole nevertheless
+            self._say(f"step {this.step}: what is not needed any more could not be removed: {error}")
+
+    def _remove_old(self, newest: int) -> None:
+        options = self._config.checkpoint
+        self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
+        drop_steps(self._config.run_dir, upto=min(saved.step for saved in self._store.saved()))
 
     def _give_up(self, step: int, error: DataError) -> None:
         self.last_step = 0

@@ -9,11 +9,11 @@ from pathlib import Path
 from megarl.checkpoint.differences import differences, require_no_contradictions
 from megarl.checkpoint.manifest import Contents, read_manifest, require_same_model
 from megarl.checkpoint.store import CheckpointStore, Saved, shortened
-from megarl.checkpoint.verify import damage
+from megarl.checkpoint.verify import damage_told
 from megarl.config import RunConfig, load_config
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal import fingerprint_of
-from megarl.rollout.journal_folder import fingerprints_in
+from megarl.rollout.journal_folder import fingerprints_in, steps_in
 
 AUTO = "auto"
 
@@ -40,22 +40,31 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
         results: what a run writes into its folder.
 
     Raises:
-        DataError: there is no such checkpoint, it is damaged, or of another model.
-        ConfigError: the run that it is of had other settings that count.
+        DataError: there is no such checkpoint, it is damaged, as all are with `auto`, or it is of another model.
+        ConfigError: the run that it is of had other settings that count, or it is of a step behind the last.
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
-    journal = _foreign_journal(config)
     saved = newest_whole(config, say) if which == AUTO else store.find(which, say)
+    if saved is None and (damaged := store.saved()):
+        raise DataError(
+            f"{store.folder} has no checkpoint that is whole, of {len(damaged)}: mend one, resume from that of another "
+            "run, or begin anew without --resume, which sets them aside"
+        )
     if saved is None:
         say(f"{store.folder} has no checkpoint to go on from: the run begins anew")
-        return Start(stale=(*(run_dir / name for name in results if name != JOURNAL), *journal))
-    if which != AUTO and (found := damage(saved.folder, deep=reads_all(config))):
+        stale = [run_dir / name for name in results if name != JOURNAL]
+        return Start(stale=(*stale, *_other_journal(config, 0, say)))
+    if which != AUTO and reads_all(config) and (found := damage_told(saved.folder, say)):
         raise DataError(f"checkpoint {saved.folder} is damaged: {shortened(found)}")
     _require_same_run(config, saved, say)
+    if config.trainer.steps < saved.step:
+        raise ConfigError(
+            f"trainer.steps needs to be at least {saved.step}, of which {saved.name} is, got {config.trainer.steps}"
+        )
     if saved.folder.resolve().parent != store.folder.resolve():
         return Start(checkpoint=saved.folder, stale=tuple(run_dir / name for name in results))
     later = [each.folder for each in store.saved() if each.step > saved.step] if which != AUTO else []
-    return Start(checkpoint=saved.folder, stale=(*later, *journal))
+    return Start(checkpoint=saved.folder, stale=(*later, *_other_journal(config, saved.step, say)))
 
 
 def newest_whole(config: RunConfig, say: Callable[[str], None]) -> Saved | None:
@@ -68,10 +77,21 @@ def reads_all(config: RunConfig) -> bool:
     return config.checkpoint.verify == "checksums"
 
 
-def _foreign_journal(config: RunConfig) -> list[Path]:
-    """The journal, where it holds rollouts that this configuration would not have made."""
-    others = fingerprints_in(config.run_dir) - {fingerprint_of(config)}
-    return [Path(config.run_dir) / JOURNAL] if others else []
+def _other_journal(config: RunConfig, step: int, say: Callable[[str], None]) -> list[Path]:
+    """The journal, where it holds rollouts that the run would not make which goes on from `step`.
+
+    They are of another configuration; or a step before theirs is missing, which may come out otherwise this time.
+    """
+    folder = Path(config.run_dir) / JOURNAL
+    if fingerprints_in(config.run_dir) - {fingerprint_of(config)}:
+        say(f"{folder} is of other settings, and is set aside")
+        return [folder]
+    later = [each for each in steps_in(config.run_dir) if each > step]
+    missing = next((each for each in range(step + 1, max(later, default=0)) if each not in later), None)
+    if missing is not None:
+        say(f"{folder} has step {max(later)} and not step {missing}, and is set aside")
+        return [folder]
+    return []
 
 
 def _require_same_run(config: RunConfig, saved: Saved, say: Callable[[str], None]) -> None:

@@ -182,3 +182,41 @@ def test_a_disk_that_is_full_at_the_end_costs_the_checkpoint_alone(
     here.step(4)
     here.checkpoints.finish()
     assert here.steps == [4]
+
+
+def test_what_cannot_be_removed_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = world(tmp_path, keep_last=1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("megarl.controller.checkpoints.drop_steps", refuse)
+    for number in range(1, 5):
+        here.step(number)
+    here.checkpoints.finish()
+    assert here.steps == [4]
+    assert here.saved == [2, 4]
+    assert here.checkpoints.last_step == 4
+    assert not any("no checkpoint" in text for text in here.said)
+    assert here.said[-1] == "step 4: what is not needed any more could not be removed: [Errno 5] Input/output error"
+
+
+def test_the_one_just_written_stays_whatever_later_ones_are_there(tmp_path: Path) -> None:
+    here = world(tmp_path, keep_last=2)
+    for number in range(1, 9):
+        here.step(number)
+    here.checkpoints.finish()
+    assert here.steps == [6, 8]
+    # as after going on from an earlier step, these being damaged in a way that sizes do not show
+    for number in (1, 2, 4):
+        here.step(number)
+    here.checkpoints.finish()
+    assert here.steps == [2, 4, 6, 8]
+
+
+def test_the_model_s_folder_may_be_gone(tmp_path: Path) -> None:
+    here = world(tmp_path)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    here.step(2)
+    here.checkpoints.finish()
+    assert here.steps == [2]

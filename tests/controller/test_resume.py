@@ -147,3 +147,46 @@ def _newer() -> Any:
         original(self, **fields, format_version=2)
 
     return init
+
+
+def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    save(config, 2, 4)
+    for path in Path(config.run_dir).rglob("0.distcp"):
+        path.write_text("weighty")
+    before = there(config)
+    with pytest.raises(DataError, match=r"/checkpoints has no checkpoint that is whole, of 2: "):
+        find(config, "auto")
+    assert there(config) == before
+
+
+def test_fewer_steps_than_were_done_are_refused(tmp_path: Path) -> None:
+    save(make(tmp_path), 2, 4)
+    config = make(tmp_path, trainer={"steps": 3})
+    with pytest.raises(ConfigError, match=r"^trainer\.steps needs to be at least 4, of which step-000004 is, got 3$"):
+        find(config, "auto")
+    assert find(config, "2")[0].checkpoint is not None
+    assert find(make(tmp_path, trainer={"steps": 4}), "auto")[0].checkpoint is not None
+
+
+def test_a_journal_that_lacks_a_step_is_set_aside(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    save(config, 2, 4)
+    journal = Path(config.run_dir) / "journal"
+    for step in (5, 6, 7):
+        (journal / f"step-{step:06d}").mkdir(parents=True)
+    assert find(config, "auto") == (Start(checkpoint=CheckpointStore(config.run_dir).folder / "step-000004"), [])
+    start, said = find(config, "2")
+    assert journal in start.stale
+    assert said == [f"{journal} has step 7 and not step 3, and is set aside"]
+    (journal / "step-000006").rmdir()
+    assert journal in find(config, "auto")[0].stale
+
+
+def test_a_long_comparison_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(tmp_path)
+    save(config, 2)
+    monkeypatch.setattr("megarl.checkpoint.verify.TELL_SECONDS", 0.0)
+    for which in ("auto", "2"):
+        _, said = find(config, which)
+        assert said == ["comparing step-000002 with its checksums: 0.0 GiB read"] * 3
