@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -165,18 +165,24 @@ class RunLock:
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
-            if not self.is_held():
-                return
-            with _alone(self._path) as is_there:
-                if is_there and self.is_held():
-                    os.utime(self._path)
+            with suppress(OSError):  # a network's disk may be away for a while; the next sign may come in time
+                if not self.is_held():
+                    return
+                with _alone(self._path) as is_there:
+                    if is_there and self.is_held():
+                        os.utime(self._path)
 
 
 def live_holder(run_dir: str | Path) -> Holder | None:
-    """Who has the run's lock and is alive; None: nobody, or nobody whose name can be read."""
-    content = _content(Path(run_dir) / LOCK)
-    holder = None if content is None else _parse(content)
-    return holder if holder is not None and _lives(Path(run_dir), holder, time.time()) else None
+    """Who has the run's lock and is alive; None: nobody, or nobody whose name can be read.
+
+    Raises:
+        ConfigError: the lock cannot be read.
+    """
+    with _locking(Path(run_dir)):
+        content = _content(Path(run_dir) / LOCK)
+        holder = None if content is None else _parse(content)
+        return holder if holder is not None and _lives(Path(run_dir), holder, time.time()) else None
 
 
 def _lives(run_dir: Path, holder: Holder | None, now: float) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.lock import SILENT_SECONDS, RunLock
 from megarl.config import StageConfig
 from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.tracking.files import replaced
@@ -52,10 +52,12 @@ def leave(config: StageConfig, controller: Any) -> None:
 def waited_for(lock: RunLock) -> Iterator[None]:
     """The block has the lock, which the command that has begun the run is about to release.
 
+    Or which this run's controller had on a machine that is lost, and whose silence has to be long enough.
+
     Raises:
         ConfigError: another run got it.
     """
-    deadline = time.monotonic() + BEGIN_SECONDS
+    deadline = time.monotonic() + SILENT_SECONDS + BEGIN_SECONDS
     while True:
         try:
             lock.acquire()

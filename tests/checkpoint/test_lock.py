@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,33 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="cannot be locked: its file system needs hard links and flock"):
         RunLock(tmp_path).acquire()
     assert listing(tmp_path).keys() == {"file"}
+
+
+def test_a_disk_that_is_away_for_a_while_does_not_end_the_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.01)
+    real, away = os.utime, iter([True, True, True])
+
+    def utime(path: Any, *args: Any, **options: Any) -> None:
+        if next(away, False):
+            raise OSError(116, "Stale file handle")
+        real(path, *args, **options)
+
+    with RunLock(tmp_path):
+        os.utime(tmp_path / "lock", (0, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "utime", utime)
+            deadline = time.monotonic() + 10
+            while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert (tmp_path / "lock").stat().st_mtime > 0
+
+
+def test_a_lock_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    looks: tuple[Callable[[], object], ...] = (RunLock(tmp_path).acquire, lambda: live_holder(tmp_path))
+    for look in looks:
+        with pytest.raises(ConfigError, match=r"cannot be locked: Is a directory$"):
+            look()
+    assert listing(tmp_path).keys() == {"lock"}
