@@ -234,6 +234,7 @@ def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
         deep: every byte is compared; else sizes are.
     """
     from megarl.checkpoint.manifest import NewerFormatError
+    from megarl.checkpoint.store import shortened
     from megarl.checkpoint.verify import damage
 
     for saved in reversed(store.saved()):
@@ -244,8 +245,7 @@ def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
             found = [str(e)]
         if not found:
             return saved.step
-        for problem in found:
-            print_error(f"{saved.name}: {problem}")
+        print_error(f"{saved.name}: {shortened(found)}")
     return 0
 
 

@@ -15,6 +15,9 @@ from megarl.tracking.sinks import JsonlSink, Sink, TensorboardSink, WandbSink
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
+LINE_BYTES = 2**20
+"""More than a line of metrics has."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResumedMetrics:
@@ -26,9 +29,15 @@ class ResumedMetrics:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Drop what `path` holds behind its first `num_bytes`; a shorter file stays as it is."""
-    if path.exists() and path.stat().st_size > num_bytes:
-        os.truncate(path, num_bytes)
+    """Drop what `path` holds behind its first `num_bytes`; of a shorter file, a last line that is not whole."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < num_bytes:
+            file.seek(max(0, size - LINE_BYTES))
+            num_bytes = size - len(file.read().rpartition(b"\n")[2])
+        file.truncate(num_bytes)
 
 
 class Tracker:
@@ -56,9 +65,13 @@ class Tracker:
 
     @property
     def num_bytes(self) -> int:
-        """Length of `metrics.jsonl`; 0 where there is none."""
+        """Length of `metrics.jsonl`, which is on the disk so far; 0 where there is none."""
         path = self._run_dir / METRICS_FILE
-        return path.stat().st_size if path.exists() else 0
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return file.seek(0, os.SEEK_END)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Record one step's metrics everywhere, flushed."""

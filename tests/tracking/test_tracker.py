@@ -127,3 +127,13 @@ def test_tracking_loads_neither_torch_nor_tensorflow() -> None:
         "assert not {'torch', 'tensorflow', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_that_lost_its_end_stays_one_of_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for torn, left in (('{"step": 1}\n{"step": 2}\n{"st', 2), ('{"st', 0), ('{"step": 1}\n', 1), ("", 0)):
+        file.write_text(torn)
+        with Tracker(TrackingConfig(tensorboard=False), tmp_path, resumed=ResumedMetrics(step=4, num_bytes=100)) as t:
+            t.log({"a": 1.0}, step=5)
+        steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+        assert steps == [*range(1, left + 1), 5]
