@@ -37,7 +37,7 @@ ALLOWED = (
 )
 """Keys that may change between two parts of a run, and all below them: where and how it computes, not what.
 
-A file may have moved; whether it is the same model is checked apart.
+A file may have moved; whether model and data are the same is checked apart.
 """
 
 

@@ -91,6 +91,8 @@ class Contents:
     model: ModelIdentity
     layout: Mapping[str, Any]
     """By name of each trained model, its parallel sizes and the world that they divide."""
+    data: FileRecord | None = None
+    """The file of `data.path`, in whose rows the sampler stands; None: nothing is known of it."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:

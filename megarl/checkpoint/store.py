@@ -309,7 +309,9 @@ class Draft:
                     raise DataError(f"{path} has {size} bytes, needs {record.bytes}")
                 records[name] = record or hash_file(path)
                 _sync(path)
-            manifest = Manifest(model=contents.model, layout=contents.layout, step=self.step, files=records)
+            manifest = Manifest(
+                model=contents.model, layout=contents.layout, data=contents.data, step=self.step, files=records
+            )
             _write(self.folder / MANIFEST, manifest.as_json())
             for at, _, _ in os.walk(self.folder, topdown=False):
                 _sync(Path(at))

@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.checkpoint.manifest import Contents, FileRecord
 from megarl.checkpoint.store import CheckpointStore, Draft
+from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, dump_config
 from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup
@@ -55,6 +56,7 @@ class Checkpointer:
         self._open: _Open | None = None
         self._completing: tuple[_Open, Future[None]] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._data = self._thread.submit(hash_file, Path(config.data.path))
         self._num_bytes = 0
         """Of the last one: what the next will take."""
         self.last_step = 0
@@ -165,7 +167,11 @@ class Checkpointer:
             (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
         except OSError as error:
             raise DataError(f"{this.draft.folder} cannot be written: {error.strerror}") from error
-        folder = this.draft.commit(self._contents, files)
+        try:
+            contents = replace(self._contents, data=self._data.result())
+        except OSError as error:
+            raise DataError(f"data.path {self._config.data.path} cannot be read: {error.strerror}") from error
+        folder = this.draft.commit(contents, files)
         self._vigil.heartbeat.saved(this.step)
         seconds = time.perf_counter() - this.since
         self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 2**20:.1f} MiB in {seconds:.1f} s")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.differences import differences, require_no_contradictions
-from megarl.checkpoint.manifest import Contents, read_manifest, require_same_model
+from megarl.checkpoint.manifest import Contents, Manifest, read_manifest, require_same_model
 from megarl.checkpoint.store import CheckpointStore, Saved, shortened
-from megarl.checkpoint.verify import damage_told
+from megarl.checkpoint.verify import damage_told, hash_file
 from megarl.config import RunConfig, load_config
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal import fingerprint_of
@@ -40,7 +40,8 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
         results: what a run writes into its folder.
 
     Raises:
-        DataError: there is no such checkpoint, it is damaged, as all are with `auto`, or it is of another model.
+        DataError: there is no such checkpoint, it is damaged, as all are with `auto`, or it is of another model or of
+            other data.
         ConfigError: the run that it is of had other settings that count, or it is of a step behind the last.
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
@@ -94,8 +95,27 @@ def _other_journal(config: RunConfig, step: int, say: Callable[[str], None]) -> 
     return []
 
 
+def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
+    """Return if the sampler would go on in the rows that it stands in: prompts would be lost and repeated."""
+    if manifest.data is None:
+        return
+    try:
+        size = path.stat().st_size
+        same = size == manifest.data.bytes and hash_file(path) == manifest.data
+    except OSError as e:
+        raise DataError(f"data.path {path} cannot be read: {e.strerror}") from e
+    if not same:
+        what = "others" if size == manifest.data.bytes else str(size)
+        raise DataError(
+            f"data.path {path} holds other rows than those that checkpoint {name} stands in: needs its "
+            f"{manifest.data.bytes} bytes, got {what}"
+        )
+
+
 def _require_same_run(config: RunConfig, saved: Saved, say: Callable[[str], None]) -> None:
-    require_same_model(read_manifest(saved.folder).model, Contents.of(config).model, saved.name)
+    manifest = read_manifest(saved.folder)
+    require_same_model(manifest.model, Contents.of(config).model, saved.name)
+    _require_same_data(manifest, Path(config.data.path), saved.name)
     before = load_config(RunConfig, saved.folder / "config.yaml")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     require_no_contradictions(found, saved.name)

@@ -13,6 +13,7 @@ import pytest
 
 from megarl.checkpoint.manifest import read_manifest
 from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig
 from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.run_state import RunState
@@ -78,11 +79,13 @@ class World:
 
 def world(tmp_path: Path, **options: Any) -> World:
     (tmp_path / "model").mkdir()
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1 + 1"}\n')
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "hidden_size": 8}))
     config = run_config(
         {"type": "grpo"},
         run_dir=str(tmp_path / "run"),
         model={"path": str(tmp_path / "model")},
+        data={"path": str(tmp_path / "data.jsonl")},
         checkpoint={"every": 2, **options},
     )
     said: list[str] = []
@@ -107,6 +110,7 @@ def test_a_checkpoint_is_whole_once_all_ranks_have_written(tmp_path: Path) -> No
     folder = CheckpointStore(here.config.run_dir).saved()[-1].folder
     assert RunState.read(folder).step == 4
     assert CheckpointStore(here.config.run_dir).verify(folder) == []
+    assert read_manifest(folder).data == hash_file(tmp_path / "data.jsonl")
     files = {"config.yaml", "critic/0.distcp", "hf/model.safetensors", "policy/0.distcp", "state.json"}
     assert set(read_manifest(folder).files) == files
     assert [order.asynchronous for order in here.models["policy"].orders] == [True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megarl.checkpoint.manifest import Contents
 from megarl.checkpoint.store import CheckpointStore
+from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, dump_config
 from megarl.controller.launch import RESULTS
 from megarl.controller.resume import Start, find_start
@@ -190,3 +192,20 @@ def test_a_long_comparison_tells_how_far_it_is(tmp_path: Path, monkeypatch: pyte
     for which in ("auto", "2"):
         _, said = find(config, which)
         assert said == ["comparing step-000002 with its checksums: 0.0 GiB read"] * 3
+
+
+def test_other_rows_are_refused_and_a_file_may_move(tmp_path: Path) -> None:
+    rows = tmp_path / "data.jsonl"
+    rows.write_text('{"prompt": "1 + 1"}\n')
+    config = make(tmp_path, data={"path": str(rows)})
+    draft = CheckpointStore(config.run_dir).begin(2)
+    (draft.folder / "config.yaml").write_text(dump_config(config))
+    RunState(step=2).write(draft.folder)
+    draft.commit(replace(Contents.of(config), data=hash_file(rows)), {})
+    moved = rows.rename(tmp_path / "moved.jsonl")
+    config = make(tmp_path, data={"path": str(moved)})
+    assert find(config, "auto")[0].checkpoint is not None
+    for text, got in (('{"prompt": "1 + 2"}\n', "others"), ('{"prompt": "1 + 1"}\n\n', "21")):
+        moved.write_text(text)
+        with pytest.raises(DataError, match=rf"moved\.jsonl holds other rows than .* needs its 20 bytes, got {got}$"):
+            find(config, "2")
