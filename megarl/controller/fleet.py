@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -137,11 +138,14 @@ class Fleet:
     def replace_nodes(self) -> None:
         """Have all slots on machines that are there: another one, which may yet come, gives those of one that is lost.
 
+        Where only engines had slots on it, and other engines live, nothing is waited for.
+
         Raises:
             LostNodeError: none has come in time.
         """
-        lost = [name for node, name in self._nodes.items() if node not in {each.id for each in cluster_nodes()}]
-        if not lost:
+        there = {each.id for each in cluster_nodes()}
+        lost = [name for node, name in self._nodes.items() if node not in there]
+        if not lost or self._can_do_without(there):
             return
         seconds = self._config.recovery.node_wait_seconds
         self._say(f"lost {', '.join(lost)}; waiting up to {seconds:g} s for as many machines to take their place")
@@ -157,6 +161,14 @@ class Fleet:
             time.sleep(LOOK_SECONDS)
         # without GPUs, a run that chose its device by itself would go on with CPUs
         self._reserve(self._pools[MAIN_POOL].device)
+
+    def _can_do_without(self, there: Set[str]) -> bool:
+        """Whether the machines with these ids are all that models have slots on, and one engine has its own."""
+        engines = self._rollout[0] if self._rollout is not None else None
+        if engines is None or not any(engines.has_machine(replica) for replica in range(len(engines.servers))):
+            return False
+        pools = [pool for name, pool in self._pools.items() if name != self._config.placement.rollout.pool]
+        return self._config.engines_apart and all(slot.node in there for pool in pools for slot in pool.slots)
 
     def _lacking(self) -> ConfigError | None:
         """What the cluster, as it is now, lacks for the run."""
