@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.rollout.journal_file import scan
@@ -28,13 +27,18 @@ def steps_in(run_dir: str | Path) -> list[int]:
 
 
 def drop_steps(run_dir: str | Path, *, upto: int) -> None:
-    """Remove what is written down of the steps up to `upto`, which no checkpoint needs any more."""
-    _remove(run_dir, [step for step in steps_in(run_dir) if step <= upto])
+    """Remove what is written down of the steps up to `upto`, which no checkpoint needs any more.
+
+    On a network's disk files that a worker has open yet cannot be: they go the next time.
+    """
+    for step in [each for each in steps_in(run_dir) if each <= upto]:
+        shutil.rmtree(step_folder(journal_folder(run_dir), step), ignore_errors=True)
 
 
 def discard_after(run_dir: str | Path, step: int) -> None:
     """Remove what is written down of later steps; no worker may be at work on them."""
-    _remove(run_dir, [late for late in steps_in(run_dir) if late > step])
+    for late in [each for each in steps_in(run_dir) if each > step]:
+        shutil.rmtree(step_folder(journal_folder(run_dir), late))
 
 
 def fingerprints_in(run_dir: str | Path) -> set[str]:
@@ -51,8 +55,3 @@ def set_aside(run_dir: str | Path) -> Path:
     folder = journal_folder(run_dir)
     names = (folder.with_name(f"{folder.name}-aside-{number}") for number in itertools.count(1))
     return folder.rename(next(name for name in names if not name.exists()))
-
-
-def _remove(run_dir: str | Path, steps: Sequence[int]) -> None:
-    for step in steps:
-        shutil.rmtree(step_folder(journal_folder(run_dir), step))

@@ -241,6 +241,28 @@ def test_steps_are_dropped_and_discarded(tmp_path):
     assert writer.find(10, [job()]) == [None]
 
 
+def test_what_cannot_be_dropped_yet_is_dropped_the_next_time(tmp_path, monkeypatch):
+    """On NFS a file that some process has open gets another name instead, and its folder stays."""
+    writer = journal(tmp_path)
+    for step in (1, 2, 3):
+        writer.keep(step, job(), *finished(job()))
+    rmdir = os.rmdir
+
+    def busy(path, **given):
+        if str(path).endswith("step-000002"):
+            raise OSError(39, "Directory not empty")
+        rmdir(path, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        drop_steps(tmp_path, upto=2)
+        assert steps_in(tmp_path) == [2, 3]
+        with pytest.raises(OSError, match="Directory not empty"):
+            discard_after(tmp_path, 1)  # what is left would be replayed
+    drop_steps(tmp_path, upto=2)
+    assert steps_in(tmp_path) == [3]
+
+
 @pytest.mark.parametrize(
     ("request_id", "step"),
     [
