@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
 from megarl.reshard.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.workers.failure import translate, wait_all
+
+AGAIN_SECONDS = 1.0
+"""Before a call is made again whose answer did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,16 @@ class RemoteEngine:
         await self._invoke("abort", request_id)
 
     async def _invoke(self, method: str, argument: Any) -> Any:
-        try:
-            return await asyncio.wrap_future(self.handle.invoke.remote(method, argument).future())
-        except RayError as error:
-            cause = translate(error, what=method, name=self.name)
-            # an engine's own words for its end are of this class already
-            raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
+        """As often as the answer is lost on its way: the engine drops what it is at under the same request ids."""
+        while True:
+            try:
+                return await asyncio.wrap_future(self.handle.invoke.remote(method, argument).future())
+            except (ActorUnavailableError, ObjectLostError):
+                await asyncio.sleep(AGAIN_SECONDS)  # Ray soon knows whether the engine has died
+            except RayError as error:
+                cause = translate(error, what=method, name=self.name)
+                # an engine's own words for its end are of this class already
+                raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
 
 
 @dataclass(frozen=True, slots=True)
