@@ -316,9 +316,10 @@ class Supervision:
         pulses = [pulse for number in before if (pulse := self.replicas[number].pulse) is not None]
         for pulse in pulses:
             pulse.ask()
-        while self.up == before and any(pulse.is_asked for pulse in pulses):
+        while self.up == before and pulses:
             for number in before:
                 self.replicas[number].tend(grace_seconds=0.1)
+            pulses = [pulse for pulse in pulses if pulse.is_asked]  # once is enough: they are asked again meanwhile
         return self.up != before
 
 

@@ -88,11 +88,14 @@ class WeightSync:
         """
         if self.policy_version < 0:
             return  # the first push is yet to come
-        try:
-            self._push(self._engines.only([replica]), self.policy_version)
-        except MegarlError as error:
-            if not self._engines.supervision.blame(error):
-                raise
+        supervision = self._engines.supervision
+        while replica in supervision.up:  # or it would serve without them, where another one was to blame
+            try:
+                self._push(self._engines.only([replica]), self.policy_version)
+                break
+            except MegarlError as error:
+                if not supervision.blame(error):
+                    raise
         if self._trainer.offloaded.anything:
             self._trainer.offload()
 

@@ -284,6 +284,26 @@ def test_a_push_that_an_engine_holds_up_by_standing_still_is_its_fault(make):
     assert world.supervision.up == [1]
 
 
+def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_however_many_there_are(make):
+    """While one is slow to answer, others are asked again: some are being asked at any time."""
+    world = make(count=200, engine_stall_seconds=200)
+    delays = {world.engines.handles[0]: 60} | dict.fromkeys(world.engines.handles[1::2], 5)
+    for handle in delays:
+        handle.answers = False
+    began, wait = world.clock.now, supervision.ray.wait
+
+    def waits(refs, **given):
+        assert world.clock.now - began < 500, "it is still waited for"
+        for handle, seconds in delays.items():
+            if world.clock.now - began > seconds and handle.beats and not handle.answers:
+                handle.beats[-1].is_done = handle.answers = True
+        return wait(refs, **given)
+
+    supervision.ray.wait = waits
+    assert not world.supervision.blame(WeightSyncError("nothing from rank 2 within 8 s"))
+    assert 60 < world.clock.now - began < 120
+
+
 def test_what_no_engine_is_up_for_waits(make):
     world = make(1)
     end(world.engines.handles[0])

@@ -149,3 +149,23 @@ def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
         *(begin, receive),
         *(begin, HANDOVER, ("join_trainer", again), receive, ("end_weights", 1)),
     ]
+
+
+def test_an_engine_that_came_back_is_given_its_weights_although_another_one_was_to_blame(monkeypatch):
+    monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
+    trainer, engines = Trainer(), Engines()
+    trainer.offloaded = SimpleNamespace(anything=False)
+    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+    sync.push(4)
+    engines.calls.clear()
+    engines.supervision.up = [0, 1]
+
+    def blame(error):
+        engines.supervision.up, trainer.fails = [0], False
+        return True
+
+    trainer.fails, engines.supervision.blame = True, blame
+    sync.restore(0)
+    assert engines.calls == [("begin_weights",), ("begin_weights",), ("end_weights", 4)]
+    sync.restore(1)  # the one that was lost
+    assert len(engines.calls) == 3
