@@ -20,9 +20,13 @@ class PrivateFolder:
         """Make it among the system's temporary files; folders of that prefix whose processes are gone are removed."""
         for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             _remove_abandoned(folder)
-        self.path = tempfile.mkdtemp(prefix=prefix)
-        self._lock = (Path(self.path) / LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        while True:
+            self.path = tempfile.mkdtemp(prefix=prefix)
+            self._lock = (Path(self.path) / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if (Path(self.path) / LOCK).exists():
+                break
+            self._lock.close()  # another process was quicker with the lock, and took the folder for abandoned
 
     def remove(self) -> None:
         """Remove it with all that is in it; may be called twice."""

@@ -1,3 +1,4 @@
+import fcntl
 import subprocess
 import sys
 import tempfile
@@ -5,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.rollout import private_folder
 from megarl.rollout.private_folder import PrivateFolder
 
 MAKE = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from megarl.rollout.private_folder import PrivateFolder; "
@@ -39,3 +41,24 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_else(temporary):
     for folder in (first, second, first):
         folder.remove()
     assert list(temporary.iterdir()) == [strangers]
+
+
+def test_a_folder_that_another_process_takes_for_abandoned_before_it_is_locked_is_made_again(temporary, monkeypatch):
+    removed = []
+
+    def flock(file, operation):
+        if operation == fcntl.LOCK_EX and not removed:
+            (folder,) = temporary.iterdir()
+            removed.append(folder)
+            private_folder._remove_abandoned(folder)
+            assert not folder.exists()
+        return before(file, operation)
+
+    before = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = PrivateFolder("engine-")
+    assert Path(folder.path).is_dir()
+    assert list(temporary.iterdir()) == [Path(folder.path)]
+    private_folder._remove_abandoned(Path(folder.path))
+    assert Path(folder.path).is_dir()
+    folder.remove()
