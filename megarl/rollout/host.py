@@ -19,6 +19,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -34,6 +35,7 @@ from megarl.rollout.arguments import engine_arguments
 from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
 from megarl.rollout.private_folder import PrivateFolder
 from megarl.rollout.spec import EngineSpec
+from megarl.workers.log_end import end_of
 
 T = TypeVar("T")
 
@@ -41,6 +43,9 @@ LOG_TAIL_LINES = 15
 
 BEAT_SECONDS = 0.5
 """How often it is looked whether schedulers that do not answer have worked meanwhile."""
+
+BUSY_SECONDS = 300.0
+"""How long they may work without an answer: one that waits in vain for another rank's GPU spins, and looks busy."""
 
 
 class EngineHost:
@@ -53,6 +58,7 @@ class EngineHost:
         self.failure: LostEngineError | None = None
         self._question: asyncio.Task[Any] | None = None
         """Asked by `beat`, and not answered yet."""
+        self._asked = 0.0
         self.processes: list[BaseProcess] = []
         self._folder: PrivateFolder | None = None
         self._log_dir = spec.log_dir or ""
@@ -116,7 +122,8 @@ class EngineHost:
     async def beat(self) -> None:
         """Return once the scheduler processes have given a sign of life; those that stand still never do.
 
-        They answer, or have used processor time since: one that is in a long step does not answer for a while.
+        They answer, or have used processor time since: one that is in a long step does not answer for `BUSY_SECONDS`
+        at most.
 
         Raises:
             LostEngineError: a scheduler process has ended.
@@ -210,11 +217,13 @@ class EngineHost:
             self._question = asyncio.ensure_future(self.tokenizer_manager.get_internal_state())
             self._calls.add(self._question)
             self._question.add_done_callback(self._calls.discard)
+            self._asked = time.monotonic()
         before = self._processor_seconds()
         while not self._question.done():
             await asyncio.wait([self._question], timeout=BEAT_SECONDS)
             now = self._processor_seconds()
-            if all(spent > earlier for spent, earlier in zip(now, before, strict=True)):
+            is_busy = all(spent > earlier for spent, earlier in zip(now, before, strict=True))
+            if is_busy and time.monotonic() - self._asked <= BUSY_SECONDS:
                 return
 
     def _processor_seconds(self) -> list[float]:
@@ -271,7 +280,7 @@ class EngineHost:
     def _last_words(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self.processes:
             log = log_file(self._log_dir, candidate.pid or 0)
-            if log.exists() and (lines := log.read_text(errors="replace").strip().splitlines()):
+            if log.exists() and (lines := end_of(log).splitlines()):
                 return f"; the end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
         return ""
 

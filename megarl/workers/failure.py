@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.errors import LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
+from megarl.workers.log_end import end_of
 
 GRACE_SECONDS = 2.0
 """How long the cause is looked for after a failure that may come of another rank's: a death fails all collectives."""
@@ -161,7 +162,7 @@ def _last_words(report: str) -> str:
     if "pid" not in facts or folder is None or facts.get("ip") != ray.util.get_node_ip_address():
         return ""
     for log in folder.glob(f"worker-*-{facts['pid']}.err"):
-        lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(RAY_MARKS)]
+        lines = [line for line in end_of(log).splitlines() if not line.startswith(RAY_MARKS)]
         if any(lines):
             return f"\nthe end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
     return ""

@@ -68,3 +68,24 @@ def test_one_that_stands_still_gives_no_sign_and_is_asked_once(hosted):
         assert await beats(hosted)
 
     asyncio.run(main())
+
+
+def test_one_that_works_for_too_long_without_an_answer_gives_no_sign_until_it_answers(hosted, monkeypatch):
+    async def spin():
+        while True:
+            hosted.spent = [spent + 1 for spent in hosted.spent]
+            await asyncio.sleep(0.005)
+
+    async def main():
+        spinning = asyncio.create_task(spin())
+        assert await beats(hosted)
+        monkeypatch.setattr(host_module, "BUSY_SECONDS", 0.05)
+        await asyncio.sleep(0.1)
+        assert not await beats(hosted)
+        hosted.tokenizer_manager.gate.set()
+        assert await beats(hosted)
+        hosted.tokenizer_manager.gate.clear()
+        assert await beats(hosted)  # another question
+        spinning.cancel()
+
+    asyncio.run(main())
