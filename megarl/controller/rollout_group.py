@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.batch.pack import Column
@@ -19,6 +19,7 @@ from megarl.controller.remote import RemoteEngine
 from megarl.controller.rollout_process import Rewards, RolloutProcess
 from megarl.controller.supervision import LOOK_SECONDS
 from megarl.controller.tokens import EstimateJob, Findings
+from megarl.controller.worker_pulse import SIGNS, WorkerPulse
 from megarl.errors import LostEngineError, WorkerError
 from megarl.megatron.work import TokenColumn
 from megarl.placement.nodes import light_nodes
@@ -28,6 +29,9 @@ from megarl.rollout.worker import GroupJob, GroupSummary
 from megarl.workers.failure import check_deadline, raise_failure, translate, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.shell import AsyncShell
+
+DEATHS = (RayActorError, ActorUnschedulableError)
+"""What calls to a worker end in that has died, or whose machine was lost before it was there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,20 @@ class _Recording:
 class RolloutGroup:
     """Spreads prompts over the rollout workers, each of which balances over all engines.
 
-    A worker that dies is replaced, and its jobs are asked again under the same request ids. Engines are supervised
-    while groups are waited for; workers hear of those that have come back.
+    A worker that dies is replaced, and its jobs are asked again under the same request ids; one that stands still is
+    killed. Engines are supervised while groups are waited for; workers hear of those that have come back.
     """
 
     def __init__(self, config: RunConfig, engines: EngineGroup) -> None:
         self._config = config
         self._timeout = config.rollout.request_timeout_seconds * 2
+        self._start_seconds = config.placement.start_timeout_seconds
         self._engines, self._supervision = engines, engines.supervision
         self.asked = time.time()
         """When Ray was asked for the workers' processes."""
         self._workers = [self._launch(index) for index in range(config.rollout.workers)]
+        self._pulses = [self._pulse(worker) for worker in self._workers]
+        self._looked = time.monotonic()
         self._known: list[RemoteEngine | None] = []
         """By engine, what the workers take for it."""
         self._records: dict[Any, _Recording] = {}
@@ -103,6 +110,8 @@ class RolloutGroup:
             label: names the requests: `<label>-<group>-<sample>`.
             seed: what the samples' randomness follows from.
 
+        What has not come when the stream ends is given up: the engines may then have other weights.
+
         Raises:
             RewardError, WorkerError: as the worker raised it, or a process was lost that may not be restarted; the
                 first ends the stream.
@@ -119,6 +128,21 @@ class RolloutGroup:
                 seed=seed,
             )
             self._ask(job, group_id % len(self._workers), asked)
+        replayed = 0
+        try:
+            for summary, payload in self._finished(asked, label):
+                replayed += summary.replayed
+                yield FinishedGroup(summary, payload)
+        finally:
+            for ref in asked:
+                ray.cancel(ref, recursive=False)
+        if replayed:
+            self._supervision.restarts.say(f"{label}: {replayed} of {len(prompts)} groups are from the journal")
+
+    def _finished(
+        self, asked: dict[Any, _Asked], label: str
+    ) -> Iterator[tuple[GroupSummary, StoredPayload[list[Trajectory]]]]:
+        """The groups of `asked`, which are taken out as they finish; raises as `stream` does."""
         patience = _Patience(self._timeout)
         while asked:
             done = self._wait(asked)
@@ -132,7 +156,7 @@ class RolloutGroup:
                     self._replace_worker(asked[summary].worker, summary, asked)
                     break
                 raise_failure(summary, what="rollout", name=f"rollout worker {asked[summary].worker}")
-                yield FinishedGroup(ray.get(summary), StoredPayload(asked.pop(summary).payload))
+                yield ray.get(summary), StoredPayload(asked.pop(summary).payload)
 
     def _ask(self, job: GroupJob, worker: int, asked: dict[Any, _Asked]) -> None:
         summary, payload = self._workers[worker].invoke.options(num_returns=2).remote("rollout_group", job)
@@ -142,9 +166,28 @@ class RolloutGroup:
         """One of them that is done; none after a while, or when an engine has something to tell."""
         done, _ = ray.wait([*asked, *self._supervision.refs()], num_returns=1, timeout=LOOK_SECONDS)
         found = [ref for ref in done if ref in asked]
-        if not found:
-            check_deadline(sorted({f"rollout worker {each.worker}" for each in asked.values()}))
+        if not found or time.monotonic() - self._looked > LOOK_SECONDS:
+            self._look_after({each.worker for each in asked.values()})
         return found
+
+    def _wait_for(self, ref: Any, worker: int) -> None:
+        """Until this call to the worker is over, well or not."""
+        while not ray.wait([ref], timeout=LOOK_SECONDS)[0]:
+            self._look_after({worker})
+
+    def _look_after(self, workers: Iterable[int]) -> None:
+        """Kill those of the workers that stand still, so that their calls end; raises as a `deadline` does."""
+        self._looked = time.monotonic()
+        check_deadline(sorted(f"rollout worker {index}" for index in workers))
+        for index in workers:
+            if self._pulses[index].stands_still():
+                seconds = self._config.recovery.engine_stall_seconds
+                self._supervision.restarts.say(
+                    f"rollout worker {index} has given no sign of life for {seconds:g} s "
+                    "(recovery.engine_stall_seconds); killing it"
+                )
+                ray.kill(self._workers[index])
+                self._pulses[index] = self._pulse(self._workers[index])  # its death takes a while to be known
 
     def _tend_engines(self) -> bool:
         """Look after the engines, and tell the workers of those lost or come back; whether there were, or none serves.
@@ -182,28 +225,37 @@ class RolloutGroup:
         """
         name, restarts = f"rollout worker {index}", self._supervision.restarts
         while True:
-            wait_any([call], what="rollout worker start", names={call: name})
+            try:
+                wait_any([call], what="rollout worker start", names={call: name}, timeout=self._start_seconds)
+            except WorkerError:
+                ray.kill(self._workers[index])  # or it would be taken for built
+                raise
             try:
                 ray.get(call)
-            except RayActorError as error:
+            except DEATHS as error:
                 cause = translate(error, what="rollout", name=name)
                 time.sleep(restarts.take("rollout worker", cause, restarts.step, who=name))
             except RayError as error:
                 raise translate(error, what="rollout worker start", name=name) from error
             else:
                 return
+            ray.kill(self._workers[index])  # where Ray has but lost sight of it
             self._workers[index] = self._launch(index)
+            self._pulses[index] = self._pulse(self._workers[index])
             call = self._build(self._workers[index])
 
     def _launch(self, index: int) -> Any:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         nodes = light_nodes()
         here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
-        actor = ray.remote(AsyncShell)
+        actor = ray.remote(concurrency_groups={SIGNS: 1})(AsyncShell)
         options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
         worker = options.remote(environment)
         worker.expect.remote(RolloutProcess, time.time())  # it imports for seconds, while engines start
         return worker
+
+    def _pulse(self, worker: Any) -> WorkerPulse:
+        return WorkerPulse(worker, self._config.recovery.engine_stall_seconds)
 
     def _build(self, worker: Any) -> Any:
         return worker.build.remote(RolloutProcess, (self._config, self._known), {}, time.time())
@@ -223,7 +275,7 @@ class RolloutGroup:
             call = self._workers[0].invoke.options(num_returns=1 + len(job.gives))
             refs = call.remote("estimate", job, *[group.payload.ref for group in groups])
             found, *columns = refs if job.gives else [refs]
-            wait_any([found], what="estimate", names=self._names([found]))
+            self._wait_for(found, 0)
             if not self._has_died(found):
                 break
             self._restart(0, found)
@@ -242,7 +294,7 @@ class RolloutGroup:
         while self._records:
             ref, recording = next(iter(self._records.items()))
             index, name = recording.index, f"rollout worker {recording.index}"
-            wait_any([ref], what="record rollouts", names={ref: name})
+            self._wait_for(ref, index)
             del self._records[ref]
             if not self._has_died(ref):
                 raise_failure(ref, what="record rollouts", name=name)
@@ -259,7 +311,7 @@ class RolloutGroup:
         """Whether the finished call `ref` has ended with its worker's process."""
         try:
             ray.get(ref)
-        except RayActorError:
+        except DEATHS:
             return True
         except RayError:
             return False

@@ -51,13 +51,10 @@ class RolloutProcess(RolloutWorker):
         if step is None:
             return await super().rollout_group(job)
         group = await self._replay.find(step, job)
-        if group is None:
-            group = await self._replay.keep(step, job, *await super().rollout_group(job))
+        if group is not None:
+            return replace(group.summary, replayed=True), group.trajectories
+        group = await self._replay.keep(step, job, *await super().rollout_group(job))
         return group.summary, group.trajectories
-
-    async def replayed(self) -> int:
-        """Groups that this process has answered from the journal."""
-        return self._replay.replayed
 
     async def record(
         self, step: int, rewards: Sequence[Rewards], advantages: Sequence[float], *groups: Sequence[Trajectory]

@@ -19,8 +19,6 @@ class Replay:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._asked: dict[int, list[tuple[GroupJob, asyncio.Future[JournaledGroup | None]]]] = {}
         self._flights: set[asyncio.Task[None]] = set()
-        self.replayed = 0
-        """Groups that were answered from the journal."""
 
     async def find(self, step: int, job: GroupJob) -> JournaledGroup | None:
         """See `Journal.find`.
@@ -35,9 +33,7 @@ class Replay:
             self._flights.add(flight)
             flight.add_done_callback(self._flights.discard)
         self._asked[step].append((job, future))
-        group = await future
-        self.replayed += group is not None
-        return group
+        return await future
 
     async def keep(
         self, step: int, job: GroupJob, summary: GroupSummary, trajectories: Sequence[Trajectory]

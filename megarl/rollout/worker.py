@@ -82,6 +82,8 @@ class GroupSummary:
     """From the job's start to its last token."""
     scoring_seconds: float
     """From then to the last reward."""
+    replayed: bool = False
+    """It was finished before, and written down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,20 @@ def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Underta
 
 
 @pytest.mark.slow
+def test_a_rollout_worker_that_stands_still_is_replaced(cluster: None, world: Path, tmp_path: Path) -> None:
+    with undertaking(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
+        undisturbed = one.collect("undisturbed")
+        (worker,) = one.pieces.rollout._workers
+        pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
+        with soon(lambda: os.kill(pid, signal.SIGSTOP)):
+            disturbed = one.collect("disturbed")
+        assert_same(undisturbed, disturbed)
+        assert one.said[0].startswith("rollout worker 0 has given no sign of life for 4 s (recovery.engine_stall_secon")
+        assert one.said[1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
+        gone(pid)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
 def test_another_replica_does_what_a_killed_one_had(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
     rollout = ROLLOUT | {"replicas": 2}

@@ -1,0 +1,291 @@
+"""Rollout workers that fail, die or stand still, with a clock and a Ray that the test moves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+
+from megarl.batch.trajectory import Prompt
+from megarl.config.recovery import RecoveryConfig
+from megarl.controller import rollout_group, worker_pulse
+from megarl.controller.restarts import Restarts
+from megarl.controller.rollout_group import RolloutGroup
+from megarl.controller.worker_pulse import SIGNS
+from megarl.errors import GivenUpError, WorkerError
+from megarl.rollout.engine import Sampling
+from megarl.rollout.worker import GroupSummary
+from megarl.workers import failure
+
+PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+
+
+@dataclass(eq=False)
+class Ref:
+    value: Any = None
+    is_done: bool = False
+    was_cancelled: bool = False
+
+    def end(self, value: Any) -> None:
+        self.value, self.is_done = value, True
+
+
+def method(call: Callable[..., Any]) -> Any:
+    """Of an actor: what `call` returns, with options or without."""
+    found = SimpleNamespace(remote=call, given=None)
+
+    def options(**given: Any) -> Any:
+        found.given = given
+        return found
+
+    found.options = options
+    return found
+
+
+class Worker:
+    """Builds at once where `builds`; groups are finished by the test, and signs of life given where `answers`."""
+
+    def __init__(self, ray: "Ray") -> None:
+        self.ray, self.answers, self.asked, self.signs = ray, True, dict[str, Ref](), list[Ref]()
+        self.invoke, self.place = method(self._invoke), method(self._place)
+        self.expect = method(lambda *_: Ref())
+        self.build = method(lambda *_: Ref(is_done=ray.builds))
+
+    def _invoke(self, name: str, *arguments: Any) -> Any:
+        if name == "record":
+            self.asked["record"] = Ref()
+            return self.asked["record"]
+        assert name == "rollout_group"
+        self.asked[arguments[0].request_id] = Ref()
+        return self.asked[arguments[0].request_id], "payload"
+
+    def _place(self) -> Ref:
+        assert self.place.given == {"concurrency_group": SIGNS}
+        self.signs.append(Ref(is_done=self.answers))
+        return self.signs[-1]
+
+    def die(self, error: RayError | None = None) -> None:
+        for ref in self.asked.values():
+            if not ref.is_done:
+                ref.end(error or ActorDiedError())
+
+
+@dataclass
+class Ray:
+    """Waiting takes its time; `before_waiting` may move things."""
+
+    now: float = 100.0
+    builds: bool = True
+    workers: list[Worker] = field(default_factory=list)
+    killed: list[Worker] = field(default_factory=list)
+    before_waiting: Callable[[], None] = lambda: None
+
+    def remote(self, *, concurrency_groups: dict[str, int]) -> Any:
+        assert concurrency_groups == {SIGNS: 1}
+
+        def launch(environment: Any) -> Worker:
+            self.workers.append(Worker(self))
+            return self.workers[-1]
+
+        return lambda _: method(launch)
+
+    def wait(self, refs: list[Ref], *, num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], Any]:
+        if timeout:
+            self.before_waiting()
+        done = [ref for ref in refs if ref.is_done][:num_returns]
+        if not done:
+            assert timeout is not None
+            self.now += timeout
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref: Ref) -> Any:
+        assert ref.is_done
+        if isinstance(ref.value, RayError):
+            raise ref.value
+        return ref.value
+
+    def cancel(self, ref: Ref, *, recursive: bool) -> None:
+        assert not recursive  # other jobs may travel in the same call to an engine
+        ref.was_cancelled = True
+
+    def kill(self, worker: Worker) -> None:
+        self.killed.append(worker)
+        worker.die()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    fake = Ray()
+    for module in (rollout_group, worker_pulse, failure):
+        monkeypatch.setattr(module, "ray", fake)
+        monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(failure, "_log_folder", lambda: None)
+    monkeypatch.setattr(rollout_group, "light_nodes", lambda: [SimpleNamespace(id="node")])
+    monkeypatch.setattr(rollout_group, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    return fake
+
+
+@dataclass
+class Run:
+    group: RolloutGroup
+    said: list[str]
+
+    def stream(self) -> Any:
+        return self.group.stream(PROMPTS, num_samples=2, sampling=SAMPLING, label="step-3")
+
+
+def started(ray: Ray, workers: int = 2, **recovery: Any) -> Run:
+    said: list[str] = []
+    budget = RecoveryConfig(**recovery)
+    config: Any = SimpleNamespace(
+        recovery=budget,
+        rollout=SimpleNamespace(request_timeout_seconds=600.0, workers=workers),
+        placement=SimpleNamespace(start_timeout_seconds=30.0),
+    )
+    supervision = SimpleNamespace(restarts=Restarts(budget, said.append), refs=list, tend=lambda: None, serving=[0])
+    engines: Any = SimpleNamespace(supervision=supervision, remote_engines=lambda: ["engine 0"])
+    group = RolloutGroup(config, engines)
+    group.start()
+    return Run(group, said)
+
+
+def finish(worker: Worker, *requests: str, replayed: bool = False) -> None:
+    for request in requests:
+        number = int(request.rpartition("-")[2])
+        worker.asked[request].end(
+            GroupSummary(
+                group_id=number,
+                prompt_id=PROMPTS[number].prompt_id,
+                trajectories=(),
+                generation_seconds=1.0,
+                scoring_seconds=1.0,
+                replayed=replayed,
+            )
+        )
+
+
+def test_what_is_under_way_when_a_group_fails_is_given_up(ray: Ray) -> None:
+    run = started(ray)
+    first, second = ray.workers
+    stream = run.stream()
+
+    def fail() -> None:
+        finish(first, "step-3-0")
+        second.asked["step-3-1"].end(RayError("no answer"))
+
+    ray.before_waiting = fail
+    assert next(stream).summary.group_id == 0
+    with pytest.raises(WorkerError, match="rollout failed on rollout worker 1"):
+        next(stream)
+    cancelled = {name for worker in ray.workers for name, ref in worker.asked.items() if ref.was_cancelled}
+    assert cancelled == {"step-3-1", "step-3-2", "step-3-3"}
+    assert ray.killed == []
+
+
+def test_groups_from_the_journal_are_told(ray: Ray) -> None:
+    run = started(ray, workers=1)
+
+    def answer() -> None:
+        finish(ray.workers[0], "step-3-0", "step-3-2", "step-3-3", replayed=True)
+        finish(ray.workers[0], "step-3-1")
+
+    ray.before_waiting = answer
+    assert sorted(group.summary.group_id for group in run.stream()) == [0, 1, 2, 3]
+    assert run.said == ["step-3: 3 of 4 groups are from the journal"]
+    assert not any(ref.was_cancelled for ref in ray.workers[0].asked.values())
+    run.said.clear()
+    ray.before_waiting = lambda: finish(ray.workers[0], *(f"step-3-{n}" for n in range(4)))
+    list(run.stream())
+    assert run.said == []
+
+
+def test_a_worker_that_stands_still_is_replaced_and_its_groups_asked_again(ray: Ray) -> None:
+    run = started(ray, engine_stall_seconds=20)
+    first, second = ray.workers
+    second.answers, began = False, ray.now
+
+    def go_on() -> None:
+        if len(ray.workers) == 3:
+            finish(first, "step-3-0", "step-3-2")
+            finish(ray.workers[2], *ray.workers[2].asked)
+
+    ray.before_waiting = go_on
+    assert sorted(group.summary.group_id for group in run.stream()) == [0, 1, 2, 3]
+    assert 20 < ray.now - began < 35
+    assert set(ray.killed) == {second}
+    assert len(first.signs) >= 3
+    assert run.said[0] == (
+        "rollout worker 1 has given no sign of life for 20 s (recovery.engine_stall_seconds); killing it"
+    )
+    assert run.said[1].startswith("rollout worker 1 was lost (")
+
+
+def test_a_worker_that_is_busy_for_long_is_left_alone(ray: Ray) -> None:
+    run = started(ray, engine_stall_seconds=20)
+    began = ray.now
+
+    def go_on() -> None:
+        if ray.now > began + 300:
+            for worker in ray.workers:
+                finish(worker, *worker.asked)
+
+    ray.before_waiting = go_on
+    assert len(list(run.stream())) == 4
+    assert (ray.killed, run.said) == ([], [])
+
+
+def test_a_worker_that_stands_still_while_it_writes_rollouts_does_not_hold_up_the_run_for_good(ray: Ray) -> None:
+    run = started(ray, workers=1, engine_stall_seconds=20)
+    ray.workers[0].answers = False
+    run.group.record(3, [], [])
+
+    def go_on() -> None:
+        if len(ray.workers) == 2 and "record" in ray.workers[1].asked:
+            ray.workers[1].asked["record"].end(None)
+
+    ray.before_waiting = go_on
+    run.group.finish_records()
+    assert ray.killed[0] is ray.workers[0]
+    assert run.said[-1].startswith("rollout worker 0 was lost (")
+
+
+def test_a_worker_whose_machine_is_lost_before_it_is_there_is_started_elsewhere(ray: Ray) -> None:
+    run = started(ray, workers=1)
+
+    def go_on() -> None:
+        if len(ray.workers) == 1:
+            ray.workers[0].die(ActorUnschedulableError("the node does not exist any more"))
+        else:
+            finish(ray.workers[1], *ray.workers[1].asked)
+
+    ray.before_waiting = go_on
+    assert len(list(run.stream())) == 4
+    assert run.said[0].endswith("restarting it, 1 of 20")
+
+
+def test_a_worker_that_does_not_come_up_is_not_waited_for_for_good(ray: Ray) -> None:
+    ray.builds = False
+    began = ray.now
+    with pytest.raises(WorkerError, match=r"rollout worker start: no answer within 30 s from rollout worker 0"):
+        started(ray, workers=1)
+    assert ray.now - began < 35
+    assert ray.killed == ray.workers
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(ray: Ray) -> None:
+    run = started(ray, workers=1)
+    ray.before_waiting = lambda: ray.workers[-1].die()
+    with pytest.raises(GivenUpError, match="rollout worker 0 was lost 3 times for the same reason"):
+        list(run.stream())
