@@ -57,6 +57,11 @@ class Controller:
         """Have the stage end after the step under way: it raises StoppedEarly, its model written and books closed."""
         self._events.finish_early(asked_by)
 
+    def has_ended(self) -> bool:
+        """Whether a run has that nobody has called."""
+        assert self._alone is not None, "its caller knows"
+        return not self._alone.is_alive()
+
     def outcome(self) -> None:
         """Wait for the end of a run that nobody has called; raises what has ended it."""
         assert self._alone is not None, "its caller knows"

@@ -1,0 +1,39 @@
+"""What a follower asks a controller that has but three threads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.controller import attach
+from megarl.controller.events import EventLog, Note
+
+
+class Controller:
+    """Of a run that ends after so many questions; an actor, whose calls all end at once."""
+
+    def __init__(self, questions: int) -> None:
+        self.left, self.log, self.asked = questions, EventLog(), list[str]()
+        self.has_ended = SimpleNamespace(remote=self._has_ended)
+        self.events = SimpleNamespace(remote=self.log.since)
+        self.finish_early = SimpleNamespace(remote=self.asked.append)
+
+    def _has_ended(self) -> bool:
+        self.left -= 1
+        self.log.add(Note(f"{self.left} left"))
+        return self.left == 0
+
+
+def test_a_follower_shows_all_that_happens_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "ray", SimpleNamespace(get=lambda answer: answer))
+    monkeypatch.setattr(attach, "POLL_SECONDS", 0.0)
+    controller, said = Controller(4), list[str]()
+    signals = iter(["", "", "SIGUSR1"])
+    progress: Any = SimpleNamespace(say=said.append)
+    asked: Any = SimpleNamespace(by=lambda: next(signals))
+    attach._follow(controller, progress, asked)
+    told = "asked to end early: the step under way will be the last"
+    assert said == ["3 left", "2 left", told, "1 left", "0 left"]
+    assert controller.asked == ["SIGUSR1", "SIGUSR1"]
