@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.end_to_end.launched import Launched
+from tests.end_to_end.launched import Launched, steps_in
 from tests.end_to_end.pieces import Pieces, build, make_config
-from tests.end_to_end.tiny_world import write_world
+from tests.end_to_end.tiny_world import write_run, write_world
 
 Launch = Callable[..., Launched]
 
@@ -19,6 +22,38 @@ Launch = Callable[..., Launched]
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model/` and `data/`."""
     return write_world(tmp_path_factory.mktemp("world"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that nothing has happened to."""
+
+    command: Launched
+    exit_code: int
+    folder: Path
+    leftovers: list[str]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """One row a step."""
+        return steps_in(self.folder)
+
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return content
+
+
+@pytest.fixture(scope="session")
+def fifty_steps(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """`megarl train` on the tiny world, to its end."""
+    folder = tmp_path_factory.mktemp("train")
+    command = Launched(folder, "train", write_run(world, folder))
+    try:
+        command.wait_for_step(5)
+        exit_code = command.wait(180)
+        command.assert_nothing_lives(5)
+        yield Finished(command, exit_code, folder / "run", command.leftovers())
+    finally:
+        command.end()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +14,17 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.launched import Launched
-from tests.end_to_end.tiny_world import NUM_HELD_OUT, write_run
+from tests.end_to_end.conftest import Finished
+from tests.end_to_end.tiny_world import NUM_HELD_OUT, STEPS
 
-STEPS, GROUPS, SAMPLES = 50, 4, 2
+GROUPS, SAMPLES = 4, 2
 MAX_GROWTH = 8 * 2**20
 """Bytes that the controller may grow by in 40 steps: a step's metrics are kept, its tokens are not."""
 
 
-@dataclass(frozen=True)
-class Finished:
-    command: Launched
-    exit_code: int
-    folder: Path
-    leftovers: list[str]
-
-    def steps(self) -> list[dict[str, Any]]:
-        """One row a step."""
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [row for row in rows if "loss" in row]
-
-    def summary(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return content
-
-
-@pytest.fixture(scope="module")
-def run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    folder = tmp_path_factory.mktemp("train")
-    command = Launched(folder, "train", write_run(world, folder))
-    try:
-        command.wait_for_step(5)
-        exit_code = command.wait(180)
-        command.assert_nothing_lives(5)
-        yield Finished(command, exit_code, folder / "run", command.leftovers())
-    finally:
-        command.end()
+@pytest.fixture
+def run(fifty_steps: Finished) -> Finished:
+    return fifty_steps
 
 
 def test_it_ends_well_and_leaves_no_process_and_no_temporary_file(run: Finished) -> None:
