@@ -336,7 +336,7 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise DataError(f"{folder} cannot be written: {e.strerror}") from e
+        raise DataError(f"{folder} cannot be written: {e.strerror or e}") from e
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -358,7 +358,10 @@ def _sync(path: Path) -> None:
 def _delete(folder: Path) -> None:
     """All of it; what a writer that is not dead yet adds meanwhile, or keeps open on NFS, is left for the next time."""
     try:
-        shutil.rmtree(folder)
+        if folder.is_symlink():  # somebody has moved it to another disk, where it stays
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
     except OSError as e:
         if e.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EBUSY):
             raise

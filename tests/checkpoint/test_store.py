@@ -448,3 +448,14 @@ def test_what_cannot_be_removed_does_not_make_a_save_fail(
     assert (folder / FILE).read_bytes() == b"c" * 100
     store.clean()
     assert names(store) == ["step-000020"]
+
+
+def test_one_that_was_moved_and_linked_is_pruned_as_a_link(store: CheckpointStore, tmp_path: Path) -> None:
+    moved = save(store, 20).rename(tmp_path / "kept")
+    (store.folder / "step-000020").symlink_to(moved)
+    assert store.find("20", silent).step == 20
+    save(store, 40)
+    assert [saved.step for saved in store.prune(keep_last=1, keep_every=0)] == [20]
+    assert names(store) == ["step-000040"]
+    assert store.verify(moved) == []
+    save(store, 60)
