@@ -101,7 +101,7 @@ class Fleet:
                 startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
                 startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
                 startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
-            self._vigil.follow(processes, trainer.grid, {**engines.actors(), **rollout.actors()})
+            self._vigil.follow(processes, trainer.grid, lambda: {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}
             state = self._load(resume, trained) if resume is not None else RunState() if again else None
         with startup.phase("weight sync plan"):

@@ -55,7 +55,8 @@ def train_through(
     while True:
         run: PolicyRun | None = None
         try:
-            run = fleet.assemble(start, again=again)
+            with vigil.start(restarts.step):
+                run = fleet.assemble(start, again=again)
             vigil.heartbeat.status("running")
             train(run)
             run.save()

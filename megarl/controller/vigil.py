@@ -30,26 +30,50 @@ class Vigil:
         folder.mkdir(parents=True, exist_ok=True)
         self.heartbeat = Heartbeat(folder / HEARTBEAT_FILE, steps=config.trainer.steps, say=say)
         self._say = say
-        self._phases = PhaseWatch(config.recovery.phase_timeout_seconds, say, self._stacks, folder)
+        seconds = config.recovery.phase_timeout_seconds
+        self._phases = PhaseWatch(seconds, say, self._stacks, folder)
+        if seconds is not None:
+            seconds += config.placement.start_timeout_seconds + config.rollout.engine.start_timeout_seconds
+        self._starts = PhaseWatch(seconds, say, self._stacks, folder)
         self._trainer: WorkerProcesses | None = None
         self._stragglers: StragglerWatch | None = None
+        self._others: Callable[[], Mapping[str, Any]] = dict
+        self._asked: dict[str, Any] = {}
+        """Those of the others that have said where they are."""
         self._places: dict[str, ProcessPlace] = {}
 
-    def follow(self, trainer: WorkerProcesses, grid: RankGrid, others: Mapping[str, Any]) -> None:
+    @contextmanager
+    def start(self, step: int) -> Iterator[None]:
+        """In the block a run's processes start, for this step, and load; raises as `phase` does.
+
+        That may take as long as a phase, beside what processes have to come up.
+        """
+        with self._starts.phase(step, "start"):
+            yield
+
+    def follow(self, trainer: WorkerProcesses, grid: RankGrid, others: Callable[[], Mapping[str, Any]]) -> None:
         """Watch these from now on, which are up and idle.
 
         Args:
-            others: Ray actors, by their names for people.
+            others: Ray actors as they are now, by their names for people.
         """
         self._trainer = trainer
         places = trainer.places()
         stages = [grid.coordinates(rank).pp for rank in range(grid.size)]
         self._stragglers = StragglerWatch([place.host for place in places.values()], self._say, stages=stages)
-        self._places = dict(places)
-        for name, actor in others.items():
+        self._places, self._others, self._asked = dict(places), others, {}
+        self._find_others()
+
+    def _find_others(self) -> None:
+        """Ask those where they are that have not said so: processes that have been replaced are others."""
+        for name, actor in self._others().items():
+            if self._asked.get(name) is actor:
+                continue
+            self._places.pop(name, None)
             # one that is lost just now is replaced by whoever needs it next
             with suppress(WorkerError):
                 self._places |= ask_places({name: actor}, timeout=ANSWER_SECONDS)
+                self._asked[name] = actor
 
     @contextmanager
     def phase(self, step: int, name: str, *, waiting: bool) -> Iterator[None]:
@@ -74,4 +98,5 @@ class Vigil:
         self.heartbeat.close("ended" if kind is None else "failed")
 
     def _stacks(self) -> str:
+        self._find_others()
         return collect_stacks(self._places)

@@ -1,0 +1,73 @@
+"""Whose stacks are read, and how long a run's processes may take to start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.controller import vigil as vigil_module
+from megarl.controller.vigil import Vigil
+from megarl.controller.watchdog import STACKS_FOLDER
+from megarl.errors import WorkerError
+from megarl.placement.grid import RankGrid
+from megarl.workers.failure import check_deadline
+from tests.controller.groups import run_config
+
+
+@pytest.fixture
+def vigil(tmp_path: Path) -> Iterator[Vigil]:
+    config = run_config(
+        {"type": "grpo"},
+        run_dir=str(tmp_path),
+        recovery={"phase_timeout_seconds": 0.1},
+        placement={"start_timeout_seconds": 0.1},
+        rollout={"engine": {"start_timeout_seconds": 0.2}},
+    )
+    one = Vigil(config, lambda _: None)
+    yield one
+    one.ended(None)
+
+
+def test_processes_that_have_replaced_others_are_read_in_their_place(
+    vigil: Vigil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(shells: Mapping[str, str], timeout: float) -> dict[str, str]:
+        asked.extend(shells.values())
+        if "starts" in shells.values():
+            raise WorkerError("no answer")
+        return {name: f"place of {actor}" for name, actor in shells.items()}
+
+    monkeypatch.setattr(vigil_module, "ask_places", ask)
+    monkeypatch.setattr(vigil_module, "collect_stacks", lambda places: str(sorted(places.items())))
+    engines = {"engine 0": "first", "engine 1": "second"}
+    trainer: Any = SimpleNamespace(places=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
+    vigil.follow(trainer, RankGrid(), lambda: engines)
+    trainer_place = str(next(iter(trainer.places().items())))
+    assert vigil._stacks() == f"[('engine 0', 'place of first'), ('engine 1', 'place of second'), {trainer_place}]"
+    engines |= {"engine 0": "starts", "engine 1": "third"}
+    assert vigil._stacks() == vigil._stacks() == f"[('engine 1', 'place of third'), {trainer_place}]"
+    assert asked == ["first", "second", "starts", "third", "starts"]
+
+
+def test_a_start_that_hangs_ends_after_what_processes_and_a_phase_may_take(vigil: Vigil, tmp_path: Path) -> None:
+    began = time.monotonic()
+
+    def start() -> None:
+        with vigil.start(13):
+            while time.monotonic() < began + 30:
+                check_deadline(["rank 1"])
+                time.sleep(0.01)
+
+    with pytest.raises(
+        WorkerError, match=r"^start of step 13 took longer than 0\.4 s; no answer from rank 1; stacks: "
+    ):
+        start()
+    assert time.monotonic() - began >= 0.4
+    assert (tmp_path / STACKS_FOLDER / "step-000013-start.txt").exists()
