@@ -24,8 +24,7 @@ from megarl.controller.run_state import RunState
 from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
 from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
-from megarl.errors import ConfigError, LostNodeError
-from megarl.placement.assign import assign_nodes
+from megarl.errors import ConfigError, LostNodeError, MegarlError, WorkerError
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
 from megarl.tracking.phases import PhaseTimer
@@ -152,15 +151,15 @@ class Fleet:
         self._end_rollout()
         remove_placement_group(self._pools[MAIN_POOL].group)
         deadline = time.monotonic() + seconds
-        while (lacking := self._lacking()) is not None:
+        # without GPUs, a run that chose its device by itself would go on with CPUs
+        device = self._pools[MAIN_POOL].device
+        while (lacking := self._lacking(device)) is not None:
             if time.monotonic() > deadline:
                 raise LostNodeError(
                     f"lost {', '.join(lost)}, and no machine took their place within {seconds:g} s "
                     f"(recovery.node_wait_seconds): {lacking}; --resume auto goes on from the newest checkpoint"
                 )
             time.sleep(LOOK_SECONDS)
-        # without GPUs, a run that chose its device by itself would go on with CPUs
-        self._reserve(self._pools[MAIN_POOL].device)
 
     def _can_do_without(self, there: Set[str]) -> bool:
         """Whether the machines with these ids are all that models have slots on, and one engine has its own."""
@@ -170,11 +169,11 @@ class Fleet:
         pools = [pool for name, pool in self._pools.items() if name != self._config.placement.rollout.pool]
         return self._config.engines_apart and all(slot.node in there for pool in pools for slot in pool.slots)
 
-    def _lacking(self) -> ConfigError | None:
-        """What the cluster, as it is now, lacks for the run."""
+    def _lacking(self, device: str) -> MegarlError | None:
+        """Reserve the slots; what the cluster, as it is now, lacks for that: a machine that came may be lost again."""
         try:
-            assign_nodes(self._config.placement.all_pools, cluster_nodes(), self._pools[MAIN_POOL].device)
-        except ConfigError as error:
+            self._reserve(device)
+        except (ConfigError, WorkerError) as error:
             return error
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,21 +10,34 @@ import pytest
 
 from megarl.controller import fleet
 from megarl.controller.fleet import Fleet
-from megarl.errors import LostNodeError
+from megarl.errors import ConfigError, LostNodeError, WorkerError
 from megarl.placement.pool import Slot, SlotPool
 from tests.controller.groups import run_config
 
 APART = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
 
 
-def lacking(lost: set[str], patch: pytest.MonkeyPatch, placement: dict[str, Any], *, is_up: bool = True) -> bool:
-    """Whether a run waits that has a trainer on machine `a`, engines on `b` and `c`, and has lost some of these."""
+def refuse(*_: Any) -> Any:
+    raise ConfigError("too few")
+
+
+def lacking(
+    lost: set[str],
+    patch: pytest.MonkeyPatch,
+    placement: dict[str, Any],
+    *,
+    is_up: bool = True,
+    reserve: Callable[..., Any] = refuse,
+    wait_seconds: float = 0.0,
+) -> bool:
+    """Whether a run ends that has a trainer on machine `a`, engines on `b` and `c`, and has lost some of these."""
     there = {"a", "b", "c"} - lost
-    patch.setattr(fleet, "cluster_nodes", lambda: [SimpleNamespace(id=node) for node in sorted(there)])
+    patch.setattr(fleet, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
     patch.setattr(fleet, "remove_placement_group", lambda _: None)
-    patch.setattr(Fleet, "_lacking", lambda _: "too few")
+    patch.setattr(fleet, "reserve_pools", reserve)
+    patch.setattr(fleet, "LOOK_SECONDS", 0.0)
     found: Any = Fleet.__new__(Fleet)
-    found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": 0.0})
+    found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": wait_seconds})
     found._say = lambda text: None
     found._nodes = {node: f"machine {node}" for node in "abc"}
     slots = {"main": "a", "engines": "bc"} if "pools" in placement else {"main": "abc"}
@@ -61,3 +75,18 @@ def test_engines_that_have_yet_to_start_need_all_of_theirs(monkeypatch: pytest.M
 
 def test_machines_that_engines_share_with_the_trainer_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking({"b"}, monkeypatch, {"nodes": 3})
+
+
+def test_a_machine_that_is_lost_again_as_it_has_come_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between being counted and being reserved."""
+    failures = [ConfigError("too few"), WorkerError("not granted"), ConfigError("too few")]
+    devices: list[str] = []
+
+    def reserve(placement: Any, _: Any) -> Any:
+        devices.append(placement.device)
+        if failures:
+            raise failures.pop(0)
+        return {"main": SlotPool(None, (Slot(0, 1.0, 0.0, "b", None),), "cpu")}
+
+    assert not lacking({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=60.0)
+    assert devices == ["cpu"] * 4
