@@ -21,7 +21,7 @@ class RecoveryConfig(Section):
     """So many times the same failure without a finished step between them is fatal."""
 
     engine_stall_seconds: float = Field(default=60.0, gt=0)
-    """An engine that does not say for so long that it is there is taken for dead."""
+    """An engine or a rollout worker that does not say for so long that it is there is taken for dead."""
 
     node_wait_seconds: float = Field(default=600.0, ge=0)
     """How long a trainer that has lost a machine waits for another to join the cluster."""
