@@ -65,7 +65,12 @@ def damage(folder: Path, *, deep: bool = False, advance: Advance | None = None) 
 
 
 def damage_told(folder: Path, say: Callable[[str], None]) -> list[str]:
-    """As `damage`, every file being read; how far that has come is told every `TELL_SECONDS`."""
+    """As `damage`, every file being read; see `telling`."""
+    return damage(folder, deep=True, advance=telling(folder.name, say))
+
+
+def telling(name: str, say: Callable[[str], None]) -> Advance:
+    """Tells every `TELL_SECONDS` how far the comparison of checkpoint `name` has come."""
     lock, since, num_bytes = threading.Lock(), time.monotonic(), 0
 
     def advance(read: int) -> None:
@@ -74,9 +79,9 @@ def damage_told(folder: Path, say: Callable[[str], None]) -> list[str]:
             num_bytes += read
             if time.monotonic() - since >= TELL_SECONDS:
                 since = time.monotonic()
-                say(f"comparing {folder.name} with its checksums: {num_bytes / 2**30:.1f} GiB read")
+                say(f"comparing {name} with its checksums: {num_bytes / 2**30:.1f} GiB read")
 
-    return damage(folder, deep=True, advance=advance)
+    return advance
 
 
 def problems(folder: Path, *, deep: bool = True, advance: Advance | None = None) -> list[str]:

@@ -191,10 +191,12 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
 
 @contextmanager
 def _hashing(name: str, num_bytes: int) -> Iterator[Advance]:
-    """On a terminal a bar of the bytes that are read; elsewhere one line, as it may take long."""
+    """On a terminal a bar of the bytes that are read; elsewhere a line now and then."""
+    from megarl.checkpoint.verify import telling
+
     if not sys.stderr.isatty():
         print(f"reading {name}", file=sys.stderr, flush=True)
-        yield lambda _: None
+        yield telling(name, lambda text: print(text, file=sys.stderr, flush=True))
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -211,3 +211,10 @@ def test_what_the_run_removes_meanwhile_is_not_damaged(
     answer = capsys.readouterr()
     assert answer.out.splitlines()[0] == "step-000020  removed meanwhile"
     assert "error" not in answer.err
+
+
+def test_reading_for_long_tells_how_far_it_is(run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.checkpoint.verify.TELL_SECONDS", 0.0)
+    assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
+    told = "comparing step-000020 with its checksums: 0.0 GiB read"
+    assert capsys.readouterr().err.splitlines() == ["reading step-000020", *[told] * 4]
