@@ -22,7 +22,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def steps_in(run_dir: str | Path) -> list[int]:
-    """The steps that the journal has groups of, in order; what people have put beside them under other names is none."""
+    """The steps that the journal has groups of, in order; what people have put beside them is none."""
     names = (path.name.removeprefix("step-") for path in journal_folder(run_dir).glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
