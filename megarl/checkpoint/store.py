@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from megarl.checkpoint.manifest import (
     step_name,
 )
 from megarl.checkpoint.retention import kept_steps
-from megarl.checkpoint.verify import Advance, damage, damage_told, files_below, hash_file, problems
+from megarl.checkpoint.verify import READERS, Advance, damage, damage_told, files_below, hash_file, problems
 from megarl.errors import DataError
 
 FOLDER = "checkpoints"
@@ -302,13 +303,9 @@ class Draft:
             there = files_below(self.folder)
             if missing := files.keys() - there.keys():
                 raise DataError(f"{self.folder} lacks {min(missing)}, which was to be written")
-            records: dict[str, FileRecord] = {}
-            for name, path in there.items():
-                record, size = files.get(name), path.stat().st_size
-                if record is not None and record.bytes != size:
-                    raise DataError(f"{path} has {size} bytes, needs {record.bytes}")
-                records[name] = record or hash_file(path)
-                _sync(path)
+            with ThreadPoolExecutor(READERS) as pool:
+                found = pool.map(_on_disk, there.values(), map(files.get, there))
+                records = dict(zip(there, found, strict=True))
             manifest = Manifest(
                 model=contents.model, layout=contents.layout, data=contents.data, step=self.step, files=records
             )
@@ -337,6 +334,15 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise DataError(f"{folder} cannot be written: {e.strerror or e}") from e
+
+
+def _on_disk(path: Path, record: FileRecord | None) -> FileRecord:
+    """Of a file, once it is on the disk; its size has to be that of `record`, where there is one, else it is read."""
+    size = path.stat().st_size
+    if record is not None and record.bytes != size:
+        raise DataError(f"{path} has {size} bytes, needs {record.bytes}")
+    _sync(path)
+    return record or hash_file(path)
 
 
 def _write(path: Path, content: bytes) -> None:
