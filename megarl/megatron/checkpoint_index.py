@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,12 +25,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.errors import DataError
 from megarl.megatron.checkpoint_files import read_index
 from megarl.megatron.checkpoint_pieces import Piece, Shape
+from megarl.megatron.checkpoint_reader import read_box
 
 INDEX, COMMON, KIND = ".metadata", "common.pt", "metadata.json"
 
@@ -93,9 +92,13 @@ class StoredTensors:
         """Raise `DataError` where `folder` is no whole checkpoint."""
         read_index(folder)
         self._folder = folder
-        self._reader = FileSystemReader(folder)
-        self._index = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._index, is_coordinator=False)
+        self._index = FileSystemReader(folder).read_metadata()
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors, sorted."""
+        metadata = self._index.state_dict_metadata.items()
+        return sorted(name for name, stored in metadata if isinstance(stored, TensorStorageMetadata))
 
     def problems(self, pieces: Sequence[Piece], *, vocab_size: int) -> list[str]:
         """Why `pieces` cannot be read; nothing where they can."""
@@ -135,25 +138,31 @@ class StoredTensors:
                 if each.is_padded:
                     each.data.zero_()
         try:
-            self._reader.read_data(LoadPlan(items), _IntoPieces(by_key))
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as e:
+            self._read_items(items, by_key)
+        except (OSError, ValueError) as e:
             raise DataError(f"{self._folder} cannot be read: {e}") from e
         return sum(prod(item.lengths) * by_key[item.dest_index.fqn][0].data.itemsize for item in items)
 
-
-class _IntoPieces(DefaultLoadPlanner):
-    """Reads go where training itself keeps the values."""
-
-    def __init__(self, by_key: Mapping[str, Sequence[Piece]]) -> None:
-        super().__init__()
-        self._by_key = by_key
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where this item goes."""
-        index = read_item.dest_index
-        assert index.index is not None
-        piece = self._by_key[index.fqn][index.index]
-        return narrow_tensor_by_index(piece.data, read_item.dest_offsets, read_item.lengths)
+    def _read_items(self, items: Iterable[ReadItem], by_key: Mapping[str, Sequence[Piece]]) -> None:
+        """To where training itself keeps the values; file after file, from its start to its end."""
+        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = defaultdict(list)
+        for item in items:
+            place = self._index.storage_data[item.storage_index]
+            by_file[place.relative_path].append((place, item))
+        for name, of_file in by_file.items():
+            # what stands before and behind values is little, and read for each
+            with (self._folder / name).open("rb", buffering=1024) as file:
+                for place, item in sorted(of_file, key=lambda each: each[0].offset):
+                    stored, dest = item.storage_index, item.dest_index
+                    assert stored.index is not None
+                    assert dest.index is not None
+                    whole = self._index.state_dict_metadata[stored.fqn]
+                    assert isinstance(whole, TensorStorageMetadata), stored.fqn
+                    sizes = whole.chunks[stored.index].sizes
+                    data = by_key[dest.fqn][dest.index].data
+                    at, length = place.offset, place.length
+                    box = read_box(file, at, length, data.dtype, sizes, item.storage_offsets, item.lengths)
+                    narrow_tensor_by_index(data, item.dest_offsets, item.lengths).copy_(box)
 
 
 def _by_key(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:

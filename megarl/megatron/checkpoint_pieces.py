@@ -25,8 +25,8 @@ from megarl.megatron.optimizer_state import OptimizerShard
 
 Shape = tuple[int, ...]
 
-LARGEST_BYTES = 2**28
-"""Of a piece to save: a copy on the host of one is little."""
+LARGEST_BYTES = 2**26
+"""Of a piece to save: a copy on the host of one is little, and so is what a reader reads of one in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +83,17 @@ class _Part:
         """Where it ends."""
         return self.start + len(self.values)
 
+    @property
+    def is_first(self) -> bool:
+        """No other rank has it but data-parallel ones."""
+        *others, _ = self.stored.replica_id
+        return not any(others)
+
+    @property
+    def is_expert(self) -> bool:
+        """It is stored as a row of all experts'."""
+        return bool(self.stored.prepend_axis_num)
+
     def boxes(self, start: int, stop: int, values: Tensor, *, prefix: str = "") -> Iterator[Piece]:
         """What lies in the parameter's range `start:stop`, whose values are `values`."""
         first, last = max(start, self.start), min(stop, self.stop)
@@ -135,38 +146,89 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
 def pieces_to_save(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[Piece]:
     """What this rank writes: all ranks together write every value once.
 
-    Data-parallel ranks that divide the optimizer's state of a parameter divide the parameter too.
+    Data-parallel ranks that divide the optimizer's state of a parameter divide the parameter too. Of what all of them
+    have each writes as much as the others.
     """
     pieces: list[Piece] = []
-    for part in _parts(rank, shards):
+    parts = [part for part in _parts(rank, shards) if part.is_first]
+    alike = [part for part in parts if not _is_divided(part, shards)]
+    ranges = {id(part): (part.start, part.stop) for part in parts}
+    for group, is_expert in ((rank.groups.dp_cp, False), (rank.groups.expt_dp, True)):
+        of_group = [part for part in alike if part.is_expert == is_expert]
+        values = [(len(part.values), _bytes_of_value(part, shards)) for part in of_group]
+        for part, (first, last) in zip(of_group, share(values, group.rank(), group.size()), strict=True):
+            ranges[id(part)] = part.start + first, part.start + last
+    for part in parts:
+        first, last = ranges[id(part)]
         shard = shards.get(part.owner)
-        *others, data_parallel = part.stored.replica_id
-        if any(others) or (data_parallel and not (shard and shard.is_divided)):
-            continue
-        if shard is None:
-            pieces += part.boxes(part.start, part.stop, part.values)
-            continue
-        first, last = max(part.start, shard.start), min(part.stop, shard.stop)
+        if shard is not None:
+            first, last = max(first, shard.start), min(last, shard.stop)
         if first < last:
             pieces += part.boxes(first, last, part.values[first - part.start : last - part.start])
-            pieces += _remembered(part, shard)
+            pieces += _remembered(part, shard, first, last)
     return [small for piece in pieces for small in piece.cut(LARGEST_BYTES)]
 
 
-def pieces_to_load(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[Piece]:
+def share(values: Sequence[tuple[int, int]], rank: int, size: int) -> list[tuple[int, int]]:
+    """Of each run of values, the range that is `rank`'s where `size` ranks have equal parts of all, run after run.
+
+    Args:
+        values: how many, and bytes of each.
+    """
+    total = sum(count * each for count, each in values)
+    first, last = total * rank // size, total * (rank + 1) // size
+    ranges = []
+    at = 0
+    for count, each in values:
+        start, stop = (min(max(-(-(bound - at) // each), 0), count) for bound in (first, last))
+        ranges.append((start, stop))
+        at += count * each
+    return ranges
+
+
+def pieces_held(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[Piece]:
     """Everything that this rank holds."""
     pieces: list[Piece] = []
     for part in _parts(rank, shards):
         pieces += part.boxes(part.start, part.stop, part.values)
-        shard = shards.get(part.owner)
-        if shard is not None:
-            pieces += _remembered(part, shard)
+        pieces += _remembered(part, shards.get(part.owner), part.start, part.stop)
     return pieces
 
 
-def _remembered(part: _Part, shard: OptimizerShard) -> Iterator[Piece]:
+def pieces_to_load(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[Piece]:
+    """The same without what other ranks step of this rank's parameters: they have it, as after every step."""
+    pieces: list[Piece] = []
+    for part in _parts(rank, shards):
+        first, last = part.start, part.stop
+        shard = shards.get(part.owner)
+        if shard is not None:
+            first, last = max(first, shard.start), min(last, shard.stop)
+        if first < last:
+            pieces += part.boxes(first, last, part.values[first - part.start : last - part.start])
+            pieces += _remembered(part, shard, first, last)
+    return pieces
+
+
+def _is_divided(part: _Part, shards: Mapping[int, OptimizerShard]) -> bool:
+    shard = shards.get(part.owner)
+    return shard is not None and shard.is_divided
+
+
+def _bytes_of_value(part: _Part, shards: Mapping[int, OptimizerShard]) -> int:
+    shard = shards.get(part.owner)
+    remembered = shard.tensors.values() if shard is not None else ()
+    return part.values.itemsize + sum(tensor.itemsize for tensor in remembered)
+
+
+def _remembered(part: _Part, shard: OptimizerShard | None, start: int, stop: int) -> Iterator[Piece]:
+    """In the parameter's range `start:stop`, as far as it is the shard's."""
+    if shard is None:
+        return
+    first, last = max(start, shard.start), min(stop, shard.stop)
     for name, values in shard.tensors.items():
-        yield from part.boxes(shard.start, shard.stop, values, prefix=f"optimizer.state.{name}.")
+        if first < last:
+            here = values[first - shard.start : last - shard.start]
+            yield from part.boxes(first, last, here, prefix=f"optimizer.state.{name}.")
 
 
 def _parts(rank: ModelRank, shards: Mapping[int, OptimizerShard]) -> list[_Part]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from megarl.megatron.checkpoint import in_own_storage
 from megarl.megatron.work import SavedFile
 
 BUFFER_BYTES = 2**28
-"""Host memory is taken in buffers of this size: torch rounds what it pins up to a power of two."""
+"""Host memory is taken in buffers of at most this size, which hold several pieces each."""
 
 ALIGNMENT = 64
 
@@ -51,14 +52,16 @@ class HostCopy:
         sizes: list[int] = []
         for number, tensor in enumerate(tensors):
             num_bytes = -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-            if limit is not None and self.num_bytes + num_bytes > limit:
+            fits = (buffer for buffer, size in enumerate(sizes) if size + num_bytes <= BUFFER_BYTES)
+            buffer = next(fits, len(sizes))
+            at = sizes[buffer] if buffer < len(sizes) else 0
+            more = _taken(at + num_bytes) - _taken(at)
+            if limit is not None and self.num_bytes + more > limit:
                 self.rest.append(number)
                 continue
-            if not sizes or sizes[-1] + num_bytes > BUFFER_BYTES:
-                sizes.append(0)
-            places.append((len(sizes) - 1, sizes[-1]))
-            sizes[-1] += num_bytes
-            self.num_bytes += num_bytes
+            sizes[buffer:] = [at + num_bytes, *sizes[buffer + 1 :]]
+            places.append((buffer, at))
+            self.num_bytes += more
             self.copied.append(number)
         self._buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
         self._from = [tensors[number] for number in self.copied]
@@ -74,6 +77,11 @@ class HostCopy:
             torch._foreach_copy_(self.tensors, self._from, non_blocking=True)
         if platform.is_cuda():
             torch.cuda.synchronize()
+
+
+def _taken(num_bytes: int) -> int:
+    """Bytes that a buffer of so many takes: torch rounds what it pins up to a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes and platform.is_cuda() else num_bytes
 
 
 def _like(memory: Tensor, tensor: Tensor) -> Tensor:
@@ -118,28 +126,59 @@ class Outcome:
         )
 
 
+class BackgroundWriter:
+    """A thread that writes while others go on. It is kept: who starts one waits until it runs."""
+
+    def __init__(self) -> None:
+        self._begun: SimpleQueue[BackgroundWrite] = SimpleQueue()
+        self._last: BackgroundWrite | None = None
+
+    def write(self, folder: Path, files: Sequence[NewFile]) -> BackgroundWrite:
+        """Have these written, after all that was begun before."""
+        if self._last is None or self._last.has_died:
+            threading.Thread(target=_run_forever, args=(self._begun,), name="checkpoint", daemon=True).start()
+        self._last = BackgroundWrite(folder, files)
+        self._begun.put(self._last)
+        return self._last
+
+
 class BackgroundWrite:
     """Files that a thread of its own writes."""
 
     def __init__(self, folder: Path, files: Sequence[NewFile]) -> None:
+        self._folder = folder
+        self._files = files
         self._outcome: Outcome | None = None
-        self._thread = threading.Thread(target=self._run, args=(folder, files), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._over = threading.Event()
 
     @property
     def is_over(self) -> bool:
         """All is written, or has failed."""
-        return not self._thread.is_alive()
+        return self._over.is_set()
+
+    @property
+    def has_died(self) -> bool:
+        """So has its thread."""
+        return self.is_over and self._outcome is None
 
     def outcome(self) -> Outcome:
-        """What became of it, once it is over."""
-        self._thread.join()
-        assert self._outcome is not None, "the thread that writes a checkpoint has died"
-        return self._outcome
+        """What became of it, once it is over. That its thread has died is a failure: other ranks have to know of it."""
+        self._over.wait()
+        return self._outcome or Outcome(failure=f"{self._folder}: the thread that writes has died; stderr says of what")
 
-    def _run(self, folder: Path, files: Sequence[NewFile]) -> None:
-        time.sleep(START_SECONDS)
-        self._outcome = write_files(folder, files)
+    def run(self) -> None:
+        """Write them."""
+        try:
+            time.sleep(START_SECONDS)
+            self._outcome = write_files(self._folder, self._files)
+        finally:
+            self._files = ()  # the copy may be given back
+            self._over.set()
+
+
+def _run_forever(begun: SimpleQueue[BackgroundWrite]) -> None:
+    while True:
+        begun.get().run()
 
 
 def write_files(folder: Path, files: Sequence[NewFile]) -> Outcome:

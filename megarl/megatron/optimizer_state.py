@@ -78,6 +78,18 @@ def write_step(optimizer: Any, step: int) -> None:
                 group["step"] = step
 
 
+def spread_parameters(optimizer: Any) -> None:
+    """Give data-parallel ranks the parts of their parameters that others of them step, as after every step."""
+    chunks = {
+        id(chunk): chunk
+        for member in _members(optimizer)
+        if isinstance(member, DistributedOptimizer)
+        for chunk in member.model_chunks
+    }
+    for chunk in chunks.values():
+        chunk.start_param_sync(force_sync=True)
+
+
 def _members(optimizer: Any) -> list[Any]:
     """One for dense parameters, one for experts."""
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]

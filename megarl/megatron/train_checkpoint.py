@@ -6,7 +6,8 @@
     generators_0.pt, ...                     of each rank
 
 Tensors are whole tensors to a reader, whatever the layout, and any layout can load them. Each rank writes what it has:
-nothing is gathered, and but for `finish_save` ranks do not wait for one another.
+nothing is gathered, and but for `finish_save` ranks do not wait for one another. Each reads what it steps of its
+parameters; the rest of them comes from the data-parallel ranks that step it, as after every step.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from megarl.megatron.checkpoint_index import (
     make_index,
     serialized,
 )
-from megarl.megatron.checkpoint_pieces import Piece, pieces_to_load, pieces_to_save
-from megarl.megatron.checkpoint_writer import BackgroundWrite, HostCopy, NewFile, Outcome, on_host, write_files
-from megarl.megatron.optimizer_state import optimizer_shards, read_step, write_step
+from megarl.megatron.checkpoint_pieces import Piece, pieces_held, pieces_to_load, pieces_to_save
+from megarl.megatron.checkpoint_writer import BackgroundWriter, HostCopy, NewFile, Outcome, on_host, write_files
+from megarl.megatron.optimizer_state import optimizer_shards, read_step, spread_parameters, write_step
 from megarl.megatron.random_state import read_generators, write_generators
 from megarl.megatron.work import LoadReport, SavedFile, SavedPart, SaveOrder, SaveStats
 
@@ -68,6 +69,9 @@ class TrainCheckpoint:
         self._rank, self._optimizer, self._scheduler, self._memory = rank, optimizer, scheduler, memory
         self._pieces: list[Piece] = []
         """To save; the same ones every time."""
+        self._num_bytes = 0
+        """Of these."""
+        self._writer = BackgroundWriter()
         self._copy: HostCopy | None = None
         self._save: _Save | None = None
         self._places: tuple[Place, ...] = ()
@@ -82,10 +86,11 @@ class TrainCheckpoint:
         self._memory.onload()
         if not self._pieces:
             self._pieces = pieces_to_save(self._rank, optimizer_shards(self._optimizer))
+            self._num_bytes = sum(piece.num_bytes for piece in self._pieces)
         self._save = self._begin_copied(order) if order.asynchronous else self._write(order)
         return SaveStats(
             staging_bytes=self._copy.num_bytes if self._copy is not None and order.asynchronous else 0,
-            bytes=sum(piece.num_bytes for piece in self._pieces),
+            bytes=self._num_bytes,
             seconds=time.perf_counter() - began,
         )
 
@@ -131,24 +136,27 @@ class TrainCheckpoint:
     def load(self, folder: Path) -> LoadReport:
         """See `TrainerWorker`."""
         self._memory.onload()
-        pieces = pieces_to_load(self._rank, optimizer_shards(self._optimizer))
+        shards = optimizer_shards(self._optimizer)
+        held = pieces_held(self._rank, shards)
         problems: list[str] = []
         stored = None
         try:
             stored = StoredTensors(folder)
             common = _read(folder / COMMON)
-            problems = self._problems(folder, common, stored.problems(pieces, vocab_size=self._rank.model.vocab_size))
+            problems = self._problems(folder, common, stored.problems(held, vocab_size=self._rank.model.vocab_size))
             same_layout = common.get("megarl", {}).get("layout") == self._layout()
             generators = _read(folder / _generators_file()) if same_layout and not problems else {}
         except DataError as e:
             problems.append(str(e))
         _require_none(problems)
         assert stored is not None
+        self._require_all_used(folder, stored.names, held)
         try:
-            num_bytes = stored.read(pieces)
+            num_bytes = stored.read(pieces_to_load(self._rank, shards))
         except DataError as e:
             problems.append(f"rank {dist.get_rank()}: {e}")
         _require_none(problems)
+        spread_parameters(self._optimizer)
         write_step(self._optimizer, common["megarl"]["step"])
         self._scheduler.num_steps = common["megarl"]["scheduled"]
         self._scheduler.step(0)  # sets the groups' learning rates
@@ -184,7 +192,7 @@ class TrainCheckpoint:
             first = write_files(folder, [NewFile(names[0], tensors)])
         copy.fill()
         rest = [] if first.failure else [NewFile(names[1], copy.tensors), *self._small_files(order)]
-        background = BackgroundWrite(folder, rest)
+        background = self._writer.write(folder, rest)
         return _Save(
             order=order,
             pieces=(*copy.rest, *copy.copied),
@@ -220,11 +228,22 @@ class TrainCheckpoint:
         """Why the checkpoint cannot be loaded; nothing where it can."""
         if "megarl" not in common:
             return [f"{folder} holds a model alone, needs a training state"]
-        if not of_tensors:
-            return []
-        more = f" and {len(of_tensors) - SHOWN} more" if len(of_tensors) > SHOWN else ""
-        model = self._rank.model.architecture
-        return [f"{folder} is no training state of this {model}: {'; '.join(of_tensors[:SHOWN])}{more}"]
+        return [self._of_another_model(folder, of_tensors)] if of_tensors else []
+
+    def _require_all_used(self, folder: Path, stored: Sequence[str], held: Sequence[Piece]) -> None:
+        """Return if some rank holds a part of each stored tensor, else raise DataError on all of them.
+
+        A model with fewer layers finds all that it looks for.
+        """
+        names = {piece.key for piece in held}
+        used = _on_any_rank(*(name in names for name in stored))
+        unknown = [f"the model has no {name}" for name, is_used in zip(stored, used, strict=True) if not is_used]
+        if unknown:
+            raise DataError(self._of_another_model(folder, unknown))
+
+    def _of_another_model(self, folder: Path, why: Sequence[str]) -> str:
+        more = f" and {len(why) - SHOWN} more" if len(why) > SHOWN else ""
+        return f"{folder} is no training state of this {self._rank.model.architecture}: {'; '.join(why[:SHOWN])}{more}"
 
     def _layout(self) -> dict[str, int]:
         """What decides which random numbers are whose."""

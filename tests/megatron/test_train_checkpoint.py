@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import resource
@@ -29,14 +30,14 @@ VOCAB = 331
 VALUES = ReturnsLoss(clip=None)
 
 
-def make_worker(path, dtype="float32", distributed=True, head="lm", swaps=False, **parallel):
+def make_worker(path, dtype="float32", distributed=True, head="lm", swaps=False, weights="hf", **parallel):
     from megarl.megatron import platform
 
     platform.prepare()
     from megarl.megatron.worker import TrainerWorker
 
     sizes = ParallelConfig(**parallel)
-    model = ModelSpec(model_path=path, dtype=dtype, parallel=sizes, head=head, swaps=swaps)
+    model = ModelSpec(model_path=path, dtype=dtype, parallel=sizes, head=head, swaps=swaps, weights=weights)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=2, distributed=distributed)
     return TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
 
@@ -151,11 +152,26 @@ def resume_on_rank(cases, root):
         want = [train(worker, step) for step in (2, 3)]
         other = make_worker(path, **options)
         torch.rand(3)
-        assert other.load_training(str(folder)).same_layout
+        report = other.load_training(str(folder))
+        assert report.same_layout
         got = [train(other, step) for step in (2, 3)]
         found = differences(everything(other), everything(worker))
+        every = report.bytes, sum(everywhere(report.bytes)), stored_bytes(folder)
+        found += [] if reads_no_more_than_needed(name, *every) else [f"bytes: {every}"]
         wrong[name] = everywhere(found + ([] if got == want else [f"{got} {want}"]))
     return {name: of for name, of in wrong.items() if any(of)}
+
+
+def stored_bytes(folder):
+    tensors = index_of(folder).state_dict_metadata.values()
+    return sum(prod(t.size) * t.properties.dtype.itemsize for t in tensors)
+
+
+def reads_no_more_than_needed(name, here, all_ranks, stored):
+    """Ranks that divide the optimizer's state read a value once between them; those that do not, each all."""
+    if name.startswith("dp2"):
+        return all_ranks == (2 * stored if "replicated" in name else stored)
+    return here < 0.9 * stored
 
 
 @pytest.mark.parametrize("which", [RESUMED, pytest.param(RESUMED_TOO, marks=pytest.mark.slow)], ids=["few", "more"])
@@ -167,6 +183,18 @@ def test_training_goes_on_bit_for_bit(which, model_folder, value_folder, tmp_pat
     assert run_ranks(resume_on_rank, 2, tmp_path, cases, str(tmp_path)) == {}
     for name, (_, options) in cases.items():
         every_byte_once(tmp_path / name, has_mains=options.get("dtype") == "bfloat16")
+        if name.startswith("dp2"):
+            first, second = bytes_by_file(tmp_path / name)
+            assert abs(first - second) < 0.02 * (first + second), name
+
+
+def bytes_by_file(folder):
+    index, found = index_of(folder), {}
+    for place, stored in index.storage_data.items():
+        tensor = index.state_dict_metadata[place.fqn]
+        num_bytes = prod(tensor.chunks[place.index].sizes) * tensor.properties.dtype.itemsize
+        found[stored.relative_path] = found.get(stored.relative_path, 0) + num_bytes
+    return list(found.values())
 
 
 def every_byte_once(folder, *, has_mains):
@@ -259,13 +287,20 @@ def test_any_layout_goes_on_from_any_other_on_four_ranks(model_folder, tmp_path)
 
 
 def names_on_rank(path, folder):
-    """Saved on one rank, in small pieces; what the optimizer remembers of each parameter."""
+    """Saved on one rank, in small pieces; what the optimizer remembers of each parameter.
+
+    Weights are read again by megatron-core itself.
+    """
     from megarl.megatron import checkpoint_pieces
+    from megarl.megatron.checkpoint import load_model
 
     checkpoint_pieces.LARGEST_BYTES = 1000
     worker = make_worker(path, distributed=False)
     train(worker, 0)
     save(worker, folder)
+    other = make_worker(path, weights="none")
+    load_model(other._rank, folder)
+    assert differences(other._rank.tensors(), worker._rank.tensors()) == []
     trainer = worker._trainer
     ((chunk,), (member,)) = trainer.rank.chunks, trainer._optimizer.chained_optimizers
     return {name: member.optimizer.state[p]["exp_avg_sq"] for name, p in chunk.module.named_parameters()}
@@ -346,8 +381,14 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def die(*_):
+    raise MemoryError
+
+
 def fail_on_rank(path, root):
     """Errors, by rank, of saves where rank 1's files have no room or the folder cannot be; then a save that works."""
+    from megarl.megatron import checkpoint_writer
+
     worker = make_worker(path)
     train(worker, 0)
     errors = []
@@ -362,6 +403,12 @@ def fail_on_rank(path, root):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     worker.begin_save(SaveOrder(folder=f"{root}/file"))
     errors.append(error_of(worker.finish_save, None))
+    write = checkpoint_writer._write
+    if dist.get_rank() == 1:
+        checkpoint_writer._write = die
+    worker.begin_save(SaveOrder(folder=f"{root}/dead", asynchronous=True))
+    errors.append(error_of(worker.finish_save, None))
+    checkpoint_writer._write = write
     train(worker, 1)
     save(worker, f"{root}/whole", asynchronous=True)
     want = everything(worker)
@@ -373,7 +420,7 @@ def fail_on_rank(path, root):
 
 def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder, tmp_path):
     (tmp_path / "file").write_text("")
-    *full, no_folder = run_ranks(fail_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
+    *full, no_folder, dead = run_ranks(fail_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
     for number, errors in enumerate(full):
         folder, file = tmp_path / f"full {number}", "__1_1" if number == 1 else "__1_0"
         why = f"the checkpoint could not be written, on rank 1: {folder}/{file}.distcp: File too large"
@@ -381,9 +428,11 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder,
         assert not (folder / ".metadata").exists()
     why = f"the checkpoint could not be written, on rank 0: {tmp_path}/file: File exists"
     assert no_folder == [f"{tmp_path}/file: {why}"] * 2
+    why = f"on rank 1: {tmp_path}/dead: the thread that writes has died; stderr says of what"
+    assert dead == [f"{tmp_path}/dead: the checkpoint could not be written, {why}"] * 2
 
 
-def refuse_on_rank(path, other_path, root):
+def refuse_on_rank(path, other_path, fewer_layers, root):
     """Errors, by rank, of what is refused; nothing changes."""
     from megarl.megatron.checkpoint import save_model
 
@@ -395,16 +444,21 @@ def refuse_on_rank(path, other_path, root):
     if dist.get_rank() == 0:
         os.truncate(f"{root}/cut/__1_0.distcp", 5_000)
         Path(f"{root}/no generators/generators_1.pt").unlink()
+    fewer = make_worker(fewer_layers, weights="none")
+    fewer_before = {name: tensor.detach().clone() for name, tensor in fewer._rank.tensors().items()}
     want = everything(worker)
     errors = {
         name: error_of(worker.load_training, f"{root}/{name}")
         for name in ("model alone", "other", "16 bits", "cut", "no generators", "nowhere")
     }
+    errors["more layers"] = error_of(fewer.load_training, f"{root}/no generators")
     assert differences(everything(worker), want) == []
+    assert differences(fewer._rank.tensors(), fewer_before) == []
     return errors
 
 
 REFUSED = {
+    "more layers": "{folder} is no training state of this Qwen3ForCausalLM: the model has no decoder.layers.",
     "model alone": "{folder} holds a model alone, needs a training state",
     "other": "decoder.layers.0.self_attention.linear_qkv.weight needs shape [160, 48], got [",
     "16 bits": " needs dtype float32, got bfloat16; ",
@@ -414,11 +468,21 @@ REFUSED = {
 }
 
 
+FOLDERS = {"more layers": "no generators"}
+
+
 def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing(model_folder, tmp_path):
-    errors = run_ranks(refuse_on_rank, 2, tmp_path, model_folder("qwen3"), model_folder("qwen2"), str(tmp_path))
+    path = model_folder("qwen3")
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    config |= {"layer_types": config["layer_types"][:-1]} if config.get("layer_types") else {}
+    (tmp_path / "fewer").mkdir()
+    (tmp_path / "fewer" / "config.json").write_text(json.dumps(config))
+    folders = path, model_folder("qwen2"), str(tmp_path / "fewer"), str(tmp_path)
+    errors = run_ranks(refuse_on_rank, 2, tmp_path, *folders)
     for name, says in REFUSED.items():
         assert errors[name][0] == errors[name][1]
-        assert says.format(folder=tmp_path / name) in errors[name][0]
+        assert says.format(folder=tmp_path / FOLDERS.get(name, name)) in errors[name][0]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 3, 4), (2, 3, 4), (3, 1, 2, 2)])
@@ -436,3 +500,19 @@ def test_a_range_is_cut_into_few_boxes(shape):
             ]
             assert [int(each[0]) for each in values] == [box.start for box in boxes]
             assert [int(value) for each in values for value in each] == list(range(start, stop))
+
+
+def test_ranks_have_equal_shares_of_what_all_of_them_have():
+    from megarl.megatron.checkpoint_pieces import share
+
+    values = [(7, 12), (1, 12), (100, 4), (3, 14), (0, 2), (29, 14)]
+    total = sum(count * each for count, each in values)
+    for size in (1, 2, 3, 8, 1000):
+        written = [[0] * count for count, _ in values]
+        for rank in range(size):
+            ranges = share(values, rank, size)
+            num_bytes = sum((stop - start) * each for (start, stop), (_, each) in zip(ranges, values, strict=True))
+            assert abs(num_bytes - total / size) <= 14
+            for (start, stop), of in zip(ranges, written, strict=True):
+                of[start:stop] = [n + 1 for n in of[start:stop]]
+        assert written == [[1] * count for count, _ in values]
