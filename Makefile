@@ -108,10 +108,11 @@ imports: setup ## Check that imports point down
 
 check: format-check lint types imports test ## Everything that CI runs
 
-bench: setup ## Compare weight-sync strategies, packing schemes and kernels; writes benchmarks/results
+bench: setup ## Compare weight-sync strategies, packing schemes, kernels and saves; writes benchmarks/results
 	$(BIN)/python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 	$(BIN)/python -m benchmarks.packing $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/packing.md
 	$(BIN)/python -m benchmarks.kernels --write benchmarks/results/kernels.md
+	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
 
 clean: ## Remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,10 +19,11 @@ import torch.multiprocessing as mp
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.megatron import platform
-from megarl.megatron.work import ModelSpec, SaveOrder, TrainerSpec
+from megarl.megatron.work import ModelSpec, SavedFile, SaveOrder, TrainerSpec
 
 if TYPE_CHECKING:
     from megarl.megatron.train_checkpoint import TrainCheckpoint
+    from megarl.megatron.trainer import MegatronTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,15 @@ class SaveReport:
     """`asynchronous_seconds` to `synchronous_seconds`."""
     background_seconds: float
     """What a rank writes for while training goes on."""
+    verify_seconds: float
+    """Comparing every file with its checksum, by one process."""
     load_seconds: float
+    read_bytes: int
+    """By all ranks together in that load, as the system counts."""
+    other_layout: str
+    """Another one, that loads the same files."""
+    other_load_seconds: float
+    other_read_bytes: int
 
 
 def measure(config: Path, *, ranks: int, sizes: Mapping[str, int], folder: Path, repeats: int) -> SaveReport:
@@ -82,10 +92,8 @@ def _on_rank(
 
 def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> SaveReport:
     from megarl.megatron.optimizer_state import optimizer_shards
-    from megarl.megatron.trainer import MegatronTrainer
 
-    model = ModelSpec(model_path=config, dtype="auto", parallel=ParallelConfig(**sizes), weights="none")
-    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))
+    trainer = _trainer(config, sizes)
     shards = optimizer_shards(trainer._optimizer).values()
     for tensor in (
         *trainer.rank.tensors().values(),
@@ -95,11 +103,10 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
     target = folder / "saved"
     at_once = [_save(trainer.checkpoint, target, asynchronous=False) for _ in range(repeats + 1)]
     later = [_save(trainer.checkpoint, target, asynchronous=True) for _ in range(repeats + 1)]
-    dist.barrier()
-    began = time.perf_counter()
-    trainer.checkpoint.load(target)
-    load = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(load, dist.ReduceOp.MAX)
+    verify = _verify(target, later[-1].files)
+    load, read = _load(trainer.checkpoint, target)
+    other = {**sizes, "tp": dist.get_world_size() if sizes["tp"] == 1 else 1}
+    other_load, other_read = _load(_trainer(config, other).checkpoint, target)
     synchronous, asynchronous = (median(save.held_up for save in of[1:]) for of in (at_once, later))
     return SaveReport(
         ranks=dist.get_world_size(),
@@ -111,8 +118,48 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
         begin_seconds=median(save.begin for save in later[1:]),
         ratio=asynchronous / synchronous,
         background_seconds=median(save.background for save in later[1:]),
-        load_seconds=float(load),
+        verify_seconds=verify,
+        load_seconds=load,
+        read_bytes=read,
+        other_layout=f"tp {other['tp']}",
+        other_load_seconds=other_load,
+        other_read_bytes=other_read,
     )
+
+
+def _trainer(config: str, sizes: dict[str, int]) -> MegatronTrainer:
+    from megarl.megatron.trainer import MegatronTrainer
+
+    model = ModelSpec(model_path=config, dtype="auto", parallel=ParallelConfig(**sizes), weights="none")
+    return MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))
+
+
+def _verify(folder: Path, files: Sequence[SavedFile]) -> float:
+    """Seconds that it took rank 0."""
+    dist.barrier()
+    began = time.perf_counter()
+    for file in files if dist.get_rank() == 0 else ():
+        with (folder / file.name).open("rb") as content:
+            assert hashlib.file_digest(content, "sha256").hexdigest() == file.sha256, file.name
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def _load(checkpoint: TrainCheckpoint, folder: Path) -> tuple[float, int]:
+    """Seconds of the slowest rank, and what all of them have read."""
+    dist.barrier()
+    before, began = _read_so_far(), time.perf_counter()
+    checkpoint.load(folder)
+    seconds = torch.tensor(time.perf_counter() - began)
+    read = torch.tensor(_read_so_far() - before)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    dist.all_reduce(read)
+    return float(seconds), int(read)
+
+
+def _read_so_far() -> int:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +169,8 @@ class _Save:
     begin: float
     held_up: float
     background: float
+    files: tuple[SavedFile, ...]
+    """Of all ranks."""
 
 
 def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
@@ -140,6 +189,8 @@ def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
     part = saves.finish_save()
     seconds = torch.tensor([begin, begin + time.perf_counter() - finishes])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    of_ranks = [part] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, part)
     counts = torch.tensor([stats.bytes, stats.staging_bytes])
     dist.all_reduce(counts)
     return _Save(
@@ -148,4 +199,5 @@ def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
         begin=float(seconds[0]),
         held_up=float(seconds[1]),
         background=part.write_seconds,
+        files=tuple(file for each in of_ranks for file in each.files),
     )
