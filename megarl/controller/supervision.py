@@ -161,15 +161,12 @@ class Replica:
         if time.monotonic() < self._until:
             return
         if not self._engines.has_machine(self.number):
-            self._go()
+            self.state = "gone"
+            self.restarts.say(f"the machine of {self.name} is lost; the run goes on without this engine")
             return
         self._starting = self._engines.start(self.number)
         self._until = time.monotonic() + self._start_seconds
         self.state = "starting"
-
-    def _go(self) -> None:
-        self.state, self._starting = "gone", None
-        self.restarts.say(f"the machine of {self.name} is lost; the run goes on without this engine")
 
     def _look_at_start(self) -> None:
         done, _ = ray.wait([self._starting], timeout=0)
@@ -178,9 +175,6 @@ class Replica:
         elif done:
             self._listen()
             self.state = "up"
-        elif self._was_up and not self._engines.has_machine(self.number):
-            self._end()  # Ray would start it on the machine's slots, should they come back
-            self._go()
         elif time.monotonic() > self._until:
             seconds = f"{self._start_seconds:g} s (rollout.engine.start_timeout_seconds)"
             self._lose(WorkerError(f"{self.name} was not up after {seconds}"))

@@ -337,24 +337,7 @@ def test_an_engine_whose_machine_is_lost_is_gone(make):
     assert world.supervision.serving == world.supervision.up == [1]
     assert world.said[-1] == "the machine of engine 0 is lost; the run goes on without this engine"
     assert world.engines.starting == []
-    assert world.supervision.refs() == world.supervision.replicas[1].refs()
     world.engines.lost_machines.add(1)
     end(world.engines.handles[1])
     with pytest.raises(WorkerError, match=r"^the machines of all engines are lost$"):
         world.pass_time(10)
-
-
-def test_an_engine_whose_machine_is_known_to_be_lost_once_it_starts_again_is_gone(make):
-    """Ray takes a while to notice; what it was asked to start there would never come up."""
-    world = make(count=2)
-    end(world.engines.handles[0])
-    world.pass_time(10)
-    assert len(world.engines.starting) == 1
-    starting = world.engines.handles[0]
-    world.engines.lost_machines.add(0)
-    world.pass_time(1)
-    assert starting.was_killed
-    assert world.said[-1] == "the machine of engine 0 is lost; the run goes on without this engine"
-    world.engines.lost_machines.clear()
-    world.pass_time(400)
-    assert world.supervision.serving == [1]
