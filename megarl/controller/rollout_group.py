@@ -106,11 +106,11 @@ class RolloutGroup:
     ) -> Iterator[FinishedGroup]:
         """Groups as they finish; `group_id` is the prompt's place in `prompts`.
 
+        What has not come when the stream ends is given up: the engines may then have other weights.
+
         Args:
             label: names the requests: `<label>-<group>-<sample>`.
             seed: what the samples' randomness follows from.
-
-        What has not come when the stream ends is given up: the engines may then have other weights.
 
         Raises:
             RewardError, WorkerError: as the worker raised it, or a process was lost that may not be restarted; the
