@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from megarl.config.tracking import TrackingConfig
+from megarl.errors import DataError
 from megarl.tracking.sinks import JsonlSink, Sink, TensorboardSink, WandbSink
 
 METRICS_FILE = "metrics.jsonl"
@@ -70,14 +72,22 @@ class Tracker:
         if not path.exists():
             return 0
         with path.open("rb") as file:
-            os.fsync(file.fileno())
+            with suppress(OSError):  # it is told when the next line is written
+                os.fsync(file.fileno())
             return file.seek(0, os.SEEK_END)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one step's metrics everywhere, flushed."""
+        """Record one step's metrics everywhere, flushed.
+
+        Raises:
+            DataError: the disk refuses them.
+        """
         numbers = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
-            sink.log(numbers, step=step)
+            try:
+                sink.log(numbers, step=step)
+            except OSError as e:
+                raise DataError(f"the metrics of step {step} cannot be written to {self._run_dir}: {e}") from e
 
     def close(self) -> None:
         """Close every record; a second time does nothing."""

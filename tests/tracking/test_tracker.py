@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.config.tracking import TrackingConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
@@ -137,3 +137,11 @@ def test_a_file_that_lost_its_end_stays_one_of_whole_lines(tmp_path: Path) -> No
             t.log({"a": 1.0}, step=5)
         steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
         assert steps == [*range(1, left + 1), 5]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = Tracker(TrackingConfig(tensorboard=False), tmp_path)
+    with pytest.raises(DataError, match=r"^the metrics of step 1 cannot be written to .*: .* No space left on device$"):
+        tracker.log({"a": 1.0}, step=1)
+    assert tracker.num_bytes == 0
