@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import ray
@@ -88,7 +88,8 @@ class Controller:
 
     def stop(self) -> None:
         """End the processes that leave files behind where they are killed; a stage under way fails."""
-        self._closing.close()
+        with suppress(KeyboardInterrupt), self._closing:
+            raise KeyboardInterrupt  # so that a run's last sign of life is not that of one which came to its end
 
     def train(self, config: RunConfig, resume: Path | None = None) -> None:
         """Reinforcement learning from start to export; from the checkpoint `resume`, where there is one.

@@ -197,6 +197,7 @@ class Fleet:
         state = RunState.read(folder)
         self._say(f"going on from step {state.step}: {folder}")
         self._restarts.step_done(state.step)
+        self._vigil.heartbeat.saved(state.step)
         for name, model in trained.items():
             report = model.load_training(str(folder / name))
             if not report.same_layout:

@@ -46,11 +46,6 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
     saved = newest_whole(config, say) if which == AUTO else store.find(which, say)
-    if saved is None and (damaged := store.saved()):
-        raise DataError(
-            f"{store.folder} has no checkpoint that is whole, of {len(damaged)}: mend one, resume from that of another "
-            "run, or begin anew without --resume, which sets them aside"
-        )
     if saved is None:
         say(f"{store.folder} has no checkpoint to go on from: the run begins anew")
         stale = [run_dir / name for name in results if name != JOURNAL]
@@ -69,8 +64,19 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
 
 
 def newest_whole(config: RunConfig, say: Callable[[str], None]) -> Saved | None:
-    """The run's newest checkpoint that can be loaded; damaged ones are told."""
-    return CheckpointStore(config.run_dir).newest_whole(say, deep=reads_all(config))
+    """The run's newest checkpoint that can be loaded; damaged ones are told. None: there is none, damaged or not.
+
+    Raises:
+        DataError: all are damaged.
+    """
+    store = CheckpointStore(config.run_dir)
+    newest = store.newest_whole(say, deep=reads_all(config))
+    if newest is None and (damaged := store.saved()):
+        raise DataError(
+            f"{store.folder} has no checkpoint that is whole, of {len(damaged)}: mend one, resume from that of another "
+            "run, or begin anew without --resume, which sets them aside"
+        )
+    return newest
 
 
 def reads_all(config: RunConfig) -> bool:

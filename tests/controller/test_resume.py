@@ -14,7 +14,7 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, dump_config
 from megarl.controller.launch import RESULTS
-from megarl.controller.resume import Start, find_start
+from megarl.controller.resume import Start, find_start, newest_whole
 from megarl.controller.run_state import RunState
 from megarl.errors import ConfigError, DataError
 from tests.controller.groups import run_config
@@ -159,6 +159,8 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     before = there(config)
     with pytest.raises(DataError, match=r"/checkpoints has no checkpoint that is whole, of 2: "):
         find(config, "auto")
+    with pytest.raises(DataError, match=r"/checkpoints has no checkpoint that is whole, of 2: "):
+        newest_whole(config, str)  # what a run asks that has lost its trainer
     assert there(config) == before
 
 

@@ -35,6 +35,7 @@ def test_an_interrupted_run_leaves_nothing(how: str, world: Path, tmp_path: Path
     assert run.wait(10) == 130
     run.assert_nothing_lives(5)
     assert run.stderr == "error: interrupted\n"
+    assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["status"] == "failed"
     assert run.leftovers() == []
 
 

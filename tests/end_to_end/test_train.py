@@ -149,5 +149,10 @@ def test_the_exported_model_is_one_that_transformers_loads_and_that_has_learnt(r
     assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token == "<eos>"
 
 
+def test_the_last_sign_of_life_is_of_the_end(run: Finished) -> None:
+    beat = json.loads((run.folder / "heartbeat.json").read_text())
+    assert (beat["status"], beat["step"], beat["last_checkpoint_step"]) == ("ended", STEPS, STEPS)
+
+
 def test_the_configuration_is_kept(run: Finished) -> None:
     assert f"steps: {STEPS}" in (run.folder / "train.yaml").read_text()
