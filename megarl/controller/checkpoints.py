@@ -183,7 +183,8 @@ class Checkpointer:
     def _remove_old(self, newest: int) -> None:
         options = self._config.checkpoint
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
-        drop_steps(self._config.run_dir, upto=min(saved.step for saved in self._store.saved()))
+        # those that keep_every keeps are for going back, not for going on: they need no journal
+        drop_steps(self._config.run_dir, upto=self._store.saved()[-options.keep_last :][0].step)
 
     def _give_up(self, step: int, error: DataError) -> None:
         self.last_step = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from megarl.tracking.progress import StepLine
@@ -31,7 +32,8 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._first = 0
+        # not 0: a cursor of the log that a controller had before it was restarted lies before all of this one
+        self._first = time.time_ns()
         self._lock = threading.Lock()
         self.asked_by = ""
         """The signal for which the run is to end early; empty: none has come."""
@@ -42,7 +44,7 @@ class EventLog:
             self._events.append(event)
 
     def since(self, cursor: int) -> tuple[list[Event], int]:
-        """Events from `cursor` on, and the next cursor; what lies before `cursor` is forgotten."""
+        """Events from `cursor` on, at first 0, and the next cursor; what lies before `cursor` is forgotten."""
         with self._lock:
             self._events = self._events[max(0, cursor - self._first) :]
             self._first = max(self._first, cursor)
