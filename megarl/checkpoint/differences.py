@@ -14,6 +14,7 @@ ALLOWED = (
     "algorithm.*.parallel",
     "checkpoint",
     "data.path",
+    "dpo.reference.parallel",
     "export_dir",
     "limits",
     "model.path",
@@ -72,7 +73,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Differ
     """Every key that differs, by path.
 
     Args:
-        saved: the configuration of the checkpoint, as `RunConfig.model_dump(mode="json")` gives it.
+        saved: the configuration of the checkpoint, as `model_dump(mode="json")` gives it.
         now: that of the run which is to go on from it.
     """
     scheduled = _is_scheduled(saved) or _is_scheduled(now)

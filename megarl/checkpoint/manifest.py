@@ -19,7 +19,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter, ValidationError
 
 from megarl import __version__
-from megarl.config import RunConfig
+from megarl.config import StageConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
@@ -65,7 +65,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """The policy that a checkpoint is of: two of one identity have the same weights by name and shape."""
+    """The model that a checkpoint is of: two of one identity have the same weights by name and shape."""
 
     architecture: str
     config: Mapping[str, Any]
@@ -95,7 +95,7 @@ class Contents:
     """The file of `data.path`, in whose rows the sampler stands; None: nothing is known of it."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
+    def of(cls, config: StageConfig) -> Self:
         """Of the checkpoints of a run.
 
         Raises:

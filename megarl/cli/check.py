@@ -6,15 +6,13 @@ import argparse
 from collections.abc import Sequence
 
 from megarl.cli.options import add_config_options
-from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig, StageConfig, dump_config, load_config
+from megarl.config import STAGES, dump_config, load_config
 from megarl.config.placement import PlacementConfig
 from megarl.controller.preflight import require_ready
 from megarl.errors import ConfigError
 from megarl.launch.time_limit import parse_time_limit
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
-
-STAGES: dict[str, type[StageConfig]] = {"train": RunConfig, "sft": SftConfig, "rm": RmConfig, "dpo": DpoConfig}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

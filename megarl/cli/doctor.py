@@ -131,11 +131,10 @@ def _run_cluster(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> StageConfig:
     """The run's, with absolute paths."""
-    from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig, load_config
+    from megarl.config import STAGES, load_config
     from megarl.controller.launch import with_absolute_paths
 
-    kinds: dict[str, type[StageConfig]] = {"train": RunConfig, "sft": SftConfig, "rm": RmConfig, "dpo": DpoConfig}
-    return with_absolute_paths(load_config(kinds[args.stage], args.config, args.overrides))
+    return with_absolute_paths(load_config(STAGES[args.stage], args.config, args.overrides))
 
 
 def diagnose() -> Diagnosis:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megarl.cli.options import add_config_options
+from megarl.cli.options import add_config_options, add_resume_option
 from megarl.cli.stage import load_stage, run_anywhere
 from megarl.config import DpoConfig
 
@@ -12,6 +12,7 @@ from megarl.config import DpoConfig
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `megarl.cli.main.Command`."""
     add_config_options(parser)
+    add_resume_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,4 +21,4 @@ def run(args: argparse.Namespace) -> int:
     from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
     from megarl.controller.stages import make_dpo
 
-    return run_anywhere(config, world, Controller.dpo, make_dpo)
+    return run_anywhere(config, world, Controller.dpo, make_dpo, resume=args.resume)

@@ -12,6 +12,16 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
+def add_resume_option(parser: argparse.ArgumentParser) -> None:
+    """`[--resume auto|STEP|PATH]`, as `args.resume`."""
+    parser.add_argument(
+        "--resume",
+        metavar="auto|STEP|PATH",
+        help="go on with the run in run_dir: from its newest whole checkpoint, from that of a step, or from a "
+        "checkpoint's folder, which may be of another run",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """`[--set KEY=VALUE ...]`, as `args.overrides`."""
     parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.cli.output import console
@@ -32,23 +33,26 @@ def load_stage(kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWorl
 def run_anywhere(
     config: C,
     world: TorchrunWorld | None,
-    method: Callable[[Controller, C], Any],
-    make: Callable[[C, EventLog, Processes], Stage],
+    method: Callable[[Controller, C, Path | None], Any],
+    make: Callable[[C, EventLog, Processes, Path | None], Stage],
+    *,
+    resume: str | None,
 ) -> int:
     """Run the stage on the ranks of `world`, or, where it is None, on Ray; say where the model is.
 
     Args:
         method: the stage as the controller runs it.
         make: the same for `run_spmd_stage`.
+        resume: see `megarl.controller.resume`.
     """
     if world is None:
         from megarl.controller.launch import run_stage
 
-        run_stage(config, method)
+        run_stage(config, method, resume=resume)
     else:
         from megarl.controller.spmd import run_spmd_stage
 
-        run_spmd_stage(config, make, world, name=method.__name__)
+        run_spmd_stage(config, make, world, name=method.__name__, resume=resume)
     if world is None or world.rank == 0:
         console().print(f"model        {config.export_path}", highlight=False)
     return 0

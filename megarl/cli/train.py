@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megarl.cli.options import add_config_options
+from megarl.cli.options import add_config_options, add_resume_option
 from megarl.cli.output import console
 from megarl.config import RunConfig, load_config
 
@@ -12,12 +12,7 @@ from megarl.config import RunConfig, load_config
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `megarl.cli.main.Command`."""
     add_config_options(parser)
-    parser.add_argument(
-        "--resume",
-        metavar="auto|STEP|PATH",
-        help="go on with the run in run_dir: from its newest whole checkpoint, from that of a step, or from a "
-        "checkpoint's folder, which may be of another run",
-    )
+    add_resume_option(parser)
     parser.add_argument(
         "--detach",
         action="store_true",

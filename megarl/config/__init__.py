@@ -5,8 +5,10 @@ from megarl.config.load import dump_config, load_config
 from megarl.config.preference import DpoConfig, RmConfig
 from megarl.config.run import RunConfig, SftConfig, StageConfig
 from megarl.config.score import ScoreConfig, make_score_config
+from megarl.config.stages import STAGES, command_of, load_resolved
 
 __all__ = [
+    "STAGES",
     "ConvertConfig",
     "DpoConfig",
     "RmConfig",
@@ -14,8 +16,10 @@ __all__ = [
     "ScoreConfig",
     "SftConfig",
     "StageConfig",
+    "command_of",
     "dump_config",
     "load_config",
+    "load_resolved",
     "make_convert_config",
     "make_score_config",
 ]

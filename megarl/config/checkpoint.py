@@ -12,7 +12,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=20, ge=0)
     """Steps between checkpoints; one is saved after the last step too, and when the run is asked to end early. 0: none;
-    a run that is interrupted begins anew, and one that loses its trainer trains all of its steps again."""
+    a run that is interrupted begins anew, and `megarl train` that loses its trainer trains all of its steps again."""
 
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints to keep. Two, so that a damaged one costs steps and not the run."""
@@ -27,7 +27,7 @@ class CheckpointConfig(Section):
     """Host memory for that copy, a rank; what exceeds it is written before training goes on. Default: not limited."""
 
     hf: bool = False
-    """Write the policy in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""
+    """Write the model in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""
 
     verify: Literal["checksums", "sizes"] = "checksums"
     """What is compared with the manifest before a checkpoint is loaded: every file's content, or its size alone."""

@@ -56,6 +56,15 @@ def load_config(
     Raises:
         ConfigError: file missing, not YAML, unknown or missing keys, impossible values; every problem, one a line.
     """
+    return make_config(kind, read_tree(path), overrides, origin=str(path), slots=slots)
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The content of a YAML file.
+
+    Raises:
+        ConfigError: it is missing, not YAML, or no mapping.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,7 +77,7 @@ def load_config(
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: needs a mapping at the top, got {type(tree).__name__}")
-    return make_config(kind, tree, overrides, origin=str(path), slots=slots)
+    return tree
 
 
 def make_config(

@@ -38,6 +38,7 @@ class StageConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig = PlacementConfig()
     tracking: TrackingConfig = TrackingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     export_dir: str | None = None
     """Where the trained model is written in Hugging Face format. Default: `<run_dir>/model`."""
@@ -95,7 +96,6 @@ class RunConfig(StageConfig):
     reward: RewardsConfig = RewardsConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     limits: LimitsConfig = LimitsConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
 
     @property

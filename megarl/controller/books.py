@@ -1,4 +1,4 @@
-"""What a reinforcement-learning run comes to, counted step by step."""
+"""What a run comes to, counted step by step."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ class Books:
     tokens: int = 0
     """That were trained on, prompts included."""
     weight_sync_bytes: int = 0
-    logprob_abs_max: float = 0.0
-    """The largest log-probability mismatch of any step."""
+    logprob_abs_max: float | None = 0.0
+    """The largest log-probability mismatch of any step; None where there is nothing to compare with."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """By step."""
 
-    def count_step(self, *, tokens: int, seconds: float, mismatch: float) -> None:
+    def count_step(self, *, tokens: int, seconds: float, mismatch: float | None = None) -> None:
         """Add a step that is over."""
         self.tokens += tokens
         self.step_seconds += seconds
-        self.logprob_abs_max = max(self.logprob_abs_max, mismatch)
+        if mismatch is not None:
+            self.logprob_abs_max = max(self.logprob_abs_max or 0.0, mismatch)
 
     def by(self, timer: PhaseTimer) -> Books:
         """A copy, as of now by the run's `timer`."""
         evaluations = dict(self.evaluations)
         return replace(self, seconds=timer.seconds(), seconds_by_phase=dict(timer.totals), evaluations=evaluations)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the time of all steps; 0 before the first."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     def summary(self, *, step: int, steps_planned: int) -> RunSummary:
         """Of a run that has ended after `step`."""
@@ -43,7 +49,7 @@ class Books:
             steps_planned=steps_planned,
             seconds_total=self.seconds,
             seconds_by_phase=self.seconds_by_phase,
-            tokens_per_second=self.tokens / self.step_seconds if self.step_seconds else 0.0,
+            tokens_per_second=self.tokens_per_second,
             weight_sync_bytes=self.weight_sync_bytes,
             logprob_abs_max=self.logprob_abs_max,
         )

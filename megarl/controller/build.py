@@ -45,10 +45,10 @@ def trainer_spec(config: StageConfig, *, fill: bool = True) -> TrainerSpec:
     return TrainerSpec(model=model, optimizer=config.trainer.optimizer, optimizer_steps=steps)
 
 
-def build_trainer(config: StageConfig, processes: Processes) -> TrainerGroup:
-    """Trainer ranks alone."""
+def build_trainer(config: StageConfig, processes: Processes, *, fill: bool = True) -> TrainerGroup:
+    """Trainer ranks alone; `fill`: see `trainer_spec`."""
     group = trainer_on(config, processes)
-    group.start_workers(trainer_spec(config)).result(config.placement.start_timeout_seconds)
+    group.start_workers(trainer_spec(config, fill=fill)).result(config.placement.start_timeout_seconds)
     return group
 
 

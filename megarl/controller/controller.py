@@ -102,24 +102,24 @@ class Controller:
             run = train_through(config, self._events, self._closing, self._startup, resume=resume, again=again)
         run.require_whole()
 
-    def sft(self, config: SftConfig) -> None:
-        """Supervised fine-tuning from start to export."""
+    def sft(self, config: SftConfig, resume: Path | None = None) -> None:
+        """Supervised fine-tuning from start to export; from the checkpoint `resume`, where there is one."""
         self._events.add(Note("starting trainer ranks"))
-        run = make_sft(config, self._events, stage_processes(config))
+        run = make_sft(config, self._events, stage_processes(config), resume)
         run.train()
         run.require_whole()
 
-    def rm(self, config: RmConfig) -> None:
-        """A reward or cost model from pairs, from start to export."""
+    def rm(self, config: RmConfig, resume: Path | None = None) -> None:
+        """A reward or cost model from pairs, as `sft`."""
         self._events.add(Note("starting trainer ranks"))
-        run = make_rm(config, self._events, stage_processes(config))
+        run = make_rm(config, self._events, stage_processes(config), resume)
         run.train()
         run.require_whole()
 
-    def dpo(self, config: DpoConfig) -> None:
-        """Direct preference optimisation from start to export."""
+    def dpo(self, config: DpoConfig, resume: Path | None = None) -> None:
+        """Direct preference optimisation, as `sft`."""
         self._events.add(Note("starting trainer ranks"))
-        run = make_dpo(config, self._events, stage_processes(config))
+        run = make_dpo(config, self._events, stage_processes(config), resume)
         run.train()
         run.require_whole()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.events import EventLog, Phase
 from megarl.controller.pairs import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
 from megarl.controller.trainer_group import FrozenGroup, TrainerGroup
@@ -19,25 +21,31 @@ from megarl.megatron.work import DirectPreferenceLoss, TrainWork
 class DpoRun(PairsRun):
     """Asks the reference once, before the first step, and keeps nothing of it but the log-probabilities.
 
-    Where no other model is given, the trainer itself is the reference at that moment: there is no second copy.
+    Where no other model is given, the trainer itself is the reference at that moment: there is no second copy. A run
+    that goes on from a checkpoint asks again, before it loads it.
     """
 
     def __init__(
-        self, config: DpoConfig, events: EventLog, trainer: TrainerGroup, reference: FrozenGroup | None = None
+        self,
+        config: DpoConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        reference: FrozenGroup | None = None,
+        *,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
     ) -> None:
-        """`reference`: None where it is the model that training starts from."""
-        super().__init__(config, events, trainer, safety=False)
+        """`reference`: None where it is the model that training starts from, and which `trainer` still is."""
+        super().__init__(config, events, trainer, safety=False, checkpoints=checkpoints, resume=resume)
         self._config, self._reference = config, reference
         self._loss = DirectPreferenceLoss(beta=config.dpo.beta, nll=config.dpo.nll)
         self._ref_logprobs: Mapping[int, tuple[PerToken, PerToken]] = {}
         self._held_out_ref: Sequence[float] = ()
 
-    def train(self) -> None:
-        """See `SupervisedRun`."""
-        if not self.ends_early():
-            with self.phase("reference"):
-                self._ask_reference()
-        super().train()
+    def begin(self) -> None:
+        """Ask the reference."""
+        with self.phase("reference"):
+            self._ask_reference()
 
     def work(self, rows: Sequence[int]) -> TrainWork:
         """See `SupervisedRun`."""

@@ -13,7 +13,7 @@ from ray.util import remove_placement_group
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
 from megarl.controller.build import read_prompts, start_engines, trainer_spec
-from megarl.controller.checkpoints import POLICY, Checkpointer
+from megarl.controller.checkpoints import POLICY, Checkpointer, load_models
 from megarl.controller.engines import EngineGroup
 from megarl.controller.events import EventLog, Note
 from megarl.controller.policy_run import PolicyRun
@@ -105,7 +105,8 @@ class Fleet:
             state = self._load(resume, trained) if resume is not None else RunState() if again else None
         with startup.phase("weight sync plan"):
             weights = WeightSync(config, trainer, engines, pool)
-        checkpoints = Checkpointer(config, trained, self._say, self._vigil) if config.checkpoint.every else None
+        saved = self._vigil.heartbeat.saved
+        checkpoints = Checkpointer(config, trained, self._say, saved=saved) if config.checkpoint.every else None
         return PolicyRun(
             config,
             self._events,
@@ -198,10 +199,7 @@ class Fleet:
         self._say(f"going on from step {state.step}: {folder}")
         self._restarts.step_done(state.step)
         self._vigil.heartbeat.saved(state.step)
-        for name, model in trained.items():
-            report = model.load_training(str(folder / name))
-            if not report.same_layout:
-                self._say(f"{name}: saved in another layout; the random numbers of its ranks begin anew")
+        load_models(folder, trained, self._say)
         return state
 
     def _say(self, text: str) -> None:

@@ -17,6 +17,7 @@ from megarl.checkpoint.lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.config.algorithm import FrozenModelConfig
+from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
 from megarl.controller.cluster import Terminated, terminated_is_interrupted, terminated_is_noted
@@ -89,25 +90,35 @@ def run_stage(
     with ExitStack() as closing:
         with startup.phase("checks"):
             config = require_sound(config)
+            checkpoint = None
             if begins_run:
-                closing.enter_context(RunLock(config.run_dir))
-                CheckpointStore(config.run_dir).clean()
-            start = _start(config, resume) if begins_run else Start()
-            prepare_folder(config, method.__name__, start.stale)
-        arguments = (config,) if start.checkpoint is None else (config, start.checkpoint)
+                checkpoint = begin_run(config, method.__name__, resume, closing)
+            else:
+                prepare_folder(config, method.__name__, ())
+        arguments = (config,) if checkpoint is None else (config, checkpoint)
         return _on_cluster(config, method, arguments, startup, detach=detach)
 
 
-def _start(config: StageConfig, resume: str | None) -> Start:
+def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitStack) -> Path | None:
+    """Make the run's folder ready, for this run alone, and return the checkpoint that it goes on from.
+
+    Args:
+        config: with absolute paths.
+        name: what the resolved configuration is called in the folder.
+        resume: see `run_stage`.
+        closing: lets the folder go.
+
+    Raises:
+        MegarlError: another run has the folder, or there is nothing to go on from; nothing in it has changed.
+    """
+    closing.enter_context(RunLock(config.run_dir))
+    CheckpointStore(config.run_dir).clean()
     if resume is None:
-        return new_run(config)
-    assert isinstance(config, RunConfig), "fine-tuning keeps no checkpoints"
-    return find_start(config, resume, RESULTS, print)
-
-
-def new_run(config: StageConfig) -> Start:
-    """From the model's folder, with the results of an earlier run set aside."""
-    return Start(stale=tuple(Path(config.run_dir) / name for name in RESULTS))
+        start = Start(stale=tuple(Path(config.run_dir) / result for result in RESULTS))
+    else:
+        start = find_start(config, resume, RESULTS, print)
+    prepare_folder(config, name, start.stale)
+    return start.checkpoint
 
 
 def _on_cluster(
@@ -246,7 +257,8 @@ class Asked:
 
 def _grace_seconds(config: StageConfig) -> float:
     """How long a run that is told to end may take: no time, where it would not save anything."""
-    return config.recovery.grace_seconds if isinstance(config, RunConfig) and config.checkpoint.every else 0.0
+    recovery = config.recovery if isinstance(config, RunConfig) else RecoveryConfig()
+    return recovery.grace_seconds if config.checkpoint.every else 0.0
 
 
 def follow(actor: Any, result: Any, progress: RunProgress, asked: Asked) -> None:

@@ -10,6 +10,7 @@ from megarl.algorithms import Denominators
 from megarl.batch.pack import Column, PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import StageConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.events import EventLog
 from megarl.controller.model_folder import read_hf_config
 from megarl.controller.supervised import SupervisedRun
@@ -25,7 +26,6 @@ from megarl.megatron.work import (
     TrainWork,
 )
 from megarl.placement.torchrun import torchrun_world
-from megarl.tracking.summary import RunSummary
 
 MICRO_BATCHES_PER_CHUNK = 16
 """Of each replica, when full: enough to balance the replicas and to fill a pipeline."""
@@ -37,8 +37,17 @@ Rewards = Sequence[tuple[float, float]]
 class PairsRun(SupervisedRun):
     """Pairs in, one optimizer step a batch; held-out pairs are told apart before and after."""
 
-    def __init__(self, config: StageConfig, events: EventLog, trainer: TrainerGroup, *, safety: bool) -> None:
-        """`safety`: which answers are safe is read as well."""
+    def __init__(
+        self,
+        config: StageConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        *,
+        safety: bool,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """`safety`: which answers are safe is read as well; for the rest see `SupervisedRun`."""
         tokenizer = load_tokenizer(config.model.path)
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
 
@@ -48,9 +57,9 @@ class PairsRun(SupervisedRun):
         self.pairs = load(config.data.path)
         eval_path = config.data.eval_path
         self.held_out = load(eval_path)[: config.data.eval_size] if eval_path is not None else []
-        self._run_dir, self._accuracies = Path(config.run_dir), dict[int, float]()
+        self._run_dir = Path(config.run_dir)
         self.max_tokens = config.trainer.max_tokens_per_micro_batch
-        super().__init__(config, events, trainer, num_rows=len(self.pairs))
+        super().__init__(config, events, trainer, num_rows=len(self.pairs), checkpoints=checkpoints, resume=resume)
 
     @abstractmethod
     def held_out_rewards(self) -> Rewards:
@@ -63,23 +72,14 @@ class PairsRun(SupervisedRun):
         with self.phase("evaluate"):
             rewards = self.held_out_rewards()
         accuracy, gap = preference_accuracy(rewards), sum(better - worse for better, worse in rewards) / len(rewards)
-        self._accuracies[self.step] = accuracy
+        self._books.evaluations[self.step] = accuracy
         self.log({"eval/accuracy": accuracy, "eval/gap": gap})
         self.say(f"step {self.step}: accuracy {accuracy:.3f}, gap {gap:.3g} on {len(rewards)} held-out pairs")
 
     def finish(self) -> None:
         """Write `summary.json` and close the books."""
-        summary = RunSummary(
-            eval_before=self._accuracies.get(0),
-            eval_after=self._accuracies.get(self.step),
-            steps=self.step,
-            steps_planned=self._stage.trainer.steps,
-            seconds_total=self.timer.seconds(),
-            seconds_by_phase=self.timer.totals,
-            tokens_per_second=self.tokens_per_second,
-            weight_sync_bytes=0,
-            logprob_abs_max=None,
-        )
+        books = self._books.by(self.timer)
+        summary = books.summary(step=self.step, steps_planned=self._stage.trainer.steps)
         world = torchrun_world()
         if world is None or world.rank == 0:
             summary.write(self._run_dir / "summary.json")

@@ -25,12 +25,11 @@ from megarl.controller.restarts import Restarts
 from megarl.controller.roles import Models
 from megarl.controller.rollout_group import RolloutGroup
 from megarl.controller.run import StageRun
-from megarl.controller.run_state import RunState, position
+from megarl.controller.run_state import RunState
 from megarl.controller.tokens import EstimateJob, Estimator
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.vigil import Vigil
 from megarl.controller.weights import WeightSync
-from megarl.data.sampler import PromptSampler
 from megarl.errors import LimitError
 from megarl.megatron.work import MISMATCH, ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
@@ -41,9 +40,6 @@ from megarl.tracking.summary import RunSummary
 from megarl.workers.group import Pending
 
 D = TypeVar("D")
-
-PROMPTS = "prompts"
-"""The data source whose rows are sampled from."""
 
 
 class PolicyRun(StageRun):
@@ -73,45 +69,40 @@ class PolicyRun(StageRun):
         restarts: counted between finished steps.
         vigil: watches over the run.
         """
-        super().__init__(config, events, timer, resumed=None if resumed is None else position(resumed), vigil=vigil)
+        super().__init__(
+            config,
+            events,
+            timer,
+            num_rows=len(prompts),
+            checkpoints=checkpoints,
+            resumed=resumed,
+            vigil=vigil,
+        )
         self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
         self._weights, self._prompts, self._held_out = weights, prompts, held_out
-        self._sampler = PromptSampler(len(prompts), config.seed, config.data.shuffle)
         s = config.rollout.sampling
         self.sampling = Sampling(
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
         self._startup, self._is_started = startup, resumed is not None
-        self._checkpoints, self._resumed, self._restarts = checkpoints, resumed or RunState(), restarts
+        self._restarts = restarts
         self._carried: dict[str, Any] = {}
         self._limits = StepLimits(config.limits)
+        self._limits.skips_in_a_row = self._resumed.skips_in_a_row
         self._kl = _kl_state(config)
         if self._kl is not None:
             self.carry("kl", self._kl)
         self._training: dict[str, Pending[TrainStats]] = {}
         self._step_metrics: dict[str, float] = {}
         self._sync_metrics: dict[str, float] = {}
-        self._books = self._resumed.books.by(timer)
-        if resumed is not None:
-            self._go_on(resumed)
-
-    def _go_on(self, state: RunState) -> None:
-        self.step = state.step
-        if PROMPTS in state.samplers:
-            self._sampler.restore(state.samplers[PROMPTS])
-        self.timer.resume(state.books.seconds, state.books.seconds_by_phase)
-        self._limits.skips_in_a_row = state.skips_in_a_row
 
     def state(self) -> RunState:
-        """What decides the run's future beside its models; between two steps."""
-        return RunState(
-            step=self.step,
+        """See `StageRun`."""
+        return replace(
+            super().state(),
             policy_version=self._weights.policy_version,
-            samplers={PROMPTS: self._sampler.state()},
             carried={name: asdict(state) for name, state in self._carried.items()},
             skips_in_a_row=self._limits.skips_in_a_row,
-            metrics_bytes=self._tracker.num_bytes,
-            books=self._books.by(self.timer),
         )
 
     def carry(self, name: str, state: D) -> D:
@@ -304,7 +295,7 @@ class PolicyRun(StageRun):
             self._adapt_kl(len(batch.keys))
         if self._checkpoints is not None and self._checkpoints.is_due(self.step):
             self.finish_critics()
-            self._save_models(self._checkpoints)
+            self.note(self.begin_save(self._checkpoints))
         self._offload()
         self.finish_critics()
         if self.config.tracking.rollouts:
@@ -368,20 +359,6 @@ class PolicyRun(StageRun):
             yield
         except LimitError as error:
             raise LimitError(f"step {self.step}: {error}") from error
-
-    def save(self) -> None:
-        """Have a checkpoint of the last step, where they are kept; one that could not be written is told."""
-        if self._checkpoints is None or self.step == self._resumed.step:
-            return
-        if self._checkpoints.last_step != self.step:
-            self._save_models(self._checkpoints)
-            self._checkpoints.add_state(self.state)
-        with self.phase("checkpoint"):
-            self._checkpoints.finish()
-
-    def _save_models(self, checkpoints: Checkpointer) -> None:
-        with self.phase("checkpoint"):
-            self.note(checkpoints.begin(self.step))
 
     def _adapt_kl(self, num_samples: int) -> None:
         """Move the coefficient towards the target, where there is one; while the policy rests there is no news."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may: `megarl train CONFIG --resume auto|STEP|PATH`."""
+"""Which checkpoint a run goes on from, and whether it may: `megarl train|sft|rm|dpo CONFIG --resume auto|STEP|PATH`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.checkpoint.differences import differences, require_no_contradictions
 from megarl.checkpoint.manifest import Contents, Manifest, read_manifest, require_same_model
 from megarl.checkpoint.store import CheckpointStore, Saved, shortened
 from megarl.checkpoint.verify import damage_told, hash_file
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal import fingerprint_of
 from megarl.rollout.journal_folder import fingerprints_in, steps_in
@@ -30,7 +30,7 @@ class Start:
     """What it must not find in its folder, to be set aside."""
 
 
-def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Callable[[str], None]) -> Start:
+def find_start(config: StageConfig, which: str, results: tuple[str, ...], say: Callable[[str], None]) -> Start:
     """Where the run goes on; nothing has been changed yet.
 
     Args:
@@ -42,7 +42,8 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
     Raises:
         DataError: there is no such checkpoint, it is damaged, as all are with `auto`, or it is of another model or of
             other data.
-        ConfigError: the run that it is of had other settings that count, or it is of a step behind the last.
+        ConfigError: the run that it is of was started by another command, or had other settings that count, or it is of
+            a step behind the last.
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
     saved = newest_whole(config, say) if which == AUTO else store.find(which, say)
@@ -63,7 +64,7 @@ def find_start(config: RunConfig, which: str, results: tuple[str, ...], say: Cal
     return Start(checkpoint=saved.folder, stale=(*later, *_other_journal(config, saved.step, say)))
 
 
-def newest_whole(config: RunConfig, say: Callable[[str], None]) -> Saved | None:
+def newest_whole(config: StageConfig, say: Callable[[str], None]) -> Saved | None:
     """The run's newest checkpoint that can be loaded; damaged ones are told. None: there is none, damaged or not.
 
     Raises:
@@ -79,18 +80,19 @@ def newest_whole(config: RunConfig, say: Callable[[str], None]) -> Saved | None:
     return newest
 
 
-def reads_all(config: RunConfig) -> bool:
+def reads_all(config: StageConfig) -> bool:
     """Whether every byte of a checkpoint is read before it is loaded."""
     return config.checkpoint.verify == "checksums"
 
 
-def _other_journal(config: RunConfig, step: int, say: Callable[[str], None]) -> list[Path]:
+def _other_journal(config: StageConfig, step: int, say: Callable[[str], None]) -> list[Path]:
     """The journal, where it holds rollouts that the run would not make which goes on from `step`.
 
     They are of another configuration; or a step before theirs is missing, which may come out otherwise this time.
     """
     folder = Path(config.run_dir) / JOURNAL
-    if fingerprints_in(config.run_dir) - {fingerprint_of(config)}:
+    own = {fingerprint_of(config)} if isinstance(config, RunConfig) else set()
+    if fingerprints_in(config.run_dir) - own:
         say(f"{folder} is of other settings, and is set aside")
         return [folder]
     later = [each for each in steps_in(config.run_dir) if each > step]
@@ -118,11 +120,16 @@ def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
         )
 
 
-def _require_same_run(config: RunConfig, saved: Saved, say: Callable[[str], None]) -> None:
+def _require_same_run(config: StageConfig, saved: Saved, say: Callable[[str], None]) -> None:
+    before = load_resolved(saved.folder / "config.yaml")
+    if type(before) is not type(config):
+        raise ConfigError(
+            f"--resume: checkpoint {saved.folder} is of a run of megarl {command_of(before)}, and megarl "
+            f"{command_of(config)} cannot go on from it; a model that it has exported can be model.path"
+        )
     manifest = read_manifest(saved.folder)
     require_same_model(manifest.model, Contents.of(config).model, saved.name)
     _require_same_data(manifest, Path(config.data.path), saved.name)
-    before = load_config(RunConfig, saved.folder / "config.yaml")
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     require_no_contradictions(found, saved.name)
     for each in found:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megarl.config import RmConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.events import EventLog
 from megarl.controller.pairs import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
 from megarl.controller.trainer_group import TrainerGroup
@@ -14,9 +16,19 @@ from megarl.megatron.work import PairLoss, TrainWork
 class RmRun(PairsRun):
     """A value model whose last value says how good, or how harmful, an answer is."""
 
-    def __init__(self, config: RmConfig, events: EventLog, trainer: TrainerGroup) -> None:
+    def __init__(
+        self,
+        config: RmConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        *,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """See `SupervisedRun`."""
         self._loss = PairLoss(kind=config.rm.kind)
-        super().__init__(config, events, trainer, safety=config.rm.kind == "cost")
+        safety = config.rm.kind == "cost"
+        super().__init__(config, events, trainer, safety=safety, checkpoints=checkpoints, resume=resume)
 
     def work(self, rows: Sequence[int]) -> TrainWork:
         """See `SupervisedRun`."""

@@ -1,4 +1,4 @@
-"""What a training stage has at hand: its groups, its data, its clock and its books."""
+"""What a training stage has at hand: its clock, its books, and the checkpoints that it can go on from."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megarl.config import StageConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.events import EventLog, Note, Phase
+from megarl.controller.run_state import RunState, position
 from megarl.controller.trainer_group import TrainerGroup
 from megarl.controller.vigil import Vigil
+from megarl.data.sampler import PromptSampler
 from megarl.errors import StoppedEarly
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
-from megarl.tracking.tracker import ResumedMetrics, Tracker
+from megarl.tracking.tracker import Tracker
+
+ROWS = "prompts"
+"""What a saved state calls the data that batches are taken from, whatever its rows are."""
 
 
 class StageRun:
-    """Times phases, tells the driver about them, and writes metrics."""
+    """Takes batches of rows, times phases, tells the driver about them, writes metrics, and saves itself."""
 
     def __init__(
         self,
@@ -25,19 +31,30 @@ class StageRun:
         events: EventLog,
         timer: PhaseTimer,
         *,
-        resumed: ResumedMetrics | None = None,
+        num_rows: int,
+        checkpoints: Checkpointer | None = None,
+        resumed: RunState | None = None,
         vigil: Vigil | None = None,
     ) -> None:
         """Args:
         timer: the stage's own, which has measured its start.
-        resumed: where metrics go on.
+        num_rows: of the data.
+        checkpoints: where the run is saved.
+        resumed: what it goes on from.
         vigil: watches over the stage.
         """
         self.timer, self.vigil = timer, vigil
-        self.step = 0
         self._events, self._stage = events, config
         self._ends_early = False
-        self._tracker = Tracker(config.tracking, Path(config.run_dir), resumed=resumed)
+        self._checkpoints, self._resumed = checkpoints, resumed or RunState()
+        self.step = self._resumed.step
+        self._sampler = PromptSampler(num_rows, config.seed, config.data.shuffle)
+        if ROWS in self._resumed.samplers:
+            self._sampler.restore(self._resumed.samplers[ROWS])
+        self._books = self._resumed.books.by(timer)
+        timer.resume(self._resumed.books.seconds, self._resumed.books.seconds_by_phase)
+        metrics = None if resumed is None else position(resumed)
+        self._tracker = Tracker(config.tracking, Path(config.run_dir), resumed=metrics)
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = True) -> Iterator[None]:
@@ -46,6 +63,30 @@ class StageRun:
         watched = nullcontext() if self.vigil is None else self.vigil.phase(self.step, name, waiting=waiting)
         with self.timer.phase(name, waiting=waiting), watched:
             yield
+
+    def state(self) -> RunState:
+        """What decides the run's future beside its models; between two steps."""
+        return RunState(
+            step=self.step,
+            samplers={ROWS: self._sampler.state()},
+            metrics_bytes=self._tracker.num_bytes,
+            books=self._books.by(self.timer),
+        )
+
+    def save(self) -> None:
+        """Have a checkpoint of the last step, where they are kept; one that could not be written is told."""
+        if self._checkpoints is None or self.step == self._resumed.step:
+            return
+        if self._checkpoints.last_step != self.step:
+            self.begin_save(self._checkpoints)
+            self._checkpoints.add_state(self.state)
+        with self.phase("checkpoint"):
+            self._checkpoints.finish()
+
+    def begin_save(self, checkpoints: Checkpointer) -> dict[str, float]:
+        """Have the models save what they are after this step; metrics."""
+        with self.phase("checkpoint"):
+            return checkpoints.begin(self.step)
 
     def ends_early(self) -> bool:
         """Whether to end here, before the next step, as the driver has asked for; loops ask between two steps."""

@@ -1,4 +1,4 @@
-"""What decides the future of a reinforcement-learning run beside its models, and where its books stand."""
+"""What decides the future of a run beside its models, and where its books stand."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Taken between two steps, when no request is in flight and every finished trajectory has been used."""
+    """Taken between two steps, when no request is in flight and every finished trajectory has been used.
+
+    What only reinforcement learning has is left as it is by other stages.
+    """
 
     step: int = 0
     """The last one that is over."""
     policy_version: int = 0
     samplers: Mapping[str, SamplerState] = field(default_factory=dict)
-    """By data source, counted in prompts."""
+    """By data source, counted in rows."""
     carried: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By name the fields of what an algorithm carries from step to step; see `PolicyRun.carry`."""
     skips_in_a_row: int = 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.algorithms import Denominators
 from megarl.batch.trajectory import Trajectory
 from megarl.config import SftConfig
+from megarl.controller.checkpoints import Checkpointer
 from megarl.controller.events import EventLog
 from megarl.controller.model_folder import read_hf_config
 from megarl.controller.supervised import SupervisedRun
@@ -20,12 +21,21 @@ from megarl.megatron.work import MiniBatch, SampleRef, TrainWork
 class SftRun(SupervisedRun):
     """Demonstrations in, one optimizer step a batch."""
 
-    def __init__(self, config: SftConfig, events: EventLog, trainer: TrainerGroup) -> None:
+    def __init__(
+        self,
+        config: SftConfig,
+        events: EventLog,
+        trainer: TrainerGroup,
+        *,
+        checkpoints: Checkpointer | None = None,
+        resume: Path | None = None,
+    ) -> None:
+        """See `SupervisedRun`."""
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
         tokenizer = load_tokenizer(config.model.path)
         self._config = config
         self._rows = load_demonstrations(config.data, tokenizer, max_tokens=context)
-        super().__init__(config, events, trainer, num_rows=len(self._rows))
+        super().__init__(config, events, trainer, num_rows=len(self._rows), checkpoints=checkpoints, resume=resume)
 
     def work(self, rows: Sequence[int]) -> TrainWork:
         """See `SupervisedRun`."""

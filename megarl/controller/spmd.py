@@ -1,6 +1,6 @@
 """A training stage in the processes of torchrun, without Ray: every rank runs the stage's loop and its own worker.
 
-torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows the progress, writes metrics
+torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows the progress, writes metrics, keeps the run's folder
          `--> rank 1: loop -> SpmdGroup -> worker    silent, unless it is the first that fails
 """
 
@@ -11,13 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Protocol, TypeVar
 
-from megarl.checkpoint.lock import RunLock
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
 from megarl.controller.events import Event, EventLog, Note
-from megarl.controller.launch import STOP_SECONDS, new_run, prepare_folder, require_sound, show
+from megarl.controller.launch import STOP_SECONDS, begin_run, require_sound, show
 from megarl.controller.torchrun_ranks import joined_ranks
 from megarl.errors import StoppedEarly
 from megarl.placement import early_stop
@@ -48,36 +48,41 @@ class Stage(Protocol):
 
 
 def run_spmd_stage(
-    config: C, make: Callable[[C, EventLog, Processes], Stage], world: TorchrunWorld, *, name: str
+    config: C,
+    make: Callable[[C, EventLog, Processes, Path | None], Stage],
+    world: TorchrunWorld,
+    *,
+    name: str,
+    resume: str | None = None,
 ) -> None:
     """Run a stage on the ranks of `world`, which has one for every slot, this process being one.
 
     Args:
-        make: builds the stage's models in the processes that it is given, and its loop over them.
+        make: builds the stage's models in the processes that it is given, and its loop over them, which goes on from
+            a checkpoint where that is given.
         name: what the resolved configuration is called in the run's folder.
+        resume: which run to go on with: see `megarl.controller.resume`; None: a new one begins.
 
     Raises:
         MegarlError: what ended the run, on the rank that speaks for all; the others exit with their code.
     """
     with joined_ranks(config.placement, world) as ranks, ExitStack() as closing:
-        config = ranks.on_first(lambda: _prepared(config, name, closing))
+        config, checkpoint = ranks.on_first(lambda: _prepared(config, name, resume, closing))
         if world.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
             events = _Shown(progress, ranks)
             events.add(Note("starting trainer ranks"))
-            stage = make(config, events, ranks)
+            stage = make(config, events, ranks, checkpoint)
             stage.train()
     with _rank_0_speaks(world):
         stage.require_whole()
 
 
-def _prepared(config: C, name: str, closing: ExitStack) -> C:
-    """With absolute paths; `closing` lets the run's folder go."""
+def _prepared(config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
+    """With absolute paths, and the checkpoint that the run goes on from; `closing` lets the run's folder go."""
     config = require_sound(config)
-    closing.enter_context(RunLock(config.run_dir))
-    prepare_folder(config, name, new_run(config).stale)
-    return config
+    return config, begin_run(config, name, resume, closing)
 
 
 class _Shown(EventLog):

@@ -11,7 +11,7 @@ from megarl.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """Where a sampler stands, counted in prompts: all that is needed to continue it."""
+    """Where a sampler stands, counted in rows: all that is needed to continue it."""
 
     epoch: int
     """Complete passes over the data."""

@@ -103,6 +103,14 @@ class Processes(Protocol):
         """The role `name` in them; no other has this name."""
         ...
 
+    def on_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns in one of the processes that call this: where they are many, all get it.
+
+        Raises:
+            MegarlError: in all of them, as `make` raised it.
+        """
+        ...
+
 
 class WorkerProcesses:
     """One process per slot of a pool, ranked as the slots are; see `Processes`."""
@@ -138,6 +146,10 @@ class WorkerProcesses:
     def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:
         """See `Processes`."""
         return WorkerGroup(name, self, grid)
+
+    def on_first(self, make: Callable[[], T]) -> T:
+        """See `Processes`; only the controller calls."""
+        return make()
 
     def rank_variables(self) -> list[dict[str, str]]:
         """By rank, torch.distributed's variables: the same at every call, since a process joins one world only."""

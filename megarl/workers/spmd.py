@@ -62,11 +62,7 @@ class SpmdWorld:
         return values[0]
 
     def on_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, where alone it runs, on every rank.
-
-        Raises:
-            MegarlError: on every rank, as `make` raised it.
-        """
+        """See `Processes`; it runs on rank 0."""
         outcome: tuple[T | None, MegarlError | None] = (None, None)
         if self.rank == 0:
             try:

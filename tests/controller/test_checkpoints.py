@@ -91,8 +91,7 @@ def world(tmp_path: Path, **options: Any) -> World:
     said: list[str] = []
     saved: list[int] = []
     models: dict[str, Any] = {"policy": Ranks(), "critic": Ranks("values")}
-    vigil: Any = SimpleNamespace(heartbeat=SimpleNamespace(saved=saved.append))
-    return World(config, models, Checkpointer(config, models, said.append, vigil), said, saved)
+    return World(config, models, Checkpointer(config, models, said.append, saved=saved.append), said, saved)
 
 
 def test_a_checkpoint_is_whole_once_all_ranks_have_written(tmp_path: Path) -> None:
