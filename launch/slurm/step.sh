@@ -3,6 +3,7 @@
 #   bin            what programs of the environment begin with: VENV/bin/, or nothing in a container
 #   run_step       runs a command once on every node of the job
 #   run_torchrun   runs torchrun on every node, PROCS_PER_NODE ranks on each
+#   resume         what Slurm has queued again goes on where it was: options of megarl's, unless the arguments say where
 
 refuse() {
   echo "error: $1" >&2
@@ -41,6 +42,12 @@ else
   VENV=${VENV:-$PWD/.venv}
   [[ -x $VENV/bin/megarl ]] || refuse "VENV needs an environment with megarl, got $VENV without bin/megarl"
   bin=$VENV/bin/
+fi
+
+resume=()
+if [[ ${SLURM_RESTART_COUNT:-0} != 0 && " $*" != *" --resume"* ]]; then
+  # shellcheck disable=SC2034  # read by the scripts
+  resume=(--resume auto)
 fi
 
 # Cancelled, Slurm tells the script and every step. The script stays until the steps have ended: srun, and with it their

@@ -1,4 +1,4 @@
-"""Fine-tuning and learning from pairs, ended at any step and gone on with, on two ranks that run the loop themselves."""
+"""Fine-tuning and learning from pairs that die and go on, on two ranks that run the loop themselves."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def test_all_components_of_a_heterogeneous_job(run):
 @pytest.mark.parametrize(
     ("script", "arguments", "module"),
     [
-        ("sft.sbatch", (CONFIG, "--set", "a=b"), f"megarl sft {CONFIG} --set a=b"),
-        ("rm.sbatch", (CONFIG,), f"megarl rm {CONFIG}"),
+        ("sft.sbatch", (CONFIG, "--set", "a=b"), f"megarl sft {CONFIG} --set a=b --resume auto"),
+        ("rm.sbatch", (CONFIG, "--resume", "20"), f"megarl rm {CONFIG} --resume 20"),
         ("bench_reshard.sbatch", ("--model", "m"), "benchmarks.reshard --nodes 2 --model m"),
     ],
 )
@@ -103,6 +103,21 @@ def test_torchrun_on_each_node(run, tmp_path, script, arguments, module):
         "--nproc-per-node auto --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:24711 --rdzv-id 4711.1 "
         f"--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 -m {module}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("script", "changes", "resumes"),
+    [
+        ("train.sbatch", {"SLURM_RESTART_COUNT": "1"}, True),
+        ("train.sbatch", {"SLURM_RESTART_COUNT": "1", "COMMAND": "dpo"}, True),
+        ("train.sbatch", {"SLURM_RESTART_COUNT": "1", "COMMAND": "eval"}, False),
+        ("train.sbatch", {"SLURM_RESTART_COUNT": "0"}, False),
+        ("train.sbatch", {}, False),
+        ("rm.sbatch", {}, False),
+    ],
+)
+def test_what_is_queued_again_goes_on_where_it_was(run, script, changes, resumes):
+    assert run(script, CONFIG, **changes).calls[-1].endswith(f" {CONFIG} --resume auto") == resumes
 
 
 @pytest.mark.parametrize(("script", "program"), [("train.sbatch", "megarl"), ("sft.sbatch", "torchrun")])
