@@ -1,145 +1,151 @@
-"""Fine-tuning and learning from pairs that die and go on, on two ranks that run the loop themselves."""
+"""Fine-tuning and learning from pairs that end at some step and go on, on two ranks that run the loop themselves."""
 
 from __future__ import annotations
 
 import json
 import re
-from contextlib import ExitStack
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.chaos.compare import same
-from benchmarks.chaos.read import read_last_checkpoint, read_model
 from megarl.checkpoint.store import CheckpointStore
-from megarl.config import STAGES, StageConfig
-from megarl.config.load import make_config
-from megarl.data.arithmetic import write_arithmetic
-from tests.end_to_end.tiny_world import write_world
+from megarl.config import StageConfig
+from tests.controller.stage_ranks import (
+    DiedError,
+    assert_same,
+    join,
+    losses,
+    metrics,
+    stage_config,
+    train,
+    train_whole,
+    trainer,
+    write_data,
+)
 from tests.megatron.ranks import run_ranks
 
-STEPS, EVERY, DIES = 8, 3, 8
-"""Ended while step 8 is begun, two checkpoints have been begun; the second may be whole or not."""
-
-TIMED = ("time/", "tokens_per_second", "checkpoint/")
-
-
-class DiedError(Exception):
-    """As if it had been killed."""
+DIES = 8
+"""While this step is begun; checkpoints of steps 3 and 6 have been, and the second may be whole by then or not."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, 20 demonstrations and as many pairs: a few steps are an epoch."""
-    folder = write_world(tmp_path_factory.mktemp("world"))
-    write_arithmetic(folder / "data", seed=0, num_train=20, num_heldout=6)
-    return folder
+    return write_data(tmp_path_factory.mktemp("world"))
 
 
-def stage_config(stage: str, world: Path, run_dir: Path, **sections: Any) -> StageConfig:
-    data = {"path": str(world / "data/sft.jsonl")}
-    if stage != "sft":
-        data = {name: str(world / f"data/{file}.jsonl") for name, file in PAIRS.items()}
-    tree = {
-        "run_dir": str(run_dir),
-        "model": {"path": str(world / "model")},
-        "data": data,
-        "trainer": {"steps": STEPS, "batch_size": 6, "eval_every": 2, "optimizer": {"lr": 1e-2, "warmup_steps": 4}},
-        "placement": {"slots_per_node": 2},
-        "checkpoint": {"every": EVERY, "keep_last": 9},
-    }
-    return make_config(STAGES[stage], tree | sections)
+@pytest.fixture(scope="module")
+def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a fine-tuning that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_ranks(train_whole, 2, folder, "sft", stage_config("sft", world, folder / "run"))
+    return folder / "run"
 
 
-PAIRS = {"path": "preferences", "eval_path": "heldout-preferences"}
+def steps_saved(run_dir: Path) -> list[int]:
+    return [saved.step for saved in CheckpointStore(run_dir).saved()]
 
 
-def join() -> Any:
-    import torch.distributed as dist
-
-    from megarl.workers.spmd import SpmdWorld
-
-    dist.init_process_group("gloo")
-    return SpmdWorld("cpu")
-
-
-def train(ranks: Any, stage: str, config: StageConfig, *, resume: str | None = None, dies: int = 0) -> list[str]:
-    """The stage as `run_spmd_stage` runs it; what it said on this rank.
-
-    Args:
-        dies: while this step is begun; 0: never.
-    """
-    from megarl.controller import stages
-    from megarl.controller.events import EventLog, Note
-    from megarl.controller.launch import begin_run
-    from megarl.controller.spmd import NOTHING
-
-    events = EventLog()
-    with ExitStack() as closing:
-        checkpoint = ranks.on_first(lambda: begin_run(config, stage, resume, closing))
-        if ranks.rank != 0:
-            config = config.model_copy(update={"tracking": NOTHING})
-        run = getattr(stages, f"make_{stage}")(config, events, ranks, checkpoint)
-        work, begun = run.work, [run.step]
-
-        def watched(rows: list[int]) -> Any:
-            begun[0] += 1
-            if begun[0] == dies:
-                raise DiedError
-            return work(rows)
-
-        run.work = watched
-        try:
-            run.train()
-        except DiedError:
-            run._checkpoints._thread.shutdown()
-    return [event.text for event in events.since(0)[0] if isinstance(event, Note)]
+def die(events: Any) -> None:
+    raise DiedError
 
 
 def train_both(stage: str, whole: StageConfig, parts: StageConfig) -> list[str]:
     """One undisturbed, one that dies and goes on."""
     ranks = join()
     train(ranks, stage, whole)
-    train(ranks, stage, parts, dies=DIES)
+    train(ranks, stage, parts, at_step=(DIES, die))
     return train(ranks, stage, parts, resume="auto")
 
 
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """All lines, but for what is measured."""
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
-
-
-def assert_same(run: Path, undisturbed: Path) -> None:
-    assert metrics(run) == metrics(undisturbed)
-    saved, expected = read_last_checkpoint(run), read_last_checkpoint(undisturbed)
-    assert any("optimizer.state.exp_avg" in name for name in expected)
-    assert {name for name in expected if not same(saved.get(name), expected[name])} == set()
-    assert saved.keys() == expected.keys()
-    assert read_model(run / "model") == read_model(undisturbed / "model") != {}
-
-
 @pytest.mark.parametrize(
-    ("stage", "sections"),
+    ("stage", "reference"),
     [
-        ("sft", {}),
-        ("rm", {}),
-        ("dpo", {}),
-        ("dpo", {"dpo": {"reference": {"path": "model"}}}),
+        ("sft", None),
+        pytest.param("rm", None, marks=pytest.mark.slow),
+        ("dpo", None),
+        pytest.param("dpo", {"parallel": {"tp": 2}}, marks=pytest.mark.slow),
     ],
     ids=["sft", "rm", "dpo", "dpo with a reference of its own"],
 )
-def test_one_that_died_comes_to_the_same(stage: str, sections: Any, world: Path, tmp_path: Path) -> None:
-    if sections:
-        sections = {"dpo": {"reference": {"path": str(world / "model"), "parallel": {"tp": 2}}}}
+def test_one_that_died_comes_to_the_same(stage: str, reference: Any, world: Path, tmp_path: Path) -> None:
+    sections = {"dpo": {"reference": {"path": str(world / "model"), **reference}}} if reference else {}
     whole, parts = (stage_config(stage, world, tmp_path / name, **sections) for name in ("whole", "parts"))
     said = run_ranks(train_both, 2, tmp_path, stage, whole, parts)
     assert re.fullmatch(r"going on from step [36]: .*/parts/checkpoints/step-00000[36]", said[0])
     assert_same(tmp_path / "parts", tmp_path / "whole")
-    assert len([row for row in metrics(tmp_path / "whole") if "loss" in row]) == STEPS
-    steps = [saved.step for saved in CheckpointStore(tmp_path / "whole").saved()]
-    assert steps == [3, 6, 8]
+    assert list(losses(tmp_path / "whole")) == list(range(1, 9))
+    assert steps_saved(tmp_path / "whole") == steps_saved(tmp_path / "parts") == [3, 6, 8]
     if stage != "sft":
         before, after = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
         assert (before["eval_before"], before["eval_after"]) == (after["eval_before"], after["eval_after"])
+
+
+def end_and_go_on(ends: StageConfig, config: StageConfig) -> list[str]:
+    ranks = join()
+    train(ranks, "sft", ends, at_step=(4, lambda events: events.finish_early()))
+    return train(ranks, "sft", config, resume="auto")
+
+
+def test_asked_to_end_it_saves_the_step_before(world: Path, tmp_path: Path, undisturbed: Path) -> None:
+    rarely = stage_config("sft", world, tmp_path / "run", checkpoint={"every": 100, "keep_last": 9})
+    said = run_ranks(end_and_go_on, 2, tmp_path, rarely, stage_config("sft", world, tmp_path / "run"))
+    assert said[0].startswith("going on from step 4: ")
+    assert steps_saved(tmp_path / "run") == [4, 6, 8]
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def fail_to_write(config: StageConfig) -> list[str]:
+    """Rank 1 cannot write the checkpoint of step 6."""
+    from megarl.megatron import checkpoint_writer
+
+    ranks = join()
+    write = checkpoint_writer._write
+
+    def refuse(path: Path, *arguments: Any) -> Any:
+        if ranks.rank == 1 and ".step-000006." in str(path):
+            raise OSError(28, "No space left on device")
+        return write(path, *arguments)
+
+    checkpoint_writer._write = refuse
+    return train(ranks, "sft", config)
+
+
+def test_where_a_rank_cannot_write_all_give_the_checkpoint_up(world: Path, tmp_path: Path, undisturbed: Path) -> None:
+    said = run_ranks(fail_to_write, 2, tmp_path, stage_config("sft", world, tmp_path / "run"))
+    (failure,) = (text for text in said if "no checkpoint" in text)
+    assert re.match(r"step 6: no checkpoint: .* could not be written, on rank 1: .*: No space left on device$", failure)
+    assert steps_saved(tmp_path / "run") == [3, 8]
+    assert not list((tmp_path / "run/checkpoints").glob(".*"))
+    assert_same(tmp_path / "run", undisturbed)
+
+
+def go_on(config: StageConfig, resume: str) -> list[str]:
+    return train(join(), "sft", config, resume=resume)
+
+
+def test_another_layout_goes_on_with_the_same_loss(world: Path, tmp_path: Path, undisturbed: Path) -> None:
+    config = stage_config("sft", world, tmp_path / "run", trainer=trainer(parallel={"tp": 2}))
+    saved = undisturbed / "checkpoints/step-000003"
+    said = run_ranks(go_on, 2, tmp_path, config, str(saved))
+    assert said[:2] == [
+        f"going on from step 3: {saved}",
+        "policy: saved in another layout; the random numbers of its ranks begin anew",
+    ]
+    found, expected = losses(tmp_path / "run"), losses(undisturbed)
+    assert list(found) == [4, 5, 6, 7, 8]
+    assert found[4] == pytest.approx(expected[4], abs=1e-5)
+    assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_of_a_damaged_checkpoint_the_one_before_is_used(world: Path, tmp_path: Path, undisturbed: Path) -> None:
+    shutil.copytree(undisturbed, tmp_path / "run")
+    for step in (6, 8):
+        part = next((tmp_path / f"run/checkpoints/step-00000{step}/policy").glob("__1_*.distcp"))
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
+    said = run_ranks(go_on, 2, tmp_path, stage_config("sft", world, tmp_path / "run"), "auto")
+    assert said[0].startswith("going on from step 3: ")
+    assert_same(tmp_path / "run", undisturbed)
+    assert len(metrics(tmp_path / "run")) == 8

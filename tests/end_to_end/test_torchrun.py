@@ -31,9 +31,10 @@ def test_it_does_what_it_does_on_ray(world: Path, tmp_path: Path, launch: Launch
     sections: dict[str, Any] = {"trainer": {"steps": 3, "batch_size": 8, "optimizer": OPTIMIZER, "parallel": {"pp": 2}}}
     spmd = launch(*TWO_RANKS, "megarl", "sft", write_sft(world, tmp_path, **sections), program="torchrun")
     assert spmd.wait(120) == 0, spmd.stderr
-    assert [line.split("  ")[0] for line in spmd.stdout.splitlines()] == [
+    assert [re.split(r"  |,", line)[0] for line in spmd.stdout.splitlines()] == [
         "starting trainer ranks",
         *(f"step {step}/3" for step in (1, 2, 3)),
+        "step 3: checkpoint step-000003",
         "model",
     ]
     weights, seen = (tmp_path / "run/model/model.safetensors").read_bytes(), metrics(tmp_path)

@@ -19,7 +19,7 @@ from megarl.errors import DataError
 class Failing:
     how: str
 
-    def __init__(self, config: SftConfig, events: EventLog, trainer: TrainerGroup) -> None:
+    def __init__(self, config: SftConfig, events: EventLog, trainer: TrainerGroup, **_: Any) -> None:
         pass
 
     def train(self) -> None:

@@ -1,0 +1,147 @@
+"""Fine-tuning and learning from pairs, killed in earnest, are the runs that they would have been."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megarl.checkpoint.store import CheckpointStore
+from tests.controller.stage_ranks import assert_same, losses, stage_config, stage_tree, train_whole, trainer, write_data
+from tests.end_to_end.conftest import Launch
+from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
+from tests.megatron.ranks import run_ranks
+
+STEPS, EVERY = 40, 5
+SECTIONS: dict[str, Any] = {
+    "trainer": trainer(steps=STEPS, eval_every=20),
+    "checkpoint": {"every": EVERY, "keep_last": 9},
+}
+
+TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "megarl")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model/` and `data/`."""
+    return write_data(tmp_path_factory.mktemp("small"))
+
+
+def write(stage: str, small: Path, folder: Path, **sections: Any) -> Path:
+    """The YAML file of a run that writes into `folder`/run."""
+    path = folder / f"{stage}.yaml"
+    path.write_text(yaml.safe_dump(stage_tree(stage, small, folder / "run", **(SECTIONS | sections))))
+    return path
+
+
+def undisturbed(stage: str, small: Path, folder: Path) -> Path:
+    """The folder of a run that nothing happens to."""
+    run_ranks(train_whole, 2, folder, stage, stage_config(stage, small, folder / "undisturbed", **SECTIONS))
+    return folder / "undisturbed"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return [saved.step for saved in CheckpointStore(folder / "run").saved()]
+
+
+def rank(number: int, run: Launched) -> psutil.Process:
+    """Of torchrun's."""
+    (process,) = (p for p in run.living() if p.environ().get("RANK") == str(number))
+    return process
+
+
+def finish(command: Launched, stopped_at: int) -> None:
+    """Have it go on from a checkpoint up to step `stopped_at`, and end."""
+    assert command.wait(180) == 0, command.stderr
+    said = re.search(r"^going on from step (\d+): ", command.stdout, re.MULTILINE)
+    assert said is not None, command.stdout
+    assert 0 < int(said[1]) <= stopped_at < STEPS
+
+
+def test_a_fine_tuning_that_loses_a_rank_of_torchruns_goes_on(small: Path, tmp_path: Path, launch: Launch) -> None:
+    config = write("sft", small, tmp_path)
+    run = launch(*TORCHRUN, "sft", config, program="torchrun")
+    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 60)
+    rank(1, run).kill()
+    assert run.wait(30) == 1  # torchrun's
+    run.assert_nothing_lives(5)
+    again = launch(*TORCHRUN, "sft", config, "--resume", "auto", program="torchrun")
+    finish(again, run.steps_done())
+    assert_same(tmp_path / "run", undisturbed("sft", small, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "victim"), [("sft", "command"), ("rm", "rank"), ("dpo", "command")])
+def test_killed_on_ray_a_run_goes_on(stage: str, victim: str, small: Path, tmp_path: Path, launch: Launch) -> None:
+    config = write(stage, small, tmp_path)
+    run = launch(stage, config)
+    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 90)
+    if victim == "command":
+        run.send(signal.SIGKILL)
+        run.wait(10)
+    else:
+        next(p for p in run.living() if name_of(p).startswith("ray::Shell")).kill()
+        assert run.wait(60) == 1
+    run.assert_nothing_lives(30, but=RAY_AGENTS)
+    stopped_at = run.steps_done()
+    finish(launch(stage, config, "--resume", "auto"), stopped_at)
+    assert_same(tmp_path / "run", undisturbed(stage, small, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGTERM on Ray", "SIGUSR1 in torchrun"])
+def test_told_to_end_a_run_saves_its_step(how: str, small: Path, tmp_path: Path, launch: Launch) -> None:
+    arguments: Sequence[Any] = (*TORCHRUN, "sft") if "torchrun" in how else ("sft",)
+    program = "torchrun" if "torchrun" in how else "megarl"
+    config = write("sft", small, tmp_path, checkpoint={"every": 1000})
+    run = launch(*arguments, config, program=program)
+    run.wait_for_step(7)
+    if program == "torchrun":
+        rank(1, run).send_signal(signal.SIGUSR1)
+        assert run.wait(30) == 1  # torchrun's
+    else:
+        run.send(signal.SIGTERM)
+        assert run.wait(30) == 75
+    step = run.steps_done()
+    assert steps_saved(tmp_path) == [step]
+    assert f"stopped after step {step} of {STEPS}, as {how.split()[0]} asked" in run.stderr
+    finish(launch(*arguments, write("sft", small, tmp_path), "--resume", "auto", program=program), step)
+    assert_same(tmp_path / "run", undisturbed("sft", small, tmp_path))
+
+
+@pytest.mark.slow
+def test_one_rank_goes_on_where_two_were(small: Path, tmp_path: Path, launch: Launch) -> None:
+    """From torchrun's ranks to Ray's, and in another folder."""
+    whole = undisturbed("dpo", small, tmp_path)
+    saved = whole / "checkpoints/step-000020"
+    run = launch("dpo", write("dpo", small, tmp_path, placement={"slots_per_node": 1}), "--resume", saved)
+    assert run.wait(180) == 0, run.stderr
+    found, expected = losses(tmp_path / "run"), losses(whole)
+    assert list(found) == list(range(21, STEPS + 1))
+    assert found[21] == pytest.approx(expected[21], abs=1e-5)
+    assert f"going on from step 20: {saved}" in run.stdout
+
+
+@pytest.mark.slow
+def test_what_cannot_be_gone_on_from_is_refused_once(small: Path, tmp_path: Path, launch: Launch) -> None:
+    """By torchrun's ranks, of which one looks."""
+    undisturbed("dpo", small, tmp_path)
+    saved = tmp_path / "undisturbed/checkpoints/step-000040"
+    other = trainer(steps=STEPS, batch_size=4, eval_every=20)
+    for stage, sections, sentence in [
+        ("dpo", {"trainer": other}, "trainer.batch_size: 6 was saved, got 4 (contradicts)"),
+        ("sft", {}, f"checkpoint {saved} is of a run of megarl dpo, and megarl sft cannot go on from it"),
+    ]:
+        config = write(stage, small, tmp_path, **sections)
+        run = launch(*TORCHRUN, stage, config, "--resume", saved, program="torchrun")
+        assert run.wait(60) == 1  # torchrun's
+        assert run.stderr.count(sentence) == 1, run.stderr
+        assert run.stderr.count("error: ") == 1
+        assert set(re.findall(r"exitcode  : (\S+)", run.stderr)) <= {"2"}
+        assert not (tmp_path / "run/metrics.jsonl").exists()
