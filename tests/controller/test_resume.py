@@ -12,7 +12,7 @@ import pytest
 from megarl.checkpoint.manifest import Contents
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
-from megarl.config import RunConfig, dump_config
+from megarl.config import RunConfig, SftConfig, StageConfig, dump_config
 from megarl.controller.launch import RESULTS
 from megarl.controller.resume import Start, find_start, newest_whole
 from megarl.controller.run_state import RunState
@@ -38,7 +38,7 @@ def save(config: RunConfig, *steps: int) -> None:
         draft.commit(Contents.of(config), {})
 
 
-def find(config: RunConfig, which: str) -> tuple[Start, list[str]]:
+def find(config: StageConfig, which: str) -> tuple[Start, list[str]]:
     said: list[str] = []
     return find_start(config, which, RESULTS, said.append), said
 
@@ -121,6 +121,22 @@ def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "hidden_size": 16}))
     with pytest.raises(DataError, match=r"^checkpoint step-000002 is of another model: needs hidden_size 8, got 16$"):
         find(make(tmp_path), "auto")
+
+
+@pytest.mark.parametrize("which", ["auto", "2"])
+def test_what_another_command_has_saved_is_refused(which: str, tmp_path: Path) -> None:
+    saved = make(tmp_path)
+    save(saved, 2)
+    tree = {"run_dir": saved.run_dir, "model": saved.model.model_dump(), "data": {"path": "d"}}
+    before = there(saved)
+    with pytest.raises(ConfigError) as error:
+        find(SftConfig.model_validate(tree), which)
+    folder = CheckpointStore(saved.run_dir).folder / "step-000002"
+    assert str(error.value) == (
+        f"--resume: checkpoint {folder} is of a run of megarl train, and megarl sft cannot go on from it; a model that "
+        "it has exported can be model.path"
+    )
+    assert there(saved) == before
 
 
 @pytest.mark.parametrize("which", ["3", "nowhere"])

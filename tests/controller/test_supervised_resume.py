@@ -97,26 +97,43 @@ def test_asked_to_end_it_saves_the_step_before(world: Path, tmp_path: Path, undi
 
 
 def fail_to_write(config: StageConfig) -> list[str]:
-    """Rank 1 cannot write the checkpoint of step 6."""
+    """At step 2 rank 0 has no room, at step 4 rank 1 cannot write its part, at step 6 rank 0 not the state."""
+    from megarl.controller.run_state import RunState
+    from megarl.errors import DataError
     from megarl.megatron import checkpoint_writer
 
     ranks = join()
-    write = checkpoint_writer._write
+    write, write_state, require_room = checkpoint_writer._write, RunState.write, CheckpointStore.require_room
 
     def refuse(path: Path, *arguments: Any) -> Any:
-        if ranks.rank == 1 and ".step-000006." in str(path):
+        if ranks.rank == 1 and ".step-000004." in str(path):
             raise OSError(28, "No space left on device")
         return write(path, *arguments)
 
+    def refuse_state(state: RunState, folder: Path) -> None:
+        if state.step == 6:
+            raise OSError(28, "No space left on device")
+        write_state(state, folder)
+
+    def refuse_room(store: CheckpointStore, num_bytes: int, *, step: int) -> None:
+        if step == 2:
+            raise DataError("there is no room")
+        require_room(store, num_bytes, step=step)
+
     checkpoint_writer._write = refuse
+    if ranks.rank == 0:
+        RunState.write, CheckpointStore.require_room = refuse_state, refuse_room  # type: ignore[method-assign]
     return train(ranks, "sft", config)
 
 
-def test_where_a_rank_cannot_write_all_give_the_checkpoint_up(world: Path, tmp_path: Path, undisturbed: Path) -> None:
-    said = run_ranks(fail_to_write, 2, tmp_path, stage_config("sft", world, tmp_path / "run"))
-    (failure,) = (text for text in said if "no checkpoint" in text)
-    assert re.match(r"step 6: no checkpoint: .* could not be written, on rank 1: .*: No space left on device$", failure)
-    assert steps_saved(tmp_path / "run") == [3, 8]
+def test_what_one_rank_cannot_write_all_give_up(world: Path, tmp_path: Path, undisturbed: Path) -> None:
+    config = stage_config("sft", world, tmp_path / "run", checkpoint={"every": 2, "keep_last": 9})
+    said = run_ranks(fail_to_write, 2, tmp_path, config)
+    no_room, no_part, no_state = (text for text in said if "no checkpoint" in text)
+    assert no_room == "step 2: no checkpoint: there is no room"
+    assert re.match(r"step 4: no checkpoint: .* could not be written, on rank 1: .*: No space left on device$", no_part)
+    assert re.match(r"step 6: no checkpoint: .* cannot be written: No space left on device$", no_state)
+    assert steps_saved(tmp_path / "run") == [8]
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
     assert_same(tmp_path / "run", undisturbed)
 
