@@ -30,6 +30,9 @@ from megarl.rollout.journal_folder import drop_steps
 
 T = TypeVar("T")
 
+LOOK_SECONDS = 0.02
+"""Between two looks at whether a checkpoint is written, where that is waited for."""
+
 POLICY = "policy"
 """The folder of the stage's own model in a checkpoint; other models' are called as their roles are."""
 
@@ -149,7 +152,7 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Complete the checkpoint that is under way in the background, if its models are written."""
-        if self._open is not None and all(model.save_is_written() for model in self._models.values()):
+        if self._open is not None and self._is_written():
             self._complete(self._open)
         if self._completing is not None and self._on_first(self._is_committed):
             self._wait()
@@ -157,8 +160,14 @@ class Checkpointer:
     def finish(self) -> None:
         """Complete the checkpoint that is under way; one that could not be written is told, and given up."""
         if self._open is not None:
+            # asked, since ranks that are done would wait for the others in a collective, for no longer than its limit
+            while not self._is_written():
+                time.sleep(LOOK_SECONDS)
             self._complete(self._open)
         self._wait()
+
+    def _is_written(self) -> bool:
+        return all(model.save_is_written() for model in self._models.values())
 
     def _complete(self, this: _Open) -> None:
         """Begin what the ranks are not needed for: hashing what else there is, and bringing all of it to the disk."""

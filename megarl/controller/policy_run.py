@@ -293,7 +293,7 @@ class PolicyRun(StageRun):
         if stats is not None:
             self._push_weights(policy_version=self.step)
             self._adapt_kl(len(batch.keys))
-        if self._checkpoints is not None and self._checkpoints.is_due(self.step):
+        if self._checkpoints is not None and (self._checkpoints.is_due(self.step) or self._is_last()):
             self.finish_critics()
             self.note(self.begin_save(self._checkpoints))
         self._offload()
@@ -310,6 +310,10 @@ class PolicyRun(StageRun):
             self._checkpoints.add_state(self.state)
         if self._restarts is not None:
             self._restarts.step_done(self.step)
+
+    def _is_last(self) -> bool:
+        """As far as is known: a step that is is saved before the engines get its memory."""
+        return self.step == self.config.trainer.steps or self.ends_early()
 
     def _log_step(self, metrics: Mapping[str, float], stats: TrainStats | None) -> None:
         times = self.timer.take()

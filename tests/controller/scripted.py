@@ -97,6 +97,31 @@ class Model:
         return SimpleNamespace(result=lambda: stats)
 
 
+@dataclass
+class Checkpoints:
+    """Of which none is due but the last."""
+
+    log: list[Asked]
+    last_step: int = 0
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def begin(self, step: int) -> dict[str, float]:
+        self.last_step = step
+        self.log.append(Asked(who="checkpoint", what="begin", work=step))
+        return {}
+
+    def add_state(self, state: Callable[[], RunState]) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """One call of the engines."""
@@ -195,6 +220,7 @@ def run_script(
     lengths: Callable[[int], int] = lambda sample: 3 + sample,
     events: EventLog | None = None,
     resumed: RunState | None = None,
+    saves: bool = False,
     **sections: Any,
 ) -> Scripted:
     """`steps` of the algorithm, 2 prompts and 3 samples each where it says nothing else, on prompts p0 to p99.
@@ -203,6 +229,7 @@ def run_script(
         models: by role what is special about it, fields of `Model`; those of a run's roles are there anyway.
         events: of the run, where the script has something to tell it.
         resumed: what the run goes on from.
+        saves: have it keep checkpoints.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -221,7 +248,8 @@ def run_script(
         apart=apart,
     )
     policy = Model("policy", log, **(models or {}).get("policy", {}))
-    return train_on(config, policy, there, Rollout(script, log, lengths), log, events or EventLog(), resumed)
+    rollout, checkpoints = Rollout(script, log, lengths), Checkpoints(log) if saves else None
+    return train_on(config, policy, there, rollout, log, events or EventLog(), resumed, checkpoints)
 
 
 def train_on(
@@ -232,10 +260,16 @@ def train_on(
     log: list[Asked],
     events: EventLog,
     resumed: RunState | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Scripted:
     """The run from its first push to its last, on these."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
-    stand_ins: dict[str, Any] = {"trainer": trainer, "rollout": rollout, "weights": Weights(log)}
+    stand_ins: dict[str, Any] = {
+        "trainer": trainer,
+        "rollout": rollout,
+        "weights": Weights(log),
+        "checkpoints": checkpoints,
+    }
     startup = Startup(time.time())
     run = PolicyRun(
         config,
@@ -249,6 +283,7 @@ def train_on(
         **stand_ins,
     )
     train(run)
+    run.save()
     run.finish()
     said = [event.text for event in events.since(0)[0] if isinstance(event, Note)]
     rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]

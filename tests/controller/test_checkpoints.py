@@ -29,6 +29,8 @@ class Ranks:
 
     content: str = "weights"
     written: bool = True
+    busy: int = 0
+    """So often it is to be looked at before it has written."""
     fails: str = ""
     """At `begin` or `finish`."""
     orders: list[SaveOrder] = field(default_factory=list)
@@ -43,9 +45,11 @@ class Ranks:
         return SaveStats(staging_bytes=len(self.content), bytes=len(self.content), seconds=0.0)
 
     def save_is_written(self) -> bool:
-        return self.written
+        self.busy -= 1
+        return self.written and self.busy < 0
 
     def finish_save(self) -> SavedPart:
+        assert self.busy < 0, "ranks that are done would wait in a collective"
         if self.fails == "finish":
             raise DataError("rank 1 could not write: no space left on device")
         content = self.content.encode()
@@ -113,6 +117,14 @@ def test_a_checkpoint_is_whole_once_all_ranks_have_written(tmp_path: Path) -> No
     files = {"config.yaml", "critic/0.distcp", "hf/model.safetensors", "policy/0.distcp", "state.json"}
     assert set(read_manifest(folder).files) == files
     assert [order.asynchronous for order in here.models["policy"].orders] == [True, True]
+
+
+def test_ranks_that_still_write_are_waited_for_outside_their_collectives(tmp_path: Path) -> None:
+    here = world(tmp_path)
+    here.models["critic"].busy = 3
+    here.step(2)
+    here.checkpoints.finish()
+    assert here.steps == [2]
 
 
 def test_synchronous_ones_are_whole_when_the_step_is(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.config.algorithm import DapoConfig, PfPpoConfig, PrimeConfig, ValuePretrainingConfig
 from megarl.controller.dapo import informative, punish_overlong
+from megarl.controller.events import EventLog
 from megarl.controller.experience import Experience
 from megarl.controller.ppo import draw_anew
 from megarl.controller.prime import within_reach
@@ -230,6 +231,21 @@ def test_the_policy_leaves_the_devices_before_engines_sample_even_where_it_did_n
     steps = [step.split() for step in " ".join(of_policy).split("sample")]
     assert len(steps) > 3
     assert all(step[-1] == "offload" for step in steps), steps
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_the_last_step_is_saved_before_the_engines_get_its_memory(ends_early: bool, tmp_path: Path) -> None:
+    events = EventLog()
+
+    def script(label: str, prompt: int, sample: int) -> float:
+        if ends_early and label == "step-2":
+            events.finish_early()
+        return differing(label, prompt, sample)
+
+    steps, models = 5 if ends_early else 2, {"policy": {"offloads": True}}
+    run = run_script(tmp_path, {"kl_loss": None}, script, steps=steps, models=models, events=events, saves=True)
+    assert run.works("checkpoint", "begin") == [2]
+    assert run.order[-2:] == ["checkpoint begin", "policy offload"]
 
 
 def test_a_critic_with_slots_of_its_own_is_done_when_the_step_is(tmp_path: Path) -> None:
