@@ -132,11 +132,15 @@ def _on_cluster(
             return leave(config, _controller(config, startup, **detached_options(config), alone=arguments))
         actor = _controller(config, startup)
         result = getattr(actor, method.__name__).remote(*arguments)
+
+        def has_ended() -> bool:
+            return bool(ray.wait([result], timeout=POLL_SECONDS)[0])
+
         try:
             with RunProgress(config.trainer.steps) as progress, terminated_is_noted() as terminated:
                 if checked is not None:
                     progress.say(checked)
-                follow(actor, result, progress, Asked(terminated, _grace_seconds(config)))
+                follow(actor, has_ended, progress, Asked(terminated, _grace_seconds(config)))
             return ray.get(result)
         except RayError as error:
             raise translate(error, what=method.__name__, name="the controller") from error
@@ -261,15 +265,19 @@ def _grace_seconds(config: StageConfig) -> float:
     return recovery.grace_seconds if config.checkpoint.every else 0.0
 
 
-def follow(actor: Any, result: Any, progress: RunProgress, asked: Asked) -> None:
-    """Show the controller's events until the result is there, and tell it where a signal asks for an early end."""
-    cursor, done, ends = 0, False, ""
-    while not done:
-        done = bool(ray.wait([result], timeout=POLL_SECONDS)[0])
-        if not ends and (ends := asked.by()):
+def follow(actor: Any, has_ended: Callable[[], bool], progress: RunProgress, asked: Asked) -> None:
+    """Show the controller's events until the run has ended, and tell it where a signal asks for an early end.
+
+    Args:
+        has_ended: asked again and again, and takes its time.
+    """
+    cursor, ended, ends = 0, False, ""
+    while not ended:
+        ended = has_ended()
+        told, ends = bool(ends), asked.by() or ends
+        if ends and not told:
             progress.say("asked to end early: the step under way will be the last")
         if ends:
-            asked.by()
             actor.finish_early.remote(ends)  # each time: one that has been restarted has forgotten
         try:
             events, cursor = ray.get(actor.events.remote(cursor))

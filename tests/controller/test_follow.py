@@ -1,4 +1,4 @@
-"""What a follower asks a controller that has but three threads."""
+"""What a command shows of a run, and tells it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.controller import attach
+from megarl.controller import launch
 from megarl.controller.events import EventLog, Note
+from megarl.controller.launch import follow
 
 
 class Controller:
@@ -16,24 +17,22 @@ class Controller:
 
     def __init__(self, questions: int) -> None:
         self.left, self.log, self.asked = questions, EventLog(), list[str]()
-        self.has_ended = SimpleNamespace(remote=self._has_ended)
         self.events = SimpleNamespace(remote=self.log.since)
         self.finish_early = SimpleNamespace(remote=self.asked.append)
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         self.left -= 1
         self.log.add(Note(f"{self.left} left"))
         return self.left == 0
 
 
-def test_a_follower_shows_all_that_happens_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "ray", SimpleNamespace(get=lambda answer: answer))
-    monkeypatch.setattr(attach, "POLL_SECONDS", 0.0)
+def test_all_that_happens_until_the_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ray", SimpleNamespace(get=lambda answer: answer))
     controller, said = Controller(4), list[str]()
-    signals = iter(["", "", "SIGUSR1"])
+    signals = iter(["", "", "SIGUSR1", ""])
     progress: Any = SimpleNamespace(say=said.append)
     asked: Any = SimpleNamespace(by=lambda: next(signals))
-    attach._follow(controller, progress, asked)
+    follow(controller, controller.has_ended, progress, asked)
     told = "asked to end early: the step under way will be the last"
     assert said == ["3 left", "2 left", told, "1 left", "0 left"]
     assert controller.asked == ["SIGUSR1", "SIGUSR1"]
