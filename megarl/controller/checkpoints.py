@@ -228,7 +228,7 @@ class Checkpointer:
         folder = this.draft.commit(contents, files)
         self._saved(this.step)
         seconds = time.perf_counter() - this.since
-        self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 2**20:.1f} MiB in {seconds:.1f} s")
+        self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 1e6:.2f} MB in {seconds:.1f} s")
         try:
             self._remove_old(this.step)
         except (DataError, OSError) as error:  # the checkpoint is whole nevertheless
