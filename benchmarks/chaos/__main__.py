@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 
 from benchmarks.chaos import compare as comparison
@@ -26,6 +24,7 @@ from benchmarks.chaos.report import ChaosReport, make_report
 from benchmarks.chaos.show import markdown, print_table
 from benchmarks.chaos.targets import ALL, USUAL
 from benchmarks.chaos.watch import Watch
+from benchmarks.results_file import write_results
 from megarl.cli.options import add_overrides
 from megarl.controller.launch import set_aside
 from megarl.errors import ConfigError, MegarlError, WorkerError
@@ -84,8 +83,7 @@ def main() -> int:
     else:
         print_table(report)
     if args.write:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(_introduction(sys.argv[1:]) + markdown(report))
+        write_results(args.write, INTRODUCTION, markdown(report), module="benchmarks.chaos")
     return 0 if report.is_clean else 1
 
 
@@ -167,13 +165,6 @@ def _settings(args: argparse.Namespace) -> list[str]:
 
 def _folders(folder: Path) -> list[str]:
     return [f"run_dir={folder}", f"export_dir={folder / 'model'}"]
-
-
-def _introduction(arguments: Sequence[str]) -> str:
-    return INTRODUCTION.format(
-        cores=len(psutil.Process().cpu_affinity() or []),
-        command="python -m benchmarks.chaos " + shlex.join(arguments),
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-
 from benchmarks.checkpoint.measure import SaveReport, measure
+from benchmarks.results_file import write_results
 from megarl.errors import MegarlError
 
 MODELS = {
@@ -32,7 +30,7 @@ INTRODUCTION = """\
 By {ranks} ranks on the CPU, one PyTorch thread each, on a machine with {cores} CPU cores:
 
 ```
-{command}
+OMP_NUM_THREADS=1 {command}
 ```
 
 Weights and both of Adam's moments, in float32; the optimizer's state is divided between the ranks. Seconds are of the
@@ -71,18 +69,15 @@ def main() -> int:
         print(json.dumps({"model": name, **asdict(report)}) if args.json else _line(name, report), flush=True)
         reports[name] = report
     if args.write and not failed:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(_introduction(args, sys.argv[1:]) + markdown(reports))
+        write_results(
+            args.write,
+            INTRODUCTION,
+            markdown(reports),
+            module="benchmarks.checkpoint",
+            ranks=args.ranks,
+            repeats=args.repeats,
+        )
     return failed
-
-
-def _introduction(args: argparse.Namespace, arguments: Sequence[str]) -> str:
-    return INTRODUCTION.format(
-        ranks=args.ranks,
-        cores=len(psutil.Process().cpu_affinity() or []),
-        command="OMP_NUM_THREADS=1 python -m benchmarks.checkpoint " + shlex.join(arguments),
-        repeats=args.repeats,
-    )
 
 
 COLUMNS = (

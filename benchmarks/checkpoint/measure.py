@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megarl.checkpoint.verify import hash_file
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.megatron import platform
 from megarl.megatron.work import ModelSpec, SavedFile, SaveOrder, TrainerSpec
@@ -139,8 +139,7 @@ def _verify(folder: Path, files: Sequence[SavedFile]) -> float:
     dist.barrier()
     began = time.perf_counter()
     for file in files if dist.get_rank() == 0 else ():
-        with (folder / file.name).open("rb") as content:
-            assert hashlib.file_digest(content, "sha256").hexdigest() == file.sha256, file.name
+        assert hash_file(folder / file.name).sha256 == file.sha256, file.name
     dist.barrier()
     return time.perf_counter() - began
 

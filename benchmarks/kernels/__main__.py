@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import torch
 
 from benchmarks.kernels.measure import LOOPS, KernelReport, measure
 from benchmarks.kernels.show import markdown, print_table
 from benchmarks.kernels.workload import made_up
+from benchmarks.results_file import write_results
 from megarl.errors import ConfigError, MegarlError
 
 INTRODUCTION = """\
@@ -54,8 +53,14 @@ def main() -> int:
     if not args.json:
         print_table(reports)
     if args.write:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(_introduction(args, sys.argv[1:]) + markdown(reports))
+        write_results(
+            args.write,
+            INTRODUCTION,
+            markdown(reports),
+            module="benchmarks.kernels",
+            threads=torch.get_num_threads(),
+            pairs=args.pairs,
+        )
     return 0
 
 
@@ -69,15 +74,6 @@ def _run(args: argparse.Namespace) -> Iterator[KernelReport]:
             if args.json:
                 print(json.dumps(asdict(report)), flush=True)
             yield report
-
-
-def _introduction(args: argparse.Namespace, arguments: Sequence[str]) -> str:
-    return INTRODUCTION.format(
-        threads=torch.get_num_threads(),
-        cores=len(psutil.Process().cpu_affinity() or []),
-        command="python -m benchmarks.kernels " + shlex.join(arguments),
-        pairs=args.pairs,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import psutil
 
 from benchmarks.packing.lengths import Gsm8k, Workload, made_up
 from benchmarks.packing.measure import PACK_ALIGN, PackingReport, measure
 from benchmarks.packing.schemes import SCHEMES
 from benchmarks.packing.show import markdown, print_table
+from benchmarks.results_file import write_results
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost
 from megarl.errors import ConfigError, MegarlError
 
@@ -72,8 +70,17 @@ def main() -> int:
     if not args.json:
         print_table(reports)
     if args.write:
-        args.write.parent.mkdir(parents=True, exist_ok=True)
-        args.write.write_text(_introduction(args, sys.argv[1:]) + markdown(reports))
+        write_results(
+            args.write,
+            INTRODUCTION,
+            markdown(reports),
+            module="benchmarks.packing",
+            sequences=args.sequences,
+            ranks=args.ranks,
+            seeds=args.seeds,
+            align=args.align,
+            pack_align=PACK_ALIGN,
+        )
     return 0
 
 
@@ -109,18 +116,6 @@ def _workloads(args: argparse.Namespace, gsm8k: Gsm8k | None, seed: int) -> Iter
     workloads = [*made_up(args.sequences, seed), *([gsm8k.sample(args.sequences, seed)] if gsm8k else [])]
     for workload in workloads:
         yield replace(workload, max_tokens=args.max_tokens) if args.max_tokens else workload
-
-
-def _introduction(args: argparse.Namespace, arguments: Sequence[str]) -> str:
-    return INTRODUCTION.format(
-        cores=len(psutil.Process().cpu_affinity() or []),
-        command="python -m benchmarks.packing " + shlex.join(arguments),
-        sequences=args.sequences,
-        ranks=args.ranks,
-        seeds=args.seeds,
-        align=args.align,
-        pack_align=PACK_ALIGN,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
