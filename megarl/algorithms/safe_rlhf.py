@@ -1,49 +1,78 @@
-"""Rewards to gain under a bound on costs: Safe RLHF (arXiv 2310.12773). Shapes: T packed tokens."""
+"""Safe RLHF: two critics, and a multiplier that holds the mean cost at its limit."""
 
 from __future__ import annotations
 
-import math
-import sys
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
-from torch import Tensor
+import torch
+
+from megarl.algorithms import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
+from megarl.config.algorithm import SafeRlhfConfig
+from megarl.controller.penalty import penalty
+from megarl.controller.policy_run import PolicyRun
+from megarl.controller.tokens import Estimates, StepTokens
 
 
-def safe_rlhf_advantages(reward_adv_T: Tensor, cost_adv_T: Tensor, *, multiplier: float) -> Tensor:
-    """[T] (A_R - lambda A_C) / (1 + lambda) as its PPO-Lagrangian has it; lambda is the multiplier."""
-    return (reward_adv_T - multiplier * cost_adv_T) / (1 + multiplier)
+def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:
+    """As PPO, on what reward and cost weigh together; the multiplier moves first, by the step's mean cost."""
+    run.begin()
+    multiplier = run.carry(
+        "multiplier",
+        LagrangeMultiplier(
+            value=algorithm.multiplier_start,
+            lr=algorithm.multiplier_lr,
+            maximum=algorithm.multiplier_max,
+            limit=algorithm.cost_limit,
+        ),
+    )
+    for prompts in run.steps():
+        batch = run.sample(prompts)
+        costs = batch.term(algorithm.cost_term)
+        multiplier.update(sum(costs) / len(costs))
+        run.note({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
+        run.add_reference(batch)
+        run.add_values(batch)
+        run.add_values(batch, critic="cost_critic", column="cost_values")
+        run.estimate(
+            safe_estimates,
+            batch,
+            algorithm,
+            run.kl_coefficient,
+            costs,
+            multiplier.value,
+            gives=("advantages", "returns", "cost_returns"),
+        )
+        run.train_critic(batch, algorithm.critic)
+        run.train_critic(
+            batch, algorithm.cost_critic, critic="cost_critic", values="cost_values", returns="cost_returns"
+        )
+        warm = run.step > max(algorithm.critic.warmup_steps, algorithm.cost_critic.warmup_steps)
+        run.finish_step(batch, run.train_policy(batch) if warm else None)
 
 
-@dataclass(slots=True)
-class LagrangeMultiplier:
-    """What costs weigh against rewards: more while the mean cost is above the limit.
+def safe_estimates(
+    tokens: StepTokens, algorithm: SafeRlhfConfig, kl_coefficient: float, costs: list[float], multiplier: float
+) -> Estimates:
+    """Advantages of both, weighed; returns of each for its critic.
 
-    The paper's ascent on the logarithm, without the factor `value` that its gradient has: log value moves by equal
-    steps however large it is.
-
-    >>> round(LagrangeMultiplier().update(mean_cost=0.5), 4)
-    1.0513
+    Half of the penalty is taken from the reward and half is added to the cost, as its PPO-Lagrangian does.
     """
-
-    value: float = 1.0
-    """The state: the only field that changes. Positive."""
-
-    lr: float = 0.1
-    """Of log value."""
-
-    maximum: float = 5.0
-
-    limit: float = 0.0
-    """The mean cost to stay below."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.value <= self.maximum:
-            raise ValueError(f"a multiplier needs a value above 0 and at most {self.maximum}, got {self.value}")
-
-    def update(self, mean_cost: float) -> float:
-        """The new value: log value += lr * (mean_cost - limit), at most `maximum`."""
-        log_value = math.log(self.value) + self.lr * (mean_cost - self.limit)
-        # A product would overflow; and 0 would stay 0, whatever costs follow.
-        value = math.exp(min(log_value, math.log(self.maximum)))
-        self.value = min(max(value, sys.float_info.min), self.maximum)
-        return self.value
+    penalty_T, metrics = penalty(tokens, algorithm, kl_coefficient)
+    half_T = None if penalty_T is None else penalty_T / 2
+    of_costs = replace(tokens, rewards_N=torch.tensor(costs))
+    estimate = partial(
+        gae, mask_T=tokens.mask_T, cu_seqlens_S=tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=algorithm.lam
+    )
+    values_T, cost_values_T = tokens.columns["values"], tokens.columns["cost_values"]
+    reward_adv_T, returns_T = estimate(tokens.rewards(half_T), values_T)
+    costs_T = of_costs.rewards(None if half_T is None else -half_T)
+    cost_adv_T, cost_returns_T = estimate(costs_T, cost_values_T)
+    advantages_T = safe_rlhf_advantages(reward_adv_T, cost_adv_T, multiplier=multiplier)
+    if algorithm.whiten:
+        advantages_T = whiten(advantages_T, tokens.mask_T)
+    metrics |= {
+        "critic/explained_variance": tokens.explained_variance(values_T, returns_T),
+        "cost_critic/explained_variance": tokens.explained_variance(cost_values_T, cost_returns_T),
+    }
+    return tokens.with_advantages(advantages_T, metrics, returns=returns_T, cost_returns=cost_returns_T)
