@@ -10,7 +10,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["megarl", "megarl.*"])],
     include_package_data=True,
-    package_data={"megarl.rollout": ["stubs/**/*", "stubs/*"]},
+    package_data={"megarl.rollout.sglang": ["stubs/**/*", "stubs/*"]},
     entry_points={"console_scripts": ["megarl=megarl.cli.main:main"]},
     install_requires=[
         "megatron-core>=0.16.1",

@@ -26,7 +26,7 @@ from benchmarks.chaos.targets import ALL, USUAL
 from benchmarks.chaos.watch import Watch
 from benchmarks.results_file import write_results
 from megarl.cli.options import add_overrides
-from megarl.controller.launch import set_aside
+from megarl.controller.run_stage import set_aside
 from megarl.errors import ConfigError, MegarlError, WorkerError
 
 EXPLANATION = """\

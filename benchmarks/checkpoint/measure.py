@@ -18,12 +18,12 @@ import torch.multiprocessing as mp
 
 from megarl.checkpoint.verify import hash_file
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron import platform
-from megarl.megatron.work import ModelSpec, SavedFile, SaveOrder, TrainerSpec
+from megarl.megatron.requests import ModelSpec, SavedFile, SaveOrder, TrainerSpec
+from megarl.megatron.runtime import platform
 
 if TYPE_CHECKING:
-    from megarl.megatron.train_checkpoint import TrainCheckpoint
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.checkpoint.training_state import TrainCheckpoint
+    from megarl.megatron.training.trainer import MegatronTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def _on_rank(
 
 
 def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> SaveReport:
-    from megarl.megatron.optimizer_state import optimizer_shards
+    from megarl.megatron.checkpoint.optimizer_state import optimizer_shards
 
     trainer = _trainer(config, sizes)
     shards = optimizer_shards(trainer._optimizer).values()
@@ -128,7 +128,7 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
 
 
 def _trainer(config: str, sizes: dict[str, int]) -> MegatronTrainer:
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     model = ModelSpec(model_path=config, dtype="auto", parallel=ParallelConfig(**sizes), weights="none")
     return MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))

@@ -17,7 +17,7 @@ def gae_over_tensors(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `megarl.algorithms.gae`, token by token, as the formula reads."""
+    """As `megarl.functional.gae`, token by token, as the formula reads."""
     advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
     _fill(advantages_T, returns_T, (rewards_T, values_T, mask_T), cu_seqlens_S.tolist(), gamma, _listed(lam))
     return advantages_T, returns_T

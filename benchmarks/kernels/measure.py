@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.kernels.loops import gae_over_lists, gae_over_tensors
 from benchmarks.kernels.workload import Workload
-from megarl.algorithms import gae
+from megarl.functional import gae
 
 GAMMA = 0.999
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.source import read_rows
+from megarl.data.rows import read_rows
 from megarl.errors import DataError
 
 LIMITS = (16, 16384)

@@ -24,14 +24,15 @@ from benchmarks.reshard.contender import Contender, HandOver, Planned
 from benchmarks.reshard.measure import measure
 from benchmarks.reshard.show import MEGATRON_CORE, plot, print_table
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
-from megarl.controller.resharding import make_scenario, model_name, read_model
 from megarl.errors import ConfigError, MegarlError
-from megarl.megatron import platform
-from megarl.megatron.families.decoder import Decoder
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.runtime import platform
+from megarl.offline.reshard_explain import make_scenario, model_name
 from megarl.placement.network import use_network_to_master
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.report import SyncReport
-from megarl.reshard.scenario import STRATEGIES, Scenario
+from megarl.reshard.analysis.scenario import STRATEGIES, Scenario
+from megarl.reshard.analysis.sync_report import SyncReport
+from megarl.reshard.layout.layout import WeightLayout
 
 CONTENDERS = (*STRATEGIES, MEGATRON_CORE)
 """In the order of reports."""
@@ -123,7 +124,7 @@ def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightL
     """As SGLang lays it out on GPUs, traced by rank 0 for all."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
-        from megarl.rollout.trace import trace_layouts
+        from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 
         out = [trace_layouts(model, tp=tp, ep=ep, device="cuda", dtype=dtype)]
     dist.broadcast_object_list(out)

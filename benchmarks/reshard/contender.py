@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 import torch.distributed as dist
 
 from benchmarks.reshard.content import Shard
-from megarl.reshard.forecast import forecast
-from megarl.reshard.report import time_planning
-from megarl.reshard.scenario import Arrangement, Scenario, arrange, build_strategy
-from megarl.reshard.sink import Parameters
-from megarl.reshard.strategy import Outlets, SyncStats
+from megarl.reshard.analysis.forecast import forecast
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy
+from megarl.reshard.analysis.sync_report import time_planning
+from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.reshard.transfer.sink import Parameters
 
 HandOver = Literal["direct", "shared-memory"]
 """Where the engine's parameters are: in the rank's own process, or in another one, behind shared memory."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megarl.megatron.platform import device
-from megarl.reshard.bucket import BoxBucket, WeightBucket, map_bucket, torch_dtype
-from megarl.reshard.layout import Box, Piece, WeightLayout, extent, slices
+from megarl.megatron.runtime.platform import device
+from megarl.reshard.layout.layout import Box, Piece, WeightLayout, extent, slices
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket, map_bucket, torch_dtype
 
 BUCKETS_OF_A_PUSH = 2
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from benchmarks.reshard.contender import Contender
-from megarl.reshard.forecast import Forecast
-from megarl.reshard.report import SyncReport, planned_report
-from megarl.reshard.scenario import Scenario
-from megarl.reshard.strategy import SyncStats
+from megarl.reshard.analysis.forecast import Forecast
+from megarl.reshard.analysis.scenario import Scenario
+from megarl.reshard.analysis.sync_report import SyncReport, planned_report
+from megarl.reshard.planning.strategy import SyncStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The peer: megatron-core's own resharding, between two of its models on the same ranks.
 
-Import after `megarl.megatron.platform.prepare()`.
+Import after `megarl.megatron.runtime.platform.prepare()`.
 
 Both sides are real GPTModels, the destination in Megatron's layout for the sizes of one engine (as in Megatron's own
 inference), its stages placed in Megatron's order. What is reported is what `swap_model_weights` does: bytes and
@@ -25,18 +25,18 @@ from benchmarks.reshard.content import Shard
 from benchmarks.reshard.megatron_limits import megatron_grids, require_served
 from benchmarks.reshard.show import MEGATRON_CORE
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.stages import EVEN
-from megarl.megatron.model import build_chunks
-from megarl.megatron.settings import transformer_config
-from megarl.megatron.weights import local_tensors
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.groups import GenerationPlace
-from megarl.reshard.layout import WeightLayout, volume
-from megarl.reshard.scenario import Arrangement, Scenario
-from megarl.reshard.strategy import SyncStats
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.pipeline_stages import EVEN
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.megatron.hf_weights.local_layout import local_tensors
+from megarl.megatron.modeling.gpt_model import build_chunks
+from megarl.megatron.modeling.transformer_config import transformer_config
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import Arrangement, Scenario
+from megarl.reshard.layout.layout import WeightLayout, volume
+from megarl.reshard.layout.micro_dp import GenerationPlace
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.bucket import torch_dtype
 
 
 class MegatronCore:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import GroupedQueryAttention
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.layouts import padded_vocab
-from megarl.placement.grid import RankGrid
-from megarl.reshard.scenario import Scenario
+from megarl.megatron.families.trainer_layouts import padded_vocab
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import Scenario
 
 
 def megatron_grids(scenario: Scenario) -> tuple[RankGrid, RankGrid]:

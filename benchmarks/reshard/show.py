@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megarl.reshard.report import SyncReport
+from megarl.reshard.analysis.sync_report import SyncReport
 
 MEGATRON_CORE = "megatron_core"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, print_table, rows, summary_rows
-from megarl.reshard.report import SyncReport
+from megarl.reshard.analysis.sync_report import SyncReport
 
 
 @dataclass(frozen=True, slots=True)

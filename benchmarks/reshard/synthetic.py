@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import GroupedQueryAttention
-from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout
 
 LAYERS, HEADS, VOCAB = 8, 48, 1536
 

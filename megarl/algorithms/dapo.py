@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import keep_informative_groups, overlong_penalty
-from megarl.config.algorithm import DapoConfig
-from megarl.controller.experience import Experience
-from megarl.controller.grpo import group_estimates
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.rollout_group import FinishedGroup
+from megarl.algorithms.grpo import group_estimates
+from megarl.config.algorithms.algorithm import DapoConfig
+from megarl.functional import keep_informative_groups, overlong_penalty
+from megarl.groups.rollout_group import FinishedGroup
+from megarl.run.rl_run import PolicyRun
+from megarl.run.rollout_batch import Experience
 
 SAMPLED = "reward/sampled_mean"
 """Mean of the metric over everything that was sampled, what was left out included."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.algorithm import DistillationConfig
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.config.algorithms.algorithm import DistillationConfig
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.rl_run import PolicyRun
 
 
 def train_distillation(run: PolicyRun, algorithm: DistillationConfig) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.algorithms import group_advantages
-from megarl.config.algorithm import GroupPolicyConfig
-from megarl.controller.penalty import penalty
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.config.algorithms.algorithm import GroupPolicyConfig
+from megarl.functional import group_advantages
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.kl_penalty import penalty
+from megarl.run.rl_run import PolicyRun
 
 
 def train_grouped(run: PolicyRun, algorithm: GroupPolicyConfig) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import gae, pf_ppo_resample, pf_ppo_weights, whiten
-from megarl.config.algorithm import ActorCriticConfig, PfPpoConfig, PpoConfig
-from megarl.controller.experience import Experience
-from megarl.controller.penalty import penalty
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.config.algorithms.algorithm import ActorCriticConfig, PfPpoConfig, PpoConfig
+from megarl.functional import gae, pf_ppo_resample, pf_ppo_weights, whiten
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.kl_penalty import penalty
+from megarl.run.rl_run import PolicyRun
+from megarl.run.rollout_batch import Experience
 
 
 def train_ppo(run: PolicyRun, algorithm: PpoConfig | PfPpoConfig) -> None:

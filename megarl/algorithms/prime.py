@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import prime_rewards
-from megarl.config.algorithm import PrimeConfig
-from megarl.controller.dapo import SAMPLED
-from megarl.controller.experience import Experience
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
-from megarl.megatron.work import ImplicitRewardLoss
+from megarl.algorithms.dapo import SAMPLED
+from megarl.config.algorithms.algorithm import PrimeConfig
+from megarl.functional import prime_rewards
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.megatron.requests import ImplicitRewardLoss
+from megarl.run.rl_run import PolicyRun
+from megarl.run.rollout_batch import Experience
 
 
 def train_prime(run: PolicyRun, algorithm: PrimeConfig) -> None:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megarl.config.algorithm import (
+from megarl.algorithms.dapo import train_dapo
+from megarl.algorithms.distillation import train_distillation
+from megarl.algorithms.grpo import train_grouped
+from megarl.algorithms.ppo import train_ppo
+from megarl.algorithms.prime import train_prime
+from megarl.algorithms.reinforce import train_reinforce_pp, train_remax
+from megarl.algorithms.safe_rlhf import train_safe_rlhf
+from megarl.algorithms.vapo import train_vapo
+from megarl.config.algorithms.algorithm import (
     CispoConfig,
     DapoConfig,
     DistillationConfig,
@@ -20,15 +28,7 @@ from megarl.config.algorithm import (
     SafeRlhfConfig,
     VapoConfig,
 )
-from megarl.controller.dapo import train_dapo
-from megarl.controller.distillation import train_distillation
-from megarl.controller.grpo import train_grouped
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.ppo import train_ppo
-from megarl.controller.prime import train_prime
-from megarl.controller.reinforce import train_reinforce_pp, train_remax
-from megarl.controller.safe_rlhf import train_safe_rlhf
-from megarl.controller.vapo import train_vapo
+from megarl.run.rl_run import PolicyRun
 
 
 def train(run: PolicyRun) -> None:

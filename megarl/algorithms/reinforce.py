@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import (
+from megarl.config.algorithms.algorithm import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig, RemaxConfig
+from megarl.functional import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
 )
-from megarl.config.algorithm import ReinforcePlusPlusBaselineConfig, ReinforcePlusPlusConfig, RemaxConfig
-from megarl.controller.penalty import penalty
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.kl_penalty import penalty
+from megarl.run.rl_run import PolicyRun
 
 
 def train_reinforce_pp(run: PolicyRun, algorithm: ReinforcePlusPlusConfig | ReinforcePlusPlusBaselineConfig) -> None:

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from megarl.algorithms import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
-from megarl.config.algorithm import SafeRlhfConfig
-from megarl.controller.penalty import penalty
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.config.algorithms.algorithm import SafeRlhfConfig
+from megarl.functional import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.kl_penalty import penalty
+from megarl.run.rl_run import PolicyRun
 
 
 def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.algorithms import gae, length_adaptive_lambda, whiten
-from megarl.config.algorithm import ValuePretrainingConfig, VapoConfig
-from megarl.controller.penalty import penalty
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.tokens import Estimates, StepTokens
+from megarl.config.algorithms.algorithm import ValuePretrainingConfig, VapoConfig
+from megarl.functional import gae, length_adaptive_lambda, whiten
+from megarl.groups.estimation import Estimates, StepTokens
+from megarl.run.kl_penalty import penalty
+from megarl.run.rl_run import PolicyRun
 
 EXPLAINED = "critic/explained_variance"
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from megarl.cli.options import add_config_options
 from megarl.config import STAGES, dump_config, load_config
 from megarl.config.placement import PlacementConfig
-from megarl.controller.preflight import require_ready
 from megarl.errors import ConfigError
-from megarl.launch.time_limit import parse_time_limit
+from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
+from megarl.preflight.run_checks import require_ready
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(store: CheckpointStore, run_dir: Path, *, as_json: bool) -> int:
-    from megarl.checkpoint.lock import live_holder
+    from megarl.checkpoint.run_lock import live_holder
 
     rows = list(_rows(store))
     if as_json:
@@ -207,7 +207,7 @@ def _hashing(name: str, num_bytes: int) -> Iterator[Advance]:
 
 
 def _prune(store: CheckpointStore, args: argparse.Namespace) -> int:
-    from megarl.checkpoint.lock import RunLock
+    from megarl.checkpoint.run_lock import RunLock
 
     options = _options(store)
     keep_last = options.keep_last if args.keep_last is None else args.keep_last

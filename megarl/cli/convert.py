@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.config import make_convert_config
 
     config = make_convert_config(args.overrides)
-    from megarl.controller.convert import plan_export, plan_import  # after the configuration: it brings Ray
+    from megarl.offline.model_conversion import plan_export, plan_import  # after the configuration: it brings Ray
 
     plan = plan_import if args.direction == "hf-to-megatron" else plan_export
     conversion = plan(config, args.model, args.output, args.dtype)

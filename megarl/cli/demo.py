@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
-    from megarl.controller.controller import Controller
-    from megarl.controller.launch import run_stage, set_aside
-    from megarl.data.arithmetic import write_arithmetic
+    from megarl.controller.actor import Controller
+    from megarl.controller.run_stage import run_stage, set_aside
+    from megarl.data.demo_arithmetic import write_arithmetic
 
     out, show = args.out, console()
     if out.exists():

@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
 from megarl.errors import ConfigError
-from megarl.placement.machine import free_shared_memory, package_version, visible_gpus
+from megarl.placement.hardware import free_shared_memory, package_version, visible_gpus
 
 if TYPE_CHECKING:
     from megarl.config import StageConfig
@@ -111,8 +111,8 @@ def _run_cluster(args: argparse.Namespace) -> int:
     from rich.markup import escape
 
     from megarl.config.placement import PlacementConfig  # after that: Ray takes a second to import
-    from megarl.controller.node_checks import Places, check_cluster, places_of
-    from megarl.controller.node_table import nodes_table
+    from megarl.preflight.cluster.cluster_check import Places, check_cluster, places_of
+    from megarl.preflight.cluster.node_table import nodes_table
 
     config = None if args.config is None else _load(args)
     placement = PlacementConfig() if config is None else config.placement
@@ -132,7 +132,7 @@ def _run_cluster(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> StageConfig:
     """The run's, with absolute paths."""
     from megarl.config import STAGES, load_config
-    from megarl.controller.launch import with_absolute_paths
+    from megarl.controller.run_stage import with_absolute_paths
 
     return with_absolute_paths(load_config(STAGES[args.stage], args.config, args.overrides))
 

@@ -22,8 +22,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(RunConfig, args.config, args.overrides)
     if config.data.eval_path is None:
         raise ConfigError("data.eval_path: evaluation needs held-out rows, got none")
-    from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
-    from megarl.controller.launch import run_stage
+    from megarl.controller.actor import Controller  # after the configuration is read: a wrong key is told at once
+    from megarl.controller.run_stage import run_stage
 
     value = run_stage(config, Controller.evaluate, begins_run=False)
     name = f"eval/{config.reward.eval_name}"

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Mapping
 
 from megarl.errors import ConfigError
-from megarl.launch.agent import LaunchOptions
-from megarl.launch.labels import parse_labels
-from megarl.launch.run import launch
-from megarl.launch.world import node_world
+from megarl.launch.launch import launch
+from megarl.launch.launch_node import LaunchOptions
+from megarl.launch.node_labels import parse_labels
+from megarl.launch.node_world import node_world
 
 COMMANDS = ("train", "sft", "rm", "dpo", "eval", "score", "convert", "doctor")
 """Those for which a Ray cluster makes a difference."""

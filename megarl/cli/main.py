@@ -14,7 +14,7 @@ from typing import Protocol
 from megarl import __version__
 from megarl.cli.output import print_error
 from megarl.errors import MegarlError, StoppedEarly
-from megarl.placement.early_stop import signal_held
+from megarl.process.early_stop_signal import signal_held
 
 SUMMARIES = {
     "train": "reinforcement learning",

@@ -13,7 +13,7 @@ from megarl.cli.output import console, print_error
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megarl.reshard.report import Explanation
+    from megarl.reshard.analysis.sync_report import Explanation
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto")
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Print one row per strategy; those that cannot serve the sizes are named on stderr, unless asked for."""
     if args.bucket_mb <= 0:
         raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
-    from megarl.controller.resharding import explain_scenarios, trace_scenario
+    from megarl.offline.reshard_explain import explain_scenarios, trace_scenario
 
     with _progress() as tell:
         tell("laying out both sides")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Self
 
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
-from megarl.placement.torchrun import TorchrunWorld, said_once, torchrun_world
+from megarl.process.torchrun_env import TorchrunWorld, said_once, torchrun_world
 
 if TYPE_CHECKING:
     from megarl.config import ScoreConfig
-    from megarl.controller.score import Scored
-    from megarl.data.token_lines import TokenCount
+    from megarl.data.token_file import TokenCount
+    from megarl.offline.token_scoring import Scored
 
 SECONDS_PER_LINE = 10.0
 """Between two lines of progress where stderr is no terminal."""
@@ -67,10 +67,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
-    from megarl.data.token_lines import partial_file
+    from megarl.data.token_file import partial_file
 
     with partial_file(args.output, source=args.input) as out:
-        from megarl.controller.score import open_tokens, score_file, scorers  # brings torch: a wrong key is told before
+        from megarl.offline.token_scoring import (  # brings torch: a wrong key is told before
+            open_tokens,
+            score_file,
+            scorers,
+        )
 
         tokens = open_tokens(config, args.input)
         with ScoreProgress(tokens.check()) as progress, scorers(config) as processes:
@@ -78,9 +82,9 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
 
 
 def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: TorchrunWorld) -> None:
-    from megarl.controller.score import open_tokens, score_file, score_with_first
     from megarl.controller.torchrun_ranks import joined_ranks
-    from megarl.data.token_lines import partial_file
+    from megarl.data.token_file import partial_file
+    from megarl.offline.token_scoring import open_tokens, score_file, score_with_first
 
     with joined_ranks(config.sized_placement, world) as ranks:
         if world.rank != 0:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`; under torchrun its ranks run the stage, and Ray is not started."""
     config, world = load_stage(SftConfig, args)
-    from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
-    from megarl.controller.stages import make_sft
+    from megarl.controller.actor import Controller  # after the configuration is read: a wrong key is told at once
+    from megarl.stages.build_stages import make_sft
 
     return run_anywhere(config, world, Controller.sft, make_sft, resume=args.resume)

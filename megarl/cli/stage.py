@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.cli.output import console
 from megarl.config import StageConfig, load_config
-from megarl.placement.torchrun import TorchrunWorld, said_once, torchrun_world
+from megarl.process.torchrun_env import TorchrunWorld, said_once, torchrun_world
 
 if TYPE_CHECKING:
-    from megarl.controller.controller import Controller
-    from megarl.controller.events import EventLog
-    from megarl.controller.spmd import Stage
+    from megarl.controller.actor import Controller
+    from megarl.controller.spmd_stage import Stage
+    from megarl.run.events import EventLog
     from megarl.workers.group import Processes
 
 C = TypeVar("C", bound=StageConfig)
@@ -46,11 +46,11 @@ def run_anywhere(
         resume: see `megarl.controller.resume`.
     """
     if world is None:
-        from megarl.controller.launch import run_stage
+        from megarl.controller.run_stage import run_stage
 
         run_stage(config, method, resume=resume)
     else:
-        from megarl.controller.spmd import run_spmd_stage
+        from megarl.controller.spmd_stage import run_spmd_stage
 
         run_spmd_stage(config, make, world, name=method.__name__, resume=resume)
     if world is None or world.rank == 0:

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `megarl.cli.main.Command`."""
     config = load_config(RunConfig, args.config, args.overrides)
-    from megarl.controller.controller import Controller  # after the configuration is read: a wrong key is told at once
-    from megarl.controller.launch import run_stage
+    from megarl.controller.actor import Controller  # after the configuration is read: a wrong key is told at once
+    from megarl.controller.run_stage import run_stage
     from megarl.tracking.startup import of_command
 
     run_stage(config, Controller.train, startup=of_command(), resume=args.resume, detach=args.detach)

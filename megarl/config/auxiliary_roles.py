@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megarl.config.algorithm import (
+from megarl.config.algorithms.algorithm import (
     ActorCriticConfig,
+    AlgorithmConfig,
     CriticConfig,
     DistillationConfig,
     FrozenModelConfig,
     PrimeConfig,
     SafeRlhfConfig,
 )
-from megarl.config.placement import Place
-from megarl.config.reward import ModelRewardConfig
-from megarl.config.trainer import OptimizerConfig, ParallelConfig
-
-if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
+from megarl.config.model import ModelConfig
+from megarl.config.placement import Place, PlacementConfig
+from megarl.config.reward import ModelRewardConfig, RewardsConfig
+from megarl.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 
 SCORER = "reward {}"
 """Name of the role of a reward term's model."""
@@ -50,27 +49,32 @@ class Role:
         return self.name.startswith(SCORER.format(""))
 
 
-def roles_of(config: RunConfig) -> Iterator[Role]:
-    """All but the policy."""
-    algorithm = config.algorithm
+def roles_of(
+    algorithm: AlgorithmConfig,
+    reward: RewardsConfig,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    placement: PlacementConfig,
+) -> Iterator[Role]:
+    """Yield the models that these sections of a run's configuration ask for beside the policy."""
 
     def role(
         place: Place,
         key: str,
-        model: FrozenModelConfig | ModelRewardConfig,
+        own: FrozenModelConfig | ModelRewardConfig,
         head: Literal["lm", "value"],
         name: str | None = None,
     ) -> Role:
         return Role(
             name=name or place,
             key=key,
-            path=model.path or config.model.path,
+            path=own.path or model.path,
             head=head,
-            parallel=model.parallel or config.trainer.parallel,
-            parallel_key="trainer.parallel" if model.parallel is None else f"{key}.parallel",
-            optimizer=model.optimizer if isinstance(model, CriticConfig) else None,
+            parallel=own.parallel or trainer.parallel,
+            parallel_key="trainer.parallel" if own.parallel is None else f"{key}.parallel",
+            optimizer=own.optimizer if isinstance(own, CriticConfig) else None,
             place=place,
-            pool=config.placement.places[place].pool,
+            pool=placement.places[place].pool,
         )
 
     if algorithm.uses_reference:
@@ -83,5 +87,5 @@ def roles_of(config: RunConfig) -> Iterator[Role]:
         yield role("reward_models", "algorithm.reward_model", algorithm.reward_model, "lm", name="reward_model")
     if isinstance(algorithm, DistillationConfig):
         yield role("teacher", "algorithm.teacher", algorithm.teacher, "lm")
-    for term, model in config.reward.models.items():
-        yield role("reward_models", f"reward.terms.{term}", model, "value", name=SCORER.format(term))
+    for term, scorer in reward.models.items():
+        yield role("reward_models", f"reward.terms.{term}", scorer, "value", name=SCORER.format(term))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithm import FrozenModelConfig
+from megarl.config.algorithms.algorithm import FrozenModelConfig
 from megarl.config.run import StageConfig
 from megarl.config.section import Section
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithm import (
+from megarl.config.algorithms.algorithm import (
     ActorCriticConfig,
     AlgorithmConfig,
     DapoConfig,
     GrpoConfig,
     SafeRlhfConfig,
 )
+from megarl.config.auxiliary_roles import Role, roles_of
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
 from megarl.config.limits import LimitsConfig
@@ -18,7 +19,6 @@ from megarl.config.model import ModelConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
-from megarl.config.roles import Role, roles_of
 from megarl.config.rollout import RolloutConfig
 from megarl.config.section import Section
 from megarl.config.tracking import TrackingConfig
@@ -101,7 +101,7 @@ class RunConfig(StageConfig):
     @property
     def roles(self) -> tuple[Role, ...]:
         """The models beside the policy."""
-        return tuple(roles_of(self))
+        return tuple(roles_of(self.algorithm, self.reward, self.model, self.trainer, self.placement))
 
     @model_validator(mode="after")
     def _engines_fit(self) -> RunConfig:

@@ -10,15 +10,15 @@ from pathlib import Path
 import ray
 
 from megarl import IMPORTED_SINCE
-from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.run_lock import RunLock
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
-from megarl.controller.build import build_evaluation, stage_processes
 from megarl.controller.detached import waited_for
-from megarl.controller.evaluation import greedy_score
-from megarl.controller.events import Event, EventLog, Note
 from megarl.controller.recovery import train_through
-from megarl.controller.stages import make_dpo, make_rm, make_sft
 from megarl.errors import MegarlError, WorkerError
+from megarl.groups.build import build_evaluation, stage_processes
+from megarl.run.evaluation import greedy_score
+from megarl.run.events import Event, EventLog, Note
+from megarl.stages.build_stages import make_dpo, make_rm, make_sft
 from megarl.tracking.startup import Startup
 
 LINGER_SECONDS = 60.0

@@ -12,21 +12,21 @@ from ray.util import remove_placement_group
 
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
-from megarl.controller.build import read_prompts, start_engines, trainer_spec
-from megarl.controller.checkpoints import POLICY, Checkpointer, load_models
-from megarl.controller.engines import EngineGroup
-from megarl.controller.events import EventLog, Note
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.restarts import Restarts
-from megarl.controller.roles import Models
-from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.run_state import RunState
-from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
-from megarl.controller.vigil import Vigil
-from megarl.controller.weights import WeightSync
 from megarl.errors import ConfigError, LostNodeError, MegarlError, WorkerError
+from megarl.groups.auxiliary_models import Models
+from megarl.groups.build import read_prompts, start_engines, trainer_spec
+from megarl.groups.engine_group import EngineGroup
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.weight_sync import WeightSync
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
+from megarl.run.checkpointer import POLICY, Checkpointer, load_models
+from megarl.run.events import EventLog, Note
+from megarl.run.rl_run import PolicyRun
+from megarl.run.run_state import RunState
+from megarl.supervision.restart_budget import Restarts
+from megarl.supervision.run_monitor import Vigil
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.group import WorkerProcesses

@@ -10,11 +10,11 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.config import RunConfig, load_config
-from megarl.controller.cluster import terminated_is_noted
 from megarl.controller.detached import find_controller
-from megarl.controller.launch import POLL_SECONDS, Asked, follow
+from megarl.controller.ray_session import terminated_is_noted
+from megarl.controller.run_stage import POLL_SECONDS, Asked, follow
 from megarl.tracking.progress import RunProgress
-from megarl.workers.failure import translate
+from megarl.workers.failures import translate
 
 
 def attach(run_dir: Path, *, stop: bool = False) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megarl.checkpoint.lock import SILENT_SECONDS, RunLock
+from megarl.checkpoint.run_lock import SILENT_SECONDS, RunLock
 from megarl.config import StageConfig
 from megarl.errors import ConfigError, DataError, WorkerError
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
 from megarl.tracking.heartbeat import HEARTBEAT_FILE
 
 FILE = "controller.json"

@@ -12,9 +12,9 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.config.placement import PlacementConfig
-from megarl.controller.node_checks import Places, require_sound_nodes
 from megarl.placement.pool import SlotPool, reserve, start_cluster
-from megarl.workers.failure import translate
+from megarl.preflight.cluster.cluster_check import Places, require_sound_nodes
+from megarl.workers.failures import translate
 
 
 @contextmanager

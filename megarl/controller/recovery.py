@@ -12,15 +12,15 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from megarl.algorithms.registry import train
 from megarl.config import RunConfig
-from megarl.controller.algorithms import train
-from megarl.controller.events import EventLog, Note
-from megarl.controller.fleet import Fleet
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.restarts import Restarts
+from megarl.controller.assembly import Fleet
 from megarl.controller.resume import newest_whole
-from megarl.controller.vigil import Vigil
 from megarl.errors import GivenUpError, LostEngineError, LostWorkerError, WeightSyncError, WorkerError
+from megarl.run.events import EventLog, Note
+from megarl.run.rl_run import PolicyRun
+from megarl.supervision.restart_budget import Restarts
+from megarl.supervision.run_monitor import Vigil
 from megarl.tracking.startup import Startup
 
 

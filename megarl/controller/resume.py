@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.differences import differences, require_no_contradictions
+from megarl.checkpoint.config_diff import differences, require_no_contradictions
 from megarl.checkpoint.manifest import Contents, Manifest, read_manifest, require_same_model
 from megarl.checkpoint.store import CheckpointStore, Saved, shortened
 from megarl.checkpoint.verify import damage_told, hash_file
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.journal import fingerprint_of
-from megarl.rollout.journal_folder import fingerprints_in, steps_in
+from megarl.rollout.journal.journal import fingerprint_of
+from megarl.rollout.journal.journal_folder import fingerprints_in, steps_in
 
 AUTO = "auto"
 

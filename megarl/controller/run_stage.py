@@ -13,28 +13,28 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig, StageConfig, dump_config
-from megarl.config.algorithm import FrozenModelConfig
+from megarl.config.algorithms.algorithm import FrozenModelConfig
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
-from megarl.controller.cluster import Terminated, terminated_is_interrupted, terminated_is_noted
-from megarl.controller.controller import Controller
+from megarl.controller.actor import Controller
 from megarl.controller.detached import detached_options, leave
-from megarl.controller.events import Event, Note, Phase
-from megarl.controller.node_checks import places_of, require_sound_nodes
-from megarl.controller.preflight import require_ready
+from megarl.controller.ray_session import Terminated, terminated_is_interrupted, terminated_is_noted
 from megarl.controller.resume import Start, find_start
-from megarl.controller.tiny_model import write_missing_model
 from megarl.errors import ConfigError
-from megarl.placement import early_stop
 from megarl.placement.pool import start_cluster
-from megarl.placement.torchrun import torchrun_world
+from megarl.preflight.cluster.cluster_check import places_of, require_sound_nodes
+from megarl.preflight.run_checks import require_ready
+from megarl.preflight.tiny_model import write_missing_model
+from megarl.process import early_stop_signal
+from megarl.process.torchrun_env import torchrun_world
+from megarl.run.events import Event, Note, Phase
 from megarl.tracking.progress import RunProgress, StepLine
 from megarl.tracking.startup import Startup
-from megarl.workers.failure import translate
+from megarl.workers.failures import translate
 
 C = TypeVar("C", bound=StageConfig)
 S = TypeVar("S", bound=Section)
@@ -256,7 +256,7 @@ class Asked:
             if time.monotonic() - since >= self._grace_seconds:
                 raise KeyboardInterrupt
             return "SIGTERM"
-        return "SIGUSR1" if early_stop.is_asked() else ""
+        return "SIGUSR1" if early_stop_signal.is_asked() else ""
 
 
 def _grace_seconds(config: StageConfig) -> float:

@@ -16,12 +16,12 @@ from typing import Protocol, TypeVar
 
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
-from megarl.controller.events import Event, EventLog, Note
-from megarl.controller.launch import STOP_SECONDS, begin_run, require_sound, show
+from megarl.controller.run_stage import STOP_SECONDS, begin_run, require_sound, show
 from megarl.controller.torchrun_ranks import joined_ranks
 from megarl.errors import StoppedEarly
-from megarl.placement import early_stop
-from megarl.placement.torchrun import TorchrunWorld
+from megarl.process import early_stop_signal
+from megarl.process.torchrun_env import TorchrunWorld
+from megarl.run.events import Event, EventLog, Note
 from megarl.tracking.progress import RunProgress
 from megarl.workers.group import Processes
 from megarl.workers.spmd import SpmdWorld
@@ -32,7 +32,7 @@ NOTHING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
 
 
 class Stage(Protocol):
-    """The loop of a training stage, as `megarl.controller.sft.SftRun` is."""
+    """The loop of a training stage, as `megarl.stages.sft.SftRun` is."""
 
     def train(self) -> None:
         """From the first step to the export."""
@@ -99,7 +99,7 @@ class _Shown(EventLog):
 
     def ends_early(self) -> bool:
         """See `EventLog`; the ranks look at the same moment, and all end where one was asked to."""
-        return self._ranks.any(early_stop.is_asked())
+        return self._ranks.any(early_stop_signal.is_asked())
 
 
 @contextmanager

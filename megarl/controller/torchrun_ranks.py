@@ -21,14 +21,14 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from megarl.config.placement import PlacementConfig
-from megarl.controller.cluster import terminated_is_interrupted
-from megarl.controller.launch import STOP_SECONDS
-from megarl.controller.trainer_group import rank_environment
+from megarl.controller.ray_session import terminated_is_interrupted
+from megarl.controller.run_stage import STOP_SECONDS
 from megarl.errors import ConfigError, MegarlError, WorkerError
-from megarl.megatron import platform
-from megarl.placement.machine import visible_gpus
+from megarl.groups.trainer_group import rank_environment
+from megarl.megatron.runtime import platform
+from megarl.placement.hardware import visible_gpus
 from megarl.placement.network import use_network_to_master
-from megarl.placement.torchrun import TorchrunWorld, said_once
+from megarl.process.torchrun_env import TorchrunWorld, said_once
 from megarl.workers.spmd import SpmdWorld
 
 INTERRUPTED = 130

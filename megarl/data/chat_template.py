@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.data import DataConfig
-from megarl.data.source import Row
+from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError
 
 PLACEHOLDER = "{prompt}"

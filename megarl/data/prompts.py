@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import DataConfig
-from megarl.data.progress import track
-from megarl.data.source import Row, read_rows
-from megarl.data.template import PromptTemplate
+from megarl.data.chat_template import PromptTemplate
+from megarl.data.progress_bar import track
+from megarl.data.rows import Row, read_rows
 from megarl.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.progress import track
+from megarl.data.progress_bar import track
 from megarl.errors import ConfigError, DataError
 
 PROBLEMS_SHOWN = 20

@@ -1,6 +1,6 @@
 """Pure tensor functions; each cites its source."""
 
-from megarl.algorithms.advantages import (
+from megarl.functional.advantages import (
     discounted_returns,
     gae,
     group_advantages,
@@ -10,10 +10,11 @@ from megarl.algorithms.advantages import (
     remax_advantages,
     whiten,
 )
-from megarl.algorithms.correction import Correction, rollout_correction
-from megarl.algorithms.filters import keep_informative_groups, overlong_penalty, pf_ppo_resample, pf_ppo_weights
-from megarl.algorithms.kl import AdaptiveKl, kl_penalty
-from megarl.algorithms.losses import (
+from megarl.functional.correction import Correction, rollout_correction
+from megarl.functional.filters import keep_informative_groups, overlong_penalty, pf_ppo_resample, pf_ppo_weights
+from megarl.functional.kl import AdaptiveKl, kl_penalty
+from megarl.functional.lagrangian import LagrangeMultiplier, safe_rlhf_advantages
+from megarl.functional.losses import (
     Denominators,
     PolicyLoss,
     ValueLoss,
@@ -25,10 +26,9 @@ from megarl.algorithms.losses import (
     gspo_loss,
     value_loss,
 )
-from megarl.algorithms.preferences import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
-from megarl.algorithms.process_rewards import implicit_reward_loss, prime_rewards
-from megarl.algorithms.safe_rlhf import LagrangeMultiplier, safe_rlhf_advantages
-from megarl.algorithms.sequences import Sequences
+from megarl.functional.preference_losses import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
+from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
+from megarl.functional.sequences import Sequences
 
 __all__ = [
     "AdaptiveKl",

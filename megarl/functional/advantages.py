@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.recurrence import in_columns, place_in_columns, solve_backwards_
+from megarl.functional.recurrence import in_columns, place_in_columns, solve_backwards_
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as DeepSeekMath's GRPO does."""

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import MAX_LOG_RATIO
-from megarl.algorithms.sequences import Sequences
+from megarl.functional.losses import MAX_LOG_RATIO
+from megarl.functional.sequences import Sequences
 
 CorrectionKind = Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"]
 

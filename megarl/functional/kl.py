@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import MAX_LOG_RATIO
-from megarl.config.algorithm import KlKind
+from megarl.config.algorithms.algorithm import KlKind
+from megarl.functional.losses import MAX_LOG_RATIO
 
 MAX_ERROR = 0.2
 """Relative distance from the target that counts at most in one update."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.algorithms.sequences import Sequences
-from megarl.config.algorithm import Aggregation
+from megarl.config.algorithms.algorithm import Aggregation
+from megarl.functional.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 is far outside any clip range and still finite."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megarl.algorithms.advantages import discounted_returns, group_advantages, spread_completions
-from megarl.algorithms.sequences import Sequences
+from megarl.functional.advantages import discounted_returns, group_advantages, spread_completions
+from megarl.functional.sequences import Sequences
 
 
 @torch.no_grad()

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
-from megarl.config.algorithm import VapoConfig
+from megarl.config.algorithms.algorithm import VapoConfig
+from megarl.config.auxiliary_roles import SCORER, Role
 from megarl.config.placement import MAIN_POOL
-from megarl.config.roles import SCORER, Role, roles_of
 from megarl.config.trainer import OffloadConfig
-from megarl.controller.resharding import read_model
-from megarl.controller.trainer_group import FrozenGroup, TrainerGroup, rank_processes
+from megarl.groups.trainer_group import FrozenGroup, TrainerGroup, rank_processes
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.work import ModelSpec, TrainerSpec
-from megarl.megatron.worker import FrozenWorker, TrainerWorker
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.requests import ModelSpec, TrainerSpec
+from megarl.megatron.trainer_worker import FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
+from megarl.placement.rank_grid import RankGrid
 from megarl.workers.group import Pending, WorkerGroup, WorkerProcesses
 
 
@@ -44,7 +44,7 @@ class Models:
         """
         of_pool = {MAIN_POOL: processes}
         trained, frozen, apart, starting = {}, {}, set(), []
-        for role in roles_of(config):
+        for role in config.roles:
             if role.pool not in of_pool:
                 of_pool[role.pool] = rank_processes(pools[role.pool], role.pool)
             if role.pool != MAIN_POOL:

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import DpoConfig, RunConfig, StageConfig
-from megarl.controller.engines import EngineGroup
-from megarl.controller.model_folder import model_head, read_decoder, read_hf_config
-from megarl.controller.preflight import prompt_budget
-from megarl.controller.restarts import Restarts
-from megarl.controller.roles import total_updates
-from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.servers import choose_servers, own_servers
-from megarl.controller.trainer_group import FrozenGroup, TrainerGroup, rank_processes, trainer_on
+from megarl.data.prompt_budget import prompt_budget
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
+from megarl.groups.auxiliary_models import total_updates
+from megarl.groups.engine_group import EngineGroup
+from megarl.groups.engine_placement import choose_servers, own_servers
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.groups.trainer_group import FrozenGroup, TrainerGroup, rank_processes, trainer_on
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.work import ModelSpec, TrainerSpec
-from megarl.megatron.worker import FrozenWorker
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.model_folder import model_head, read_decoder, read_hf_config
+from megarl.megatron.requests import ModelSpec, TrainerSpec
+from megarl.megatron.trainer_worker import FrozenWorker
 from megarl.placement.pool import SlotPool, reserve, reserve_pools
+from megarl.placement.rank_grid import RankGrid
+from megarl.supervision.restart_budget import Restarts
 from megarl.workers.group import Group, Processes, WorkerProcesses
 
 

@@ -11,21 +11,21 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
-from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
-from megarl.controller.restarts import Restarts
-from megarl.controller.supervision import Supervision
 from megarl.errors import WorkerError
+from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import SlotPool
-from megarl.placement.process_start import ProcessStart
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import WeightLayout
-from megarl.rollout.environment import engine_environment
-from megarl.rollout.sglang import SglangEngine
-from megarl.rollout.spec import EngineSpec, engine_spec
-from megarl.workers.failure import wait_all
+from megarl.process.startup_trace import ProcessStart
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.rollout.engine_spec import EngineSpec, engine_spec
+from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.sglang_engine import SglangEngine
+from megarl.supervision.engine_supervisor import Supervision
+from megarl.supervision.restart_budget import Restarts
+from megarl.workers.failures import wait_all
 from megarl.workers.group import RemoteCall
-from megarl.workers.shell import AsyncShell
+from megarl.workers.worker_host import AsyncShell
 
 SHUTDOWN_SECONDS = 3.0
 """How long engines may take to end in order, before Ray ends their processes."""

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megarl.config import RunConfig
-from megarl.controller.resharding import read_model
 from megarl.errors import ConfigError
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.pool import Slot, SlotPool
-from megarl.reshard.placement import (
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.engine_ranks import (
     Servers,
     TensorGroup,
     consecutive_servers,
     fits_strided,
     overlapping_servers,
+    require_one_machine,
     resolve_strategy,
-    spanning_group,
     strided_servers,
 )
-from megarl.reshard.topology import Topology
-from megarl.rollout.spec import engine_spec
-from megarl.rollout.trace import trace_layouts
+from megarl.reshard.layout.topology import Topology
+from megarl.rollout.engine_spec import engine_spec
+from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 
 
 def machines(pool: SlotPool) -> Topology:
@@ -72,23 +72,6 @@ def choose_servers(config: RunConfig, pool: SlotPool, grid: RankGrid) -> list[Te
             servers = strided_servers(grid, gen_tp=tp)[:replicas]
     require_one_machine(strategy, servers, topology)
     return _groups(servers)
-
-
-def require_one_machine(strategy: str, servers: Iterable[Servers], topology: Topology) -> None:
-    """Return if every engine is on one machine.
-
-    Raises:
-        ConfigError: `strategy` has put one on several.
-    """
-    found = spanning_group(servers, topology)
-    if found is None:
-        return
-    engine, ranks = found
-    nodes = {topology.nodes[rank] for rank in ranks}
-    raise ConfigError(
-        f"weight_sync.strategy: {strategy} puts engine {engine} on the slots of trainer ranks {list(ranks)}, which are "
-        f"on {len(nodes)} machines; an engine and the ranks that serve it share one, as they do with exact"
-    )
 
 
 def _groups(servers: Iterable[Servers]) -> list[TensorGroup]:

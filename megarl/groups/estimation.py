@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.work import Key, TokenColumn
+from megarl.megatron.requests import Key, TokenColumn
 from megarl.workers.payload import Payload
 
 

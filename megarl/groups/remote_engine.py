@@ -10,9 +10,9 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
-from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.workers.failure import translate, wait_all
+from megarl.workers.failures import translate, wait_all
 
 AGAIN_SECONDS = 1.0
 """Before a call is made again whose answer did not arrive."""

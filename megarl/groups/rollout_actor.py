@@ -11,13 +11,13 @@ from typing import Any
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.controller.tokens import EstimateJob, estimate
 from megarl.data.tokenizer import load_tokenizer
-from megarl.reward.scorer import RewardScorer
+from megarl.groups.estimation import EstimateJob, estimate
+from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.engine import GenerationEngine
-from megarl.rollout.journal import Journal, fingerprint_of, step_of
-from megarl.rollout.replay import Replay
-from megarl.rollout.worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.journal.journal import Journal, fingerprint_of, step_of
+from megarl.rollout.journal.replay import Replay
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
 from megarl.tracking.rollout_log import write_rollouts
 
 

@@ -14,21 +14,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
-from megarl.controller.engines import EngineGroup
-from megarl.controller.remote import RemoteEngine
-from megarl.controller.rollout_process import Rewards, RolloutProcess
-from megarl.controller.supervision import LOOK_SECONDS
-from megarl.controller.tokens import EstimateJob, Findings
-from megarl.controller.worker_pulse import SIGNS, WorkerPulse
 from megarl.errors import LostEngineError, WorkerError
-from megarl.megatron.work import TokenColumn
+from megarl.groups.engine_group import EngineGroup
+from megarl.groups.estimation import EstimateJob, Findings
+from megarl.groups.remote_engine import RemoteEngine
+from megarl.groups.rollout_actor import Rewards, RolloutProcess
+from megarl.megatron.requests import TokenColumn
 from megarl.placement.nodes import light_nodes
-from megarl.placement.process_start import ProcessStart
+from megarl.process.startup_trace import ProcessStart
 from megarl.rollout.engine import Sampling
-from megarl.rollout.worker import GroupJob, GroupSummary
-from megarl.workers.failure import check_deadline, raise_failure, translate, wait_all, wait_any
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary
+from megarl.supervision.engine_supervisor import LOOK_SECONDS
+from megarl.supervision.liveness_probe import SIGNS, WorkerPulse
+from megarl.workers.failures import check_deadline, raise_failure, translate, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
-from megarl.workers.shell import AsyncShell
+from megarl.workers.worker_host import AsyncShell
 
 DEATHS = (RayActorError, ActorUnschedulableError)
 """What calls to a worker end in that has died, or whose machine was lost before it was there."""

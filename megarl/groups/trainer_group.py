@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from megarl.batch.balance import SequenceCost
 from megarl.config import RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.controller.resharding import read_model
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.work import (
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.requests import (
     ADD_UP,
     EvaluationWork,
     Invitation,
@@ -30,17 +30,17 @@ from megarl.megatron.work import (
     evaluation_transfer,
     train_transfer,
 )
-from megarl.megatron.worker import Evaluator, FrozenWorker, TrainerWorker
-from megarl.placement.grid import RankGrid
+from megarl.megatron.trainer_worker import Evaluator, FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import BROADCAST, Transfer, from_first, to_all
 from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
 from megarl.workers.payload import Payload
-from megarl.workers.transfers import BROADCAST, Transfer, from_first, to_all
 
 if TYPE_CHECKING:
-    from megarl.megatron.offload import OffloadStats
-    from megarl.reshard.process_groups import Meeting
-    from megarl.reshard.strategy import SyncStats
+    from megarl.megatron.runtime.offload import OffloadStats
+    from megarl.reshard.planning.strategy import SyncStats
+    from megarl.reshard.transfer.process_groups import Meeting
 
 W = TypeVar("W", bound=Evaluator)
 

@@ -2,7 +2,7 @@
 
 On the trainer's slots, each trainer rank gathers what the engine rank beside it needs, and hands it over in shared
 memory. Engines with slots of their own receive it themselves: the ranks of both sides are called at the same time, and
-wait for each other (megarl.reshard.handover).
+wait for each other (megarl.reshard.planning.disaggregated).
 
 An engine that is lost during a push is started anew, and the push is made again. One that comes back between two
 pushes is given the version that the others serve, while they go on.
@@ -16,18 +16,18 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from megarl.config import RunConfig
-from megarl.controller.engines import EngineGroup, Engines, StartedEngine
-from megarl.controller.servers import machines, number_machines
-from megarl.controller.trainer_group import TrainerGroup
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.megatron.work import Invitation, SyncSetup, total
-from megarl.placement.grid import RankGrid
+from megarl.groups.engine_group import EngineGroup, Engines, StartedEngine
+from megarl.groups.engine_placement import machines, number_machines
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.requests import Invitation, SyncSetup, total
 from megarl.placement.pool import SlotPool
-from megarl.reshard.groups import micro_dp_groups
-from megarl.reshard.handover import Handover
-from megarl.reshard.placement import resolve_strategy
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.strategy import Outlets, SyncStats
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.micro_dp import micro_dp_groups
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.reshard.transfer.process_groups import Meeting
 from megarl.tracking.phases import PhaseTimer
 from megarl.workers.group import Pending, RemoteCall
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from megarl.launch.messages import Beat, Message, decode, encode
+from megarl.launch.protocol import Beat, Message, decode, encode
 
 BEATS_PER_TIMEOUT = 6
 LONGEST_BEAT_SECONDS = 5.0

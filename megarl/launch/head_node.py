@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import SIGNALLED, Agent, LaunchOptions, command_environment
-from megarl.launch.children import Child
-from megarl.launch.link import LinkLostError
-from megarl.launch.meeting import Meeting, Peer, addresses
-from megarl.launch.messages import End, Failed, Hello, Joined, Stop, Welcome
+from megarl.launch.connection import LinkLostError
+from megarl.launch.launch_node import SIGNALLED, Agent, LaunchOptions, command_environment
+from megarl.launch.node_world import NodeWorld
+from megarl.launch.protocol import End, Failed, Hello, Joined, Stop, Welcome
 from megarl.launch.ray_node import free_port
-from megarl.launch.world import NodeWorld
+from megarl.launch.rendezvous import Meeting, Peer, addresses
+from megarl.process.child_processes import Child
 
 COMMAND_END_SECONDS = 20.0
 """How long the command may take to end in order."""

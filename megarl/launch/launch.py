@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import LaunchOptions, hello
-from megarl.launch.follower import Follower
-from megarl.launch.head import Head
-from megarl.launch.keeper import keep
-from megarl.launch.messages import End, Hello, decode, encode
-from megarl.launch.world import NodeWorld
+from megarl.launch.head_node import Head
+from megarl.launch.launch_node import LaunchOptions, hello
+from megarl.launch.node_world import NodeWorld
+from megarl.launch.protocol import End, Hello, decode, encode
+from megarl.launch.worker_node import Follower
+from megarl.process.subreaper import keep
 
 
 def launch(world: NodeWorld, options: LaunchOptions, command: Sequence[str], *, say: Callable[[str], None]) -> int:

@@ -19,12 +19,12 @@ from platform import python_version
 
 from megarl import __version__
 from megarl.errors import ConfigError, LaunchError
-from megarl.launch.children import Children
-from megarl.launch.labels import nvlink_domain, own_labels
-from megarl.launch.messages import End, Hello
+from megarl.launch.node_labels import nvlink_domain, own_labels
+from megarl.launch.node_world import NodeWorld
+from megarl.launch.protocol import End, Hello
 from megarl.launch.ray_node import RayNode, interface_environment, ray_arguments, ray_environment
-from megarl.launch.world import NodeWorld
-from megarl.placement.process_start import STARTED, process_created
+from megarl.process.child_processes import Children
+from megarl.process.startup_trace import STARTED, process_created
 
 TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNALLED = 128

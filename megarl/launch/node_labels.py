@@ -10,10 +10,10 @@ import signal
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
-from megarl.launch.children import Children
-from megarl.launch.world import NodeWorld
-from megarl.placement.machine import QUERY_SECONDS
+from megarl.launch.node_world import NodeWorld
+from megarl.placement.hardware import QUERY_SECONDS
 from megarl.placement.nodes import DOMAIN_LABEL, HET_GROUP_LABEL, RANK_LABEL
+from megarl.process.child_processes import Children
 
 _WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _LABEL = re.compile(rf"(?P<key>({_WORD}/)?{_WORD})=(?P<value>{_WORD})")

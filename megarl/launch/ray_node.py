@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.errors import LaunchError
-from megarl.launch.children import Children
-from megarl.launch.world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
-from megarl.placement.machine import store_bytes
+from megarl.launch.node_world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
+from megarl.placement.hardware import store_bytes
 from megarl.placement.network import interface_of, interface_variables, is_loopback
+from megarl.process.child_processes import Children
 
-RAY_START = "megarl.placement.ray_start"
+RAY_START = "megarl.launch.ray_start"
 IS_UP = "Ray runtime started"
 """What `ray start` says when its processes run and the head knows of them."""
 

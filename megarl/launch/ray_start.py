@@ -1,4 +1,4 @@
-"""`python -m megarl.placement.ray_start`: Ray's `ray start`, imported before its arguments are known.
+"""`python -m megarl.launch.ray_start`: Ray's `ray start`, imported before its arguments are known.
 
 The import takes a second or two, in which the nodes of a run find each other. Then one line on stdin says
 

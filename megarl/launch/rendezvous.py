@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass
 
 from megarl.errors import LaunchError
-from megarl.launch.link import Link, LinkLostError
-from megarl.launch.messages import End, Hello, Noted, Refused, Welcome
-from megarl.launch.world import NodeWorld
+from megarl.launch.connection import Link, LinkLostError
+from megarl.launch.node_world import NodeWorld
+from megarl.launch.protocol import End, Hello, Noted, Refused, Welcome
 from megarl.placement.network import is_loopback
 
 ANSWER_SECONDS = 3.0

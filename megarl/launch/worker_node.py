@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from megarl.errors import LaunchError
-from megarl.launch.agent import SIGNALLED, Agent
-from megarl.launch.link import Link, LinkLostError
-from megarl.launch.meeting import find_head
-from megarl.launch.messages import End, Failed, Joined, Stop
+from megarl.launch.connection import Link, LinkLostError
+from megarl.launch.launch_node import SIGNALLED, Agent
+from megarl.launch.protocol import End, Failed, Joined, Stop
+from megarl.launch.rendezvous import find_head
 
 
 class Follower(Agent):

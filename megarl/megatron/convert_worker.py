@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
-from megarl.megatron.checkpoint_files import COMPANIONS, RELEASE, TRACKER
-from megarl.megatron.work import ModelSpec
+from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
+from megarl.megatron.requests import ModelSpec
 
 if TYPE_CHECKING:
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
 
 class ConvertWorker:
@@ -20,28 +20,28 @@ class ConvertWorker:
 
     def __init__(self, spec: ModelSpec) -> None:
         """Build the model of `spec.model_path`/config.json, weights not yet set."""
-        from megarl.megatron import platform
+        from megarl.megatron.runtime import platform
 
         platform.prepare()
-        from megarl.megatron.model_rank import ModelRank
+        from megarl.megatron.modeling.megatron_model import ModelRank
 
         self._rank: ModelRank = ModelRank(replace(spec, weights="none"))
 
     def read_hf(self, folder: str) -> None:
         """Fill the parameters from the safetensors of `folder`."""
-        from megarl.megatron import weights
+        from megarl.megatron.hf_weights import local_layout
 
-        weights.read_weights(folder, self._rank.layout, self._rank.tensors())
+        local_layout.read_weights(folder, self._rank.layout, self._rank.tensors())
 
     def read_checkpoint(self, folder: str) -> None:
         """Fill the parameters from the distributed checkpoint in `folder`."""
-        from megarl.megatron import checkpoint
+        from megarl.megatron.checkpoint import model_state
 
-        checkpoint.load_model(self._rank, folder)
+        model_state.load_model(self._rank, folder)
 
     def write_hf(self, folder: str) -> None:
         """Write `folder` in Hugging Face format, with what stands beside the configuration."""
-        from megarl.megatron import export
+        from megarl.megatron.hf_weights import export
 
         export.save(self._rank, self._rank.spec.model_path, folder)
 
@@ -49,10 +49,10 @@ class ConvertWorker:
         """Write a Megatron checkpoint into `root`; see `checkpoint_files`."""
         import torch.distributed as dist
 
-        from megarl.megatron import checkpoint
-        from megarl.megatron.export import COPIED
+        from megarl.megatron.checkpoint import model_state
+        from megarl.megatron.hf_weights.export import COPIED
 
-        checkpoint.save_model(self._rank, Path(root) / RELEASE)
+        model_state.save_model(self._rank, Path(root) / RELEASE)
         if dist.get_rank() != 0:
             return
         try:

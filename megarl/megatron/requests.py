@@ -8,20 +8,20 @@ from functools import partial, reduce
 from operator import add
 from typing import Any, Literal
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import Column, PerToken, padded_length
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithm import PolicyConfig
+from megarl.config.algorithms.algorithm import PolicyConfig
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.placement.grid import RankGrid
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.strategy import Outlets, SyncStats
+from megarl.functional.losses import Denominators
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.workers.dispatch import Transfer, from_output, to_all
 from megarl.workers.payload import Payload
-from megarl.workers.transfers import Transfer, from_output, to_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

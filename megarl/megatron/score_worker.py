@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.work import ModelSpec, micro_batches_of_replicas
-from megarl.placement.grid import RankGrid
+from megarl.megatron.requests import ModelSpec, micro_batches_of_replicas
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import Transfer
 from megarl.workers.payload import Payload
-from megarl.workers.transfers import Transfer
 
 if TYPE_CHECKING:
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class ScoreWorker:
     """One rank with its shards of the model alone: no gradient buffers, no optimizer."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        from megarl.megatron import platform
+        from megarl.megatron.runtime import platform
 
         platform.prepare()
-        from megarl.megatron.model_rank import ModelRank
+        from megarl.megatron.modeling.megatron_model import ModelRank
 
         self._rank: ModelRank = ModelRank(spec)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.batch.pack import PerToken
 from megarl.config.trainer import OffloadConfig
-from megarl.megatron.work import (
+from megarl.megatron.requests import (
     EvaluationWork,
     Invitation,
     Key,
@@ -25,17 +25,17 @@ from megarl.megatron.work import (
     TrainStats,
     TrainWork,
 )
-from megarl.placement.process_start import importing
+from megarl.process.startup_trace import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.megatron.model_rank import LocalPack, ModelRank
-    from megarl.megatron.offload import OffloadedTensors, OffloadStats
-    from megarl.megatron.push import WeightPusher
-    from megarl.megatron.trainer import MegatronTrainer
-    from megarl.reshard.process_groups import Meeting
-    from megarl.reshard.strategy import SyncStats
+    from megarl.megatron.hf_weights.weight_push import WeightPusher
+    from megarl.megatron.modeling.megatron_model import LocalPack, ModelRank
+    from megarl.megatron.runtime.offload import OffloadedTensors, OffloadStats
+    from megarl.megatron.training.trainer import MegatronTrainer
+    from megarl.reshard.planning.strategy import SyncStats
+    from megarl.reshard.transfer.process_groups import Meeting
 
 
 class Evaluator(ABC):
@@ -57,7 +57,7 @@ class Evaluator(ABC):
 
     def logprobs(self, work: EvaluationWork) -> Mapping[Key, PerToken]:
         """The tokens' log-probabilities."""
-        from megarl.megatron.logprobs import token_logprobs
+        from megarl.megatron.modeling.logprobs import token_logprobs
 
         def of(logits_tv: Tensor, packed: LocalPack) -> Tensor:
             return token_logprobs(logits_tv, packed.batch.target_ids_T)[None]
@@ -91,11 +91,11 @@ class FrozenWorker(Evaluator):
 
     def __init__(self, spec: ModelSpec) -> None:
         with importing():
-            from megarl.megatron import platform
+            from megarl.megatron.runtime import platform
 
             platform.prepare()
-            from megarl.megatron.model_rank import ModelRank
-            from megarl.megatron.offload import OffloadedTensors
+            from megarl.megatron.modeling.megatron_model import ModelRank
+            from megarl.megatron.runtime.offload import OffloadedTensors
 
         self._rank = ModelRank(spec)
         self._memory: OffloadedTensors = OffloadedTensors()
@@ -114,10 +114,10 @@ class TrainerWorker(Evaluator):
 
     def __init__(self, spec: TrainerSpec) -> None:
         with importing():
-            from megarl.megatron import platform
+            from megarl.megatron.runtime import platform
 
             platform.prepare()
-            from megarl.megatron.trainer import MegatronTrainer
+            from megarl.megatron.training.trainer import MegatronTrainer
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)
@@ -141,7 +141,7 @@ class TrainerWorker(Evaluator):
 
     def prepare_sync(self, setup: SyncSetup) -> Invitation | None:
         """Plan how weights travel from now on; on rank 0, what engines need to know that receive them themselves."""
-        from megarl.megatron.push import WeightPusher
+        from megarl.megatron.hf_weights.weight_push import WeightPusher
 
         if self._pusher is not None:
             self._pusher.close()
@@ -161,7 +161,7 @@ class TrainerWorker(Evaluator):
 
     def save_hf(self, folder: str) -> None:
         """Write the model in Hugging Face format into `folder`, with the tokenizer of the model it started from."""
-        from megarl.megatron import export
+        from megarl.megatron.hf_weights import export
 
         self._require_weights()
         export.save(self._trainer.rank, self._spec.model.model_path, folder)

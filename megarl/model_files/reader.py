@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.boxes import Box, extent, inside, pieces, runs
-from megarl.model_files.folder import read_headers
+from megarl.model_files.file_boxes import Box, extent, inside, pieces, runs
 from megarl.model_files.header import StoredTensor
+from megarl.model_files.weight_index import read_headers
 
 PIECE_ELEMENTS = 2**21
 """Of a tensor are read at a time: 8 MiB of float32."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.boxes import Box, extent, inside, pieces, runs
-from megarl.model_files.folder import INDEX
-from megarl.model_files.plan import PlannedFile
+from megarl.model_files.file_boxes import Box, extent, inside, pieces, runs
+from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.reader import PIECE_ELEMENTS
+from megarl.model_files.weight_index import INDEX
 
 
 class FileWriter:

@@ -12,22 +12,22 @@ from math import prod
 from pathlib import Path
 
 from megarl.config import ConvertConfig
-from megarl.controller.cluster import reserved_slots
-from megarl.controller.model_folder import read_decoder, weight_problems
-from megarl.controller.node_checks import Places
-from megarl.controller.trainer_group import rank_processes
+from megarl.controller.ray_session import reserved_slots
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.checkpoint_files import COMPANIONS, find_weights, read_index
-from megarl.megatron.convert import ConvertWorker
-from megarl.megatron.families.decoder import Decoder, Head
-from megarl.megatron.families.fitting import parallel_problems
-from megarl.megatron.work import ModelSpec
-from megarl.model_files.folder import read_headers
+from megarl.groups.trainer_group import rank_processes
+from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, find_weights, read_index
+from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.families.architecture import Decoder, Head
+from megarl.megatron.families.layout_checks import parallel_problems
+from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.requests import ModelSpec
 from megarl.model_files.header import itemsize
-from megarl.placement.grid import RankGrid
+from megarl.model_files.weight_index import read_headers
 from megarl.placement.pool import SlotPool
+from megarl.placement.rank_grid import RankGrid
+from megarl.preflight.cluster.cluster_check import Places
+from megarl.workers.dispatch import BROADCAST
 from megarl.workers.group import Pending, WorkerGroup
-from megarl.workers.transfers import BROADCAST
 
 OF_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 """How names of weights begin in a checkpoint, which may hold an optimizer's state too."""

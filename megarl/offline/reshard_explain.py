@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.read import read_config, read_family
-from megarl.megatron.families.stages import EVEN, PipelineSplit, stage_layers
-from megarl.placement.grid import RankGrid
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.report import Explanation, explain, explain_auto
-from megarl.reshard.scenario import Scenario, even_nodes
-from megarl.reshard.stages import split_stages
+from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
+from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
+from megarl.reshard.layout.engine_stages import split_stages
+from megarl.reshard.layout.layout import WeightLayout
 
 
 class Engine(Protocol):
@@ -49,21 +49,6 @@ def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def read_model(path: str) -> tuple[Decoder, str]:
-    """The model of a folder or a config.json, and its dtype.
-
-    Raises:
-        DataError: there is no such file, or it is no JSON object.
-        ConfigError: its architecture is not supported.
-    """
-    config, file = read_config(path)
-    try:
-        model = read_family(config, origin=str(file), head=None)
-    except KeyError as e:
-        raise DataError(f"{file}: lacks {e}") from e
-    return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-
-
 def model_name(model_path: str) -> str:
     """The folder's, also where its config.json was given."""
     path = Path(model_path).resolve()
@@ -87,7 +72,9 @@ def trace_scenario(
     model, dtype = read_model(model_path)
 
     def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
-        from megarl.rollout.trace import trace_layouts  # after the sizes are found good: it takes seconds
+        from megarl.rollout.sglang.weight_layout.offline_trace import (
+            trace_layouts,  # after the sizes are found good: it takes seconds
+        )
 
         return trace_layouts(model_path, tp=tp, ep=ep, device="cuda", dtype=dtype)
 

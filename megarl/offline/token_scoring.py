@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import ScoreConfig
-from megarl.controller.cluster import reserved_slots
-from megarl.controller.model_folder import read_decoder, weight_problems
-from megarl.controller.node_checks import Places
-from megarl.controller.resharding import read_model
-from megarl.controller.trainer_group import rank_processes
-from megarl.data.token_lines import TokenFile, TokenLine
+from megarl.controller.ray_session import reserved_slots
+from megarl.data.token_file import TokenFile, TokenLine
 from megarl.errors import ConfigError, DataError, MegarlError
+from megarl.groups.trainer_group import rank_processes
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.fitting import parallel_problems
-from megarl.megatron.score import SCORE_BY_DP, Scores, ScoreWork, ScoreWorker
-from megarl.megatron.work import ModelSpec
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.layout_checks import parallel_problems
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.requests import ModelSpec
+from megarl.megatron.score_worker import SCORE_BY_DP, Scores, ScoreWork, ScoreWorker
+from megarl.placement.rank_grid import RankGrid
+from megarl.preflight.cluster.cluster_check import Places
 from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
 from megarl.workers.spmd import SpmdWorld
 

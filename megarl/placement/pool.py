@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.machine import store_bytes
+from megarl.placement.hardware import store_bytes
 from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megarl.config.roles import Role
+from megarl.config.auxiliary_roles import Role
 from megarl.config.run import RunConfig
-from megarl.controller.model_folder import read_decoder, weight_problems
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.fitting import parallel_problems, recompute_problems
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
+from megarl.megatron.families.model_folder import read_decoder, weight_problems
 
 
 def role_problems(config: RunConfig) -> Iterator[str]:

@@ -18,22 +18,23 @@ from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.preference import DpoConfig, PreferenceConfig, RmConfig
 from megarl.config.reward import FormatRewardConfig, NumericRewardConfig, PythonRewardConfig
 from megarl.config.run import RunConfig, StageConfig
-from megarl.controller.model_folder import model_head, read_decoder, read_hf_config, weight_problems
-from megarl.controller.role_checks import role_problems
-from megarl.controller.tiny_model import will_write_model, write_missing_model
-from megarl.data.source import read_rows
+from megarl.data.prompt_budget import prompt_budget
+from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.fitting import parallel_problems, recompute_problems
-from megarl.megatron.families.read import read_family
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
+from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.model_folder import model_head, read_decoder, read_hf_config, weight_problems
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.grid import RankGrid
-from megarl.placement.machine import visible_gpus
+from megarl.placement.hardware import visible_gpus
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.torchrun import torchrun_world
-from megarl.reward.python import load_reward_function
-from megarl.rollout.limits import engine_problems
-from megarl.rollout.spec import PORTS_PER_REPLICA
+from megarl.placement.rank_grid import RankGrid
+from megarl.preflight.auxiliary_model_checks import role_problems
+from megarl.preflight.tiny_model import will_write_model, write_missing_model
+from megarl.process.torchrun_env import torchrun_world
+from megarl.reward.python_function import load_reward_function
+from megarl.rollout.engine_spec import PORTS_PER_REPLICA
+from megarl.rollout.unsupported_options import engine_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,33 +96,6 @@ def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | N
         except DataError as e:
             return [f"data.path: {e}"]
         return [problem.replace(model.path, config.model.path) for problem in check_run(written, nodes)]
-
-
-def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
-    """Longest prompt in tokens: `data.max_prompt_tokens`, else what the context leaves after the completion.
-
-    Args:
-        hf_config: the content of the model's config.json.
-
-    Raises:
-        ConfigError: prompt and completion do not fit the model's context.
-    """
-    context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
-    prompt = config.data.max_prompt_tokens
-    if prompt is None:
-        if completion >= context:
-            raise ConfigError(
-                f"rollout.max_new_tokens: needs to leave room for a prompt in the model's max_position_embeddings = "
-                f"{context}, got {completion}, {context} - {completion} = {context - completion}"
-            )
-        return context - completion
-    if prompt + completion > context:
-        raise ConfigError(
-            f"data.max_prompt_tokens: prompt and completion need to fit the model's max_position_embeddings = "
-            f"{context}, got data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {completion} = "
-            f"{prompt + completion}"
-        )
-    return prompt
 
 
 def _machine(config: StageConfig) -> Iterator[str]:
@@ -199,9 +173,11 @@ def _engines(config: RunConfig) -> Iterator[str]:
         )
     if config.weight_sync.strategy != "micro_dp":
         return
-    from megarl.controller.servers import require_one_machine  # imports torch, which most checks do without
-    from megarl.reshard.placement import strided_servers
-    from megarl.reshard.topology import Topology
+    from megarl.reshard.layout.engine_ranks import (
+        require_one_machine,  # imports torch, which most checks do without
+        strided_servers,
+    )
+    from megarl.reshard.layout.topology import Topology
 
     grid = RankGrid.of(config.trainer.parallel, placement.slots)
     topology = Topology(tuple(rank // placement.slots_per_node for rank in range(placement.slots)))
@@ -340,7 +316,7 @@ def _data(config: StageConfig, limit: int | None) -> list[str]:
 
 def _read_data(config: StageConfig, path: str, tokenizer: PreTrainedTokenizerBase | None, limit: int | None) -> None:
     from megarl.data.demonstrations import load_demonstrations
-    from megarl.data.preferences import load_preferences
+    from megarl.data.preference_pairs import load_preferences
     from megarl.data.prompts import load_prompts
 
     if tokenizer is not None and limit is not None:

@@ -20,8 +20,8 @@ def write_missing_model(config: StageConfig) -> None:
     """
     if not will_write_model(config):
         return
-    from megarl.data.source import read_rows
-    from megarl.data.tiny import write_tiny_model
+    from megarl.data.rows import read_rows
+    from megarl.data.tiny_checkpoint import write_tiny_model
 
     assert config.model.tiny is not None
     fields = config.data.fields

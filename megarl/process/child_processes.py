@@ -13,7 +13,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from megarl.launch.descendants import at_start_of_child
+from megarl.process.descendants import at_start_of_child
 
 
 class Child:

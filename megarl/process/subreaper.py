@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from megarl.launch.descendants import adopt_orphans, at_start_of_child, end_descendants
+from megarl.process.descendants import adopt_orphans, at_start_of_child, end_descendants
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 

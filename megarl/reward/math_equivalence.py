@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megarl.errors import RewardError
 
-CHILD = Path(__file__).with_name("equivalence_child.py")
+CHILD = Path(__file__).with_name("math_equivalence_child.py")
 START_SECONDS = 120.0
 """Importing sympy takes one second, more on a busy machine."""
 

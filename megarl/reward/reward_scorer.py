@@ -25,7 +25,7 @@ from megarl.config.reward import (
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, RewardError
-from megarl.reward.python import RewardFunction, is_async, load_reward_function
+from megarl.reward.python_function import RewardFunction, is_async, load_reward_function
 from megarl.reward.rules import format_reward, numeric_reward, quick_numeric_reward
 
 Term: TypeAlias = Callable[[Trajectory, str, Prompt], Awaitable[float]]

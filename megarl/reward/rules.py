@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.reward.equivalence import equivalent
-from megarl.reward.extraction import MARK, final_answer, number
+from megarl.reward.answer_extraction import MARK, final_answer, number
+from megarl.reward.math_equivalence import equivalent
 
 LONGEST_EXPRESSION = 300
 """Characters that math-verify is asked about."""

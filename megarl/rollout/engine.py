@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.bucket import BoxBucket, WeightBucket
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.strategy import SyncStats
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.process_groups import Meeting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

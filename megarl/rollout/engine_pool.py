@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.errors import LostEngineError
-from megarl.rollout.coalesce import CoalescingEngine
+from megarl.rollout.batching_engine import CoalescingEngine
 from megarl.rollout.engine import GenerationEngine
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import RunConfig
 from megarl.errors import DataError
-from megarl.rollout.limits import require_served
+from megarl.rollout.unsupported_options import require_served
 
 CPU_MAX_TOTAL_TOKENS = 65_536
 CPU_MAX_RUNNING_REQUESTS = 128

@@ -20,9 +20,9 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.coalesce import CoalescingEngine
+from megarl.rollout.batching_engine import CoalescingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
-from megarl.rollout.fleet import Fleet, GroupBerth
+from megarl.rollout.engine_pool import Fleet, GroupBerth
 from megarl.rollout.scorer import Scorer
 
 T = TypeVar("T")

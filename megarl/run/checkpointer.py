@@ -22,11 +22,11 @@ from megarl.checkpoint.manifest import Contents, FileRecord
 from megarl.checkpoint.store import CheckpointStore, Draft
 from megarl.checkpoint.verify import hash_file
 from megarl.config import StageConfig, dump_config
-from megarl.controller.run_state import RunState
-from megarl.controller.trainer_group import TrainerGroup
 from megarl.errors import DataError
-from megarl.megatron.work import SavedPart, SaveOrder
-from megarl.rollout.journal_folder import drop_steps
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.requests import SavedPart, SaveOrder
+from megarl.rollout.journal.journal_folder import drop_steps
+from megarl.run.run_state import RunState
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.controller.rollout_group import RolloutGroup
+from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.algorithms import kl_penalty
-from megarl.config.algorithm import PolicyConfig
-from megarl.controller.tokens import StepTokens
+from megarl.config.algorithms.algorithm import PolicyConfig
+from megarl.functional import kl_penalty
+from megarl.groups.estimation import StepTokens
 
 KL = "kl/reference"
 """Mean over tokens of the divergence's estimate."""

@@ -10,29 +10,29 @@ from typing import Any, TypeVar
 
 import psutil
 
-from megarl.algorithms import AdaptiveKl
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.config.algorithm import CriticConfig, SafeRlhfConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.evaluation import greedy_score
-from megarl.controller.events import EventLog
-from megarl.controller.experience import Experience, metrics_of
-from megarl.controller.limits import Stage, StepLimits, guard_of
-from megarl.controller.penalty import KL
-from megarl.controller.restarts import Restarts
-from megarl.controller.roles import Models
-from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.run import StageRun
-from megarl.controller.run_state import RunState
-from megarl.controller.tokens import EstimateJob, Estimator
-from megarl.controller.trainer_group import TrainerGroup
-from megarl.controller.vigil import Vigil
-from megarl.controller.weights import WeightSync
+from megarl.config.algorithms.algorithm import CriticConfig, SafeRlhfConfig
 from megarl.errors import LimitError
-from megarl.megatron.work import MISMATCH, ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
+from megarl.functional import AdaptiveKl
+from megarl.groups.auxiliary_models import Models
+from megarl.groups.estimation import EstimateJob, Estimator
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.groups.weight_sync import WeightSync
+from megarl.megatron.requests import MISMATCH, ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.evaluation import greedy_score
+from megarl.run.events import EventLog
+from megarl.run.kl_penalty import KL
+from megarl.run.rollout_batch import Experience, metrics_of
+from megarl.run.run_state import RunState
+from megarl.run.stage_run import StageRun
+from megarl.run.step_limits import Stage, StepLimits, guard_of
+from megarl.supervision.restart_budget import Restarts
+from megarl.supervision.run_monitor import Vigil
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.tracking.startup import Startup

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
 from typing import Any
 
-from megarl.algorithms import Denominators
 from megarl.batch.pack import Column
 from megarl.config import RunConfig
-from megarl.controller.rollout_group import FinishedGroup
-from megarl.megatron.work import EvaluationWork, Key, Loss, MiniBatch, SampleRef, TokenColumn, TrainWork
-from megarl.rollout.worker import TrajectorySummary
+from megarl.functional import Denominators
+from megarl.groups.rollout_group import FinishedGroup
+from megarl.megatron.requests import EvaluationWork, Key, Loss, MiniBatch, SampleRef, TokenColumn, TrainWork
+from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.controller.books import Books
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
+from megarl.run.run_totals import Books
 from megarl.tracking.tracker import ResumedMetrics
 
 STATE_FILE = "state.json"

@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megarl.config import StageConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.events import EventLog, Note, Phase
-from megarl.controller.run_state import RunState, position
-from megarl.controller.trainer_group import TrainerGroup
-from megarl.controller.vigil import Vigil
 from megarl.data.sampler import PromptSampler
 from megarl.errors import StoppedEarly
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.events import EventLog, Note, Phase
+from megarl.run.run_state import RunState, position
+from megarl.supervision.run_monitor import Vigil
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.tracking.tracker import Tracker

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.config.limits import LimitConfig, LimitsConfig
-from megarl.megatron.work import DISAGREE, MISMATCH, Guard
+from megarl.megatron.requests import DISAGREE, MISMATCH, Guard
 
 Stage = Literal["sampled", "estimated", "trained"]
 """After the completions and their rewards; after what models say of them, before training; after training."""

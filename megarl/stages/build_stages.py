@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import DpoConfig, RmConfig, SftConfig, StageConfig
-from megarl.controller.build import build_dpo, build_trainer
-from megarl.controller.checkpoints import POLICY, Checkpointer
-from megarl.controller.dpo import DpoRun
-from megarl.controller.events import EventLog, Note
-from megarl.controller.rm import RmRun
-from megarl.controller.sft import SftRun
-from megarl.controller.trainer_group import TrainerGroup
+from megarl.groups.build import build_dpo, build_trainer
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.run.checkpointer import POLICY, Checkpointer
+from megarl.run.events import EventLog, Note
+from megarl.stages.dpo import DpoRun
+from megarl.stages.reward_model import RmRun
+from megarl.stages.sft import SftRun
 from megarl.workers.group import Processes
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.events import EventLog, Phase
-from megarl.controller.pairs import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
-from megarl.controller.trainer_group import FrozenGroup, TrainerGroup
 from megarl.data.sampler import PromptSampler
-from megarl.megatron.work import DirectPreferenceLoss, TrainWork
+from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
+from megarl.megatron.requests import DirectPreferenceLoss, TrainWork
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.events import EventLog, Phase
+from megarl.stages.pairwise import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
 
 
 class DpoRun(PairsRun):

@@ -6,18 +6,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megarl.algorithms import Denominators
 from megarl.batch.pack import Column, PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import StageConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.events import EventLog
-from megarl.controller.model_folder import read_hf_config
-from megarl.controller.supervised import SupervisedRun
-from megarl.controller.trainer_group import FrozenGroup, TrainerGroup
-from megarl.data.preferences import PreferencePair, load_preferences
+from megarl.data.preference_pairs import PreferencePair, load_preferences
 from megarl.data.tokenizer import load_tokenizer
-from megarl.megatron.work import (
+from megarl.functional import Denominators
+from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
+from megarl.megatron.families.model_folder import read_hf_config
+from megarl.megatron.requests import (
     DirectPreferenceLoss,
     EvaluationWork,
     MiniBatch,
@@ -25,7 +22,10 @@ from megarl.megatron.work import (
     SampleRef,
     TrainWork,
 )
-from megarl.placement.torchrun import torchrun_world
+from megarl.process.torchrun_env import torchrun_world
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.events import EventLog
+from megarl.stages.supervised import SupervisedRun
 
 MICRO_BATCHES_PER_CHUNK = 16
 """Of each replica, when full: enough to balance the replicas and to fill a pipeline."""

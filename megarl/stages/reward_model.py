@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import RmConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.events import EventLog
-from megarl.controller.pairs import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
-from megarl.controller.trainer_group import TrainerGroup
-from megarl.megatron.work import PairLoss, TrainWork
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.requests import PairLoss, TrainWork
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.events import EventLog
+from megarl.stages.pairwise import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
 
 
 class RmRun(PairsRun):

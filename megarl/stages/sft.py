@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.algorithms import Denominators
 from megarl.batch.trajectory import Trajectory
 from megarl.config import SftConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.events import EventLog
-from megarl.controller.model_folder import read_hf_config
-from megarl.controller.supervised import SupervisedRun
-from megarl.controller.trainer_group import TrainerGroup
 from megarl.data.demonstrations import load_demonstrations
 from megarl.data.tokenizer import load_tokenizer
-from megarl.megatron.work import MiniBatch, SampleRef, TrainWork
+from megarl.functional import Denominators
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.families.model_folder import read_hf_config
+from megarl.megatron.requests import MiniBatch, SampleRef, TrainWork
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.events import EventLog
+from megarl.stages.supervised import SupervisedRun
 
 
 class SftRun(SupervisedRun):

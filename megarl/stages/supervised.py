@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import StageConfig
-from megarl.controller.checkpoints import POLICY, Checkpointer, load_models
-from megarl.controller.events import EventLog
-from megarl.controller.run import StageRun
-from megarl.controller.run_state import RunState
-from megarl.controller.trainer_group import TrainerGroup
-from megarl.megatron.work import TrainStats, TrainWork
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.requests import TrainStats, TrainWork
+from megarl.run.checkpointer import POLICY, Checkpointer, load_models
+from megarl.run.events import EventLog
+from megarl.run.run_state import RunState
+from megarl.run.stage_run import StageRun
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.progress import StepLine
 from megarl.workers.group import Pending

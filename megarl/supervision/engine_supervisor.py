@@ -19,9 +19,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from megarl.config import RunConfig
-from megarl.controller.restarts import Restarts
 from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
-from megarl.workers.failure import check_deadline, translate
+from megarl.supervision.restart_budget import Restarts
+from megarl.workers.failures import check_deadline, translate
 
 LOOK_SECONDS = 1.0
 """How often it is looked whether an engine is late."""

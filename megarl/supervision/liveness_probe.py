@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from megarl.controller.supervision import LOOK_SECONDS
+from megarl.supervision.engine_supervisor import LOOK_SECONDS
 
 SIGNS = "signs"
 """The concurrency group of the actor that answers."""

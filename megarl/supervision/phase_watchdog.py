@@ -20,8 +20,8 @@ from pathlib import Path
 from ray.exceptions import RayError
 
 from megarl.errors import MegarlError, WorkerError
-from megarl.tracking.files import replaced
-from megarl.workers.failure import deadline
+from megarl.process.atomic_files import replaced
+from megarl.workers.failures import deadline
 
 STACKS_FOLDER = "stacks"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import RunConfig
-from megarl.controller.watchdog import PhaseWatch
 from megarl.errors import WorkerError
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
+from megarl.process.stack_dump import ProcessPlace
+from megarl.supervision.phase_watchdog import PhaseWatch
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
-from megarl.workers.process_stacks import ProcessPlace
-from megarl.workers.stacks import ask_places, collect_stacks
+from megarl.workers.stack_collector import ask_places, collect_stacks
 from megarl.workers.stragglers import StragglerWatch
 
 ANSWER_SECONDS = 10.0

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
 
 HEARTBEAT_FILE = "heartbeat.json"
 

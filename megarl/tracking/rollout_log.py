@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
 
 SCHEMA = pa.schema(
     [

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megarl.errors import ConfigError
-from megarl.placement.process_start import STARTED, Interval, ProcessStart, process_created
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
+from megarl.process.startup_trace import STARTED, Interval, ProcessStart, process_created
 
 Kind = Literal["launch", "imports", "ray", "sglang", "megarl"]
 """The first that applies to an instant is what it counts as."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.errors import LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
-from megarl.workers.log_end import end_of
+from megarl.process.log_tail import end_of
 
 GRACE_SECONDS = 2.0
 """How long the cause is looked for after a failure that may come of another rank's: a death fails all collectives."""

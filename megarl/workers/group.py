@@ -21,16 +21,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.placement.grid import RankGrid
 from megarl.placement.pool import SlotPool
-from megarl.placement.process_start import ProcessStart
-from megarl.workers.failure import wait_all
+from megarl.placement.rank_grid import RankGrid
+from megarl.process.stack_dump import ProcessPlace
+from megarl.process.startup_trace import ProcessStart
+from megarl.workers.dispatch import Transfer
+from megarl.workers.failures import wait_all
 from megarl.workers.payload import Kept, Payload, StoredPayload
-from megarl.workers.process_stacks import ProcessPlace
-from megarl.workers.shell import Shell
-from megarl.workers.stacks import ask_places
+from megarl.workers.stack_collector import ask_places
 from megarl.workers.stragglers import CallRecord
-from megarl.workers.transfers import Transfer
+from megarl.workers.worker_host import Shell
 
 W = TypeVar("W")
 A = TypeVar("A")

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError, WorkerError
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import Transfer
 from megarl.workers.payload import LocalPayload
-from megarl.workers.transfers import Transfer
 
 W = TypeVar("W")
 A = TypeVar("A")

@@ -9,8 +9,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.workers.failure import wait_all
-from megarl.workers.process_stacks import ProcessPlace, Stacks, read_stacks
+from megarl.process.stack_dump import ProcessPlace, Stacks, read_stacks
+from megarl.workers.failures import wait_all
 
 COLLECT_SECONDS = 30.0
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from megarl.placement.process_start import Diary, ProcessStart
-from megarl.workers.process_stacks import ProcessPlace, give_account
+from megarl.process.stack_dump import ProcessPlace, give_account
+from megarl.process.startup_trace import Diary, ProcessStart
 from megarl.workers.stragglers import CallLog, CallRecord
 
 

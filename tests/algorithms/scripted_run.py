@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
+from megarl.algorithms.registry import train
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.controller.algorithms import train
-from megarl.controller.events import EventLog, Note
-from megarl.controller.policy_run import PolicyRun
-from megarl.controller.roles import Models
-from megarl.controller.rollout_group import FinishedGroup
-from megarl.controller.run_state import RunState
-from megarl.controller.tokens import EstimateJob, estimate
-from megarl.megatron.work import EvaluationWork, Key, TrainStats, TrainWork
+from megarl.groups.auxiliary_models import Models
+from megarl.groups.estimation import EstimateJob, estimate
+from megarl.groups.rollout_group import FinishedGroup
+from megarl.megatron.requests import EvaluationWork, Key, TrainStats, TrainWork
 from megarl.rollout.engine import Sampling
+from megarl.run.events import EventLog, Note
+from megarl.run.rl_run import PolicyRun
+from megarl.run.run_state import RunState
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.payload import LocalPayload
-from tests.controller.groups import completion, finished, run_config
+from tests.run.finished_groups import completion, finished, run_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.algorithm import DapoConfig, PfPpoConfig, PrimeConfig, ValuePretrainingConfig
-from megarl.controller.dapo import informative, punish_overlong
-from megarl.controller.events import EventLog
-from megarl.controller.experience import Experience
-from megarl.controller.ppo import draw_anew
-from megarl.controller.prime import within_reach
-from megarl.controller.vapo import Settling
-from megarl.megatron.work import ImplicitRewardLoss, ReturnsLoss, SurrogateLoss, TrainWork
-from tests.controller.groups import completion, finished, of_rewards
-from tests.controller.scripted import Scripted, run_script, token_values
+from megarl.algorithms.dapo import informative, punish_overlong
+from megarl.algorithms.ppo import draw_anew
+from megarl.algorithms.prime import within_reach
+from megarl.algorithms.vapo import Settling
+from megarl.config.algorithms.algorithm import DapoConfig, PfPpoConfig, PrimeConfig, ValuePretrainingConfig
+from megarl.megatron.requests import ImplicitRewardLoss, ReturnsLoss, SurrogateLoss, TrainWork
+from megarl.run.events import EventLog
+from megarl.run.rollout_batch import Experience
+from tests.algorithms.scripted_run import Scripted, run_script, token_values
+from tests.run.finished_groups import completion, finished, of_rewards
 
 KEYS = [(g, i) for g in range(2) for i in range(3)]
 PRETRAINING = {"max_steps": 6, "window": 2, "settled": 0.1, "min_explained_variance": -1000.0}

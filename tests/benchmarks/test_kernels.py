@@ -12,7 +12,7 @@ from benchmarks.kernels.loops import gae_over_lists, gae_over_tensors
 from benchmarks.kernels.measure import GAMMA, LOOPS, measure
 from benchmarks.kernels.show import COLUMNS
 from benchmarks.kernels.workload import LONGEST, TURN, made_up
-from megarl.algorithms import gae
+from megarl.functional import gae
 
 FIELDS = (
     "kernel loop workload tokens tokens_in_mask sequences longest pairs loop_ms vectorised_ms ratio ratio_worst "

@@ -15,13 +15,13 @@ from benchmarks.reshard.content import Shard, content
 from benchmarks.reshard.megatron_limits import megatron_grids, require_served
 from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
-from megarl.controller.resharding import make_scenario
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.report import SyncReport, explain
-from megarl.reshard.scenario import STRATEGIES
+from megarl.offline.reshard_explain import make_scenario
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import STRATEGIES
+from megarl.reshard.analysis.sync_report import SyncReport, explain
+from tests.reshard.analysis.test_sync_report import FIELDS
 from tests.reshard.scenarios import scenario
-from tests.reshard.test_report import FIELDS
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 LAYOUTS = {"1-4-1 -> 1-2": ("tp=4", "tp=2"), "1-1-4 -> 1-2": ("dp=4", "tp=2")}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.differences import ABSENT, differences, require_no_contradictions
+from megarl.checkpoint.config_diff import ABSENT, differences, require_no_contradictions
 from megarl.config import RunConfig
 from megarl.config.load import make_config
 from megarl.errors import ConfigError

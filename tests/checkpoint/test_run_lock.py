@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint import lock as locks
-from megarl.checkpoint.lock import HEARTBEAT, SILENT_SECONDS, RunLock, live_holder
+from megarl.checkpoint import run_lock
+from megarl.checkpoint.run_lock import HEARTBEAT, SILENT_SECONDS, RunLock, live_holder
 from megarl.errors import ConfigError
 
 RACERS = 8
@@ -57,7 +57,7 @@ def winners(run_dir: Path) -> int:
 def hold(run_dir: Path) -> subprocess.Popen[str]:
     """A process that has the lock."""
     code = (
-        "import sys, time; from megarl.checkpoint.lock import RunLock\n"
+        "import sys, time; from megarl.checkpoint.run_lock import RunLock\n"
         "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], stdout=subprocess.PIPE, text=True)
@@ -183,7 +183,7 @@ def test_a_lock_that_cannot_be_read_is_believed_for_a_while(tmp_path: Path) -> N
 
 
 def test_the_holder_gives_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     with RunLock(tmp_path):
         os.utime(tmp_path / "lock", (0, 0))
         deadline = time.monotonic() + 10
@@ -193,7 +193,7 @@ def test_the_holder_gives_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_that_lost_it_neither_touches_nor_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     lock = RunLock(tmp_path)
     lock.acquire()
     of_another = json.loads((tmp_path / "lock").read_bytes()) | {"host": "n2", "token": "another"}
@@ -223,7 +223,7 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_disk_that_is_away_for_a_while_does_not_end_the_signs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     real, away = os.utime, iter([True, True, True])
 
     def utime(path: Any, *args: Any, **options: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.lock import RunLock
+from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.cli.main import main

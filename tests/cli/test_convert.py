@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
 from megarl.config import ConvertConfig, make_convert_config
-from megarl.controller import convert as controller
-from megarl.controller.convert import plan_export, plan_import
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.checkpoint_files import find_weights
+from megarl.megatron.checkpoint.checkpoint_files import find_weights
+from megarl.offline import model_conversion
+from megarl.offline.model_conversion import plan_export, plan_import
 from tests.cli.tiny_run import write_tiny_run
 
 Convert = Callable[..., int]
@@ -60,7 +60,7 @@ def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
     def run(direction: str, folder: Path | str, *options: str, output: str = "out") -> int:
         return main(["convert", direction, "--model", str(folder), "--output", output, *options])
 
-    monkeypatch.setattr("megarl.controller.cluster.start_cluster", start)
+    monkeypatch.setattr("megarl.controller.ray_session.start_cluster", start)
     monkeypatch.chdir(tmp_path)
     return run
 
@@ -129,7 +129,7 @@ def test_an_output_that_cannot_be_written(
     convert: Convert, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # root may write everywhere, whatever a folder's mode is
-    monkeypatch.setattr(controller.os, "access", lambda path, _: Path(path).name != "closed")
+    monkeypatch.setattr(model_conversion.os, "access", lambda path, _: Path(path).name != "closed")
     Path("closed").mkdir()
     assert convert("hf-to-megatron", model, output="closed/out") == 2
     closed = Path("closed").absolute()
@@ -147,7 +147,7 @@ def test_a_disk_that_is_too_small(
     convert: Convert, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = shutil.disk_usage(".")
-    monkeypatch.setattr(controller.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(model_conversion.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     num_bytes = sum(t.numel() * 4 for t in load_file(model / "model.safetensors").values())
     assert convert("hf-to-megatron", model) == 2
     assert f"--output: the weights need {num_bytes} bytes, out has 1000 free" in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_an_output_that_appears_meanwhile(model: Path, tmp_path: Path, monkeypat
         (tmp_path / "out" / "of somebody else").touch()
         yield Mock()
 
-    monkeypatch.setattr(controller, "_ranks", ranks)
+    monkeypatch.setattr(model_conversion, "_ranks", ranks)
     conversion = plan_import(ConvertConfig(), model, tmp_path / "out", "auto")
     with pytest.raises(ConfigError, match=r"--output: .*/out cannot be written: Directory not empty"):
         conversion.run(lambda _: None)
@@ -254,7 +254,7 @@ def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pyte
 
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "of an earlier attempt").touch()
-    monkeypatch.setattr(controller, "_ranks", fail)
+    monkeypatch.setattr(model_conversion, "_ranks", fail)
     conversion = plan_import(ConvertConfig(), model, tmp_path / "out", "auto")
     with pytest.raises(DataError, match="a rank failed"):
         conversion.run(lambda _: None)
@@ -264,11 +264,11 @@ def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pyte
 def test_progress_off_a_terminal_is_plain_lines(
     convert: Convert, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(self: controller.Conversion, tell: Callable[[str], None]) -> float:
+    def run(self: model_conversion.Conversion, tell: Callable[[str], None]) -> float:
         tell("reading")
         return 1.5
 
-    monkeypatch.setattr(controller.Conversion, "run", run)
+    monkeypatch.setattr(model_conversion.Conversion, "run", run)
     assert convert("hf-to-megatron", model) == 0
     out, err = capsys.readouterr()
     assert out.split() == ["checkpoint", "out"]

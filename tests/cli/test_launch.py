@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from megarl.cli import launch as cli
+from megarl.cli import launch as launch_command
 from megarl.cli.main import main
 
 
@@ -15,7 +15,7 @@ def launched(monkeypatch):
         calls.append((world, options, command))
         return 75
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(launch_command, "launch", launch)
     for name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return calls

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main as cli
+from megarl.cli import main
 from megarl.cli.output import print_error
 from megarl.errors import ConfigError, LimitError, MegarlError, StoppedEarly, WorkerError
 
@@ -34,8 +34,8 @@ Outcome = Callable[[BaseException], int]
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> Outcome:
     def of(error: BaseException) -> int:
-        monkeypatch.setattr(cli, "_load", lambda name: Raises(error))
-        return cli.main(["train"])
+        monkeypatch.setattr(main, "_load", lambda name: Raises(error))
+        return main.main(["train"])
 
     return of
 
@@ -90,7 +90,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command() -> None:
     answer = run("--help")
     assert answer.returncode == 0
-    for name, summary in cli.SUMMARIES.items():
+    for name, summary in main.SUMMARIES.items():
         assert f"    {name} " in answer.stdout
         assert " ".join(summary.split()) in " ".join(answer.stdout.split())
 
@@ -113,10 +113,10 @@ def test_help_of_a_command_shows_its_arguments() -> None:
     assert "--set KEY=VALUE" in answer.stdout
 
 
-@pytest.mark.parametrize("name", sorted(cli.SUMMARIES))
+@pytest.mark.parametrize("name", sorted(main.SUMMARIES))
 def test_every_command_has_its_file(name: str) -> None:
     parser = argparse.ArgumentParser()
-    command = cli._load(name)
+    command = main._load(name)
     command.add_arguments(parser)
     assert callable(command.run)
 

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.main import main
-from megarl.controller.resharding import read_model
-from megarl.reshard import forecast
-from megarl.reshard.layout import WeightLayout
-from megarl.rollout import trace
+from megarl.megatron.families.load_architecture import read_model
+from megarl.reshard.analysis import forecast
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.rollout.sglang.weight_layout import offline_trace
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -52,7 +52,7 @@ def untraced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ep, device) == (1, "cuda")
         return engine_layouts(read_model(path)[0], tp, dtype)
 
-    monkeypatch.setattr(trace, "trace_layouts", layouts)
+    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
 
 
 def explain(model: str, *args: str) -> int:

@@ -11,9 +11,9 @@ import pytest
 from megarl.cli.main import main
 from megarl.cli.score import ScoreProgress
 from megarl.config import make_score_config
-from megarl.controller.score import Scored
-from megarl.data.token_lines import TokenCount
+from megarl.data.token_file import TokenCount
 from megarl.errors import ConfigError
+from megarl.offline.token_scoring import Scored
 from tests.cli.tiny_run import write_rows, write_tiny_run
 
 Score = Callable[..., int]
@@ -39,7 +39,7 @@ def score(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Score
         command = ["score", "--model", str(folder), "--input", "tokens.jsonl", "--output", output]
         return main([*command, *(["--set", *overrides] if overrides else [])])
 
-    monkeypatch.setattr("megarl.controller.cluster.start_cluster", start)
+    monkeypatch.setattr("megarl.controller.ray_session.start_cluster", start)
     monkeypatch.chdir(tmp_path)
     return run
 

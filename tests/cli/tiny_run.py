@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny_checkpoint import write_tiny_model
 
 ROWS = [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1), "response": f"#### {i + 1}"} for i in range(8)]
 

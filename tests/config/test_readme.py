@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.config import RunConfig, load_config
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.algorithms.algorithm import AlgorithmConfig
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megarl.controller import fleet
-from megarl.controller.fleet import Fleet
+from megarl.controller import assembly
+from megarl.controller.assembly import Fleet
 from megarl.errors import ConfigError, LostNodeError, WorkerError
 from megarl.placement.pool import Slot, SlotPool
-from tests.controller.groups import run_config
+from tests.run.finished_groups import run_config
 
 APART = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
 
@@ -32,10 +32,10 @@ def lacking(
 ) -> bool:
     """Whether a run ends that has a trainer on machine `a`, engines on `b` and `c`, and has lost some of these."""
     there = {"a", "b", "c"} - lost
-    patch.setattr(fleet, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
-    patch.setattr(fleet, "remove_placement_group", lambda _: None)
-    patch.setattr(fleet, "reserve_pools", reserve)
-    patch.setattr(fleet, "LOOK_SECONDS", 0.0)
+    patch.setattr(assembly, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
+    patch.setattr(assembly, "remove_placement_group", lambda _: None)
+    patch.setattr(assembly, "reserve_pools", reserve)
+    patch.setattr(assembly, "LOOK_SECONDS", 0.0)
     found: Any = Fleet.__new__(Fleet)
     found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": wait_seconds})
     found._say = lambda text: None

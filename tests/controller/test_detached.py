@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.lock import SILENT_SECONDS, RunLock
+from megarl.checkpoint.run_lock import SILENT_SECONDS, RunLock
 from megarl.controller import detached
 from megarl.controller.detached import waited_for
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megarl.controller import recovery
-from megarl.controller.events import EventLog, Note
 from megarl.controller.recovery import train_through
 from megarl.errors import GivenUpError, LimitError, LostWorkerError, MegarlError, WorkerError
+from megarl.run.events import EventLog, Note
 from megarl.tracking.startup import Startup
-from tests.controller.groups import run_config
+from tests.run.finished_groups import run_config
 
 
 def done(*_: Any) -> None:

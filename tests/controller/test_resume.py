@@ -13,11 +13,11 @@ from megarl.checkpoint.manifest import Contents
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, SftConfig, StageConfig, dump_config
-from megarl.controller.launch import RESULTS
 from megarl.controller.resume import Start, find_start, newest_whole
-from megarl.controller.run_state import RunState
+from megarl.controller.run_stage import RESULTS
 from megarl.errors import ConfigError, DataError
-from tests.controller.groups import run_config
+from megarl.run.run_state import RunState
+from tests.run.finished_groups import run_config
 
 
 def make(folder: Path, name: str = "run", **sections: Any) -> RunConfig:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.controller import launch
-from megarl.controller.events import EventLog, Note
-from megarl.controller.launch import follow
+from megarl.controller import run_stage
+from megarl.controller.run_stage import follow
+from megarl.run.events import EventLog, Note
 
 
 class Controller:
@@ -27,7 +27,7 @@ class Controller:
 
 
 def test_all_that_happens_until_the_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ray", SimpleNamespace(get=lambda answer: answer))
+    monkeypatch.setattr(run_stage, "ray", SimpleNamespace(get=lambda answer: answer))
     controller, said = Controller(4), list[str]()
     signals = iter(["", "", "SIGUSR1", ""])
     progress: Any = SimpleNamespace(say=said.append)

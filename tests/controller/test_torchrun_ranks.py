@@ -5,7 +5,7 @@ import pytest
 from megarl.config.placement import PlacementConfig
 from megarl.controller import torchrun_ranks
 from megarl.errors import ConfigError
-from megarl.placement.torchrun import TorchrunWorld
+from megarl.process.torchrun_env import TorchrunWorld
 
 WORLD = TorchrunWorld(rank=0, size=8, local_rank=0, local_size=4)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data.arithmetic import write_arithmetic
-from megarl.data.tiny import write_tiny_model
+from megarl.data.demo_arithmetic import write_arithmetic
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
 
 CHAT_TEMPLATE = (

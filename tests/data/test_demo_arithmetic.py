@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.arithmetic import draw_problem, make_problems, write_arithmetic
+from megarl.data.demo_arithmetic import draw_problem, make_problems, write_arithmetic
 from megarl.errors import DataError
 
 SENTENCE = re.compile(r"(\w+) has (\d+) (\w+)\. \1 (.+)\. How many \3\?\n")
@@ -118,8 +118,8 @@ def test_numbers_stay_small_and_counts_positive() -> None:
 
 
 def test_asking_for_too_many_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.data.arithmetic.MAX_REPEATS", 50)
-    monkeypatch.setattr("megarl.data.arithmetic.NAMES", ("Ann",))
-    monkeypatch.setattr("megarl.data.arithmetic.THINGS", ("pens",))
+    monkeypatch.setattr("megarl.data.demo_arithmetic.MAX_REPEATS", 50)
+    monkeypatch.setattr("megarl.data.demo_arithmetic.NAMES", ("Ann",))
+    monkeypatch.setattr("megarl.data.demo_arithmetic.THINGS", ("pens",))
     with pytest.raises(DataError, match=r"no further word problems after \d+ of 1000000 to train on"):
         make_problems(random.Random(0), 1_000_000, 1)

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.data import DataConfig
-from megarl.data.preferences import load_preferences
+from megarl.data.preference_pairs import load_preferences
 from megarl.data.prompts import load_prompts
 from megarl.errors import DataError
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.data.progress import track
+from megarl.data.progress_bar import track
 
 
 def test_batches_pass_through_and_nothing_is_written_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data import source
-from megarl.data.source import read_rows
+from megarl.data import rows as rows_module
+from megarl.data.rows import read_rows
 from megarl.errors import DataError
 
 
@@ -32,7 +32,7 @@ def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "PARQUET_BATCH_ROWS", 7)
+    monkeypatch.setattr(rows_module, "PARQUET_BATCH_ROWS", 7)
     rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": i} for i in range(20)]
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)

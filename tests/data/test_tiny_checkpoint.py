@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import DataError
 
 

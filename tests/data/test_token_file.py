@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.token_lines import PROBLEMS_SHOWN, TokenFile, TokenLine, partial_file
+from megarl.data.token_file import PROBLEMS_SHOWN, TokenFile, TokenLine, partial_file
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
@@ -158,7 +158,7 @@ def test_output_appears_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_a_kill_leaves_no_output(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib; from megarl.data.token_lines import partial_file\n"
+        "import os, pathlib; from megarl.data.token_file import partial_file\n"
         "with partial_file(pathlib.Path('scores.jsonl'), source=pathlib.Path('tokens.jsonl')) as file:\n"
         "    file.write('1'); file.flush(); os.kill(os.getpid(), 9)"
     )

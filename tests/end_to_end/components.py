@@ -15,17 +15,17 @@ from torch import Tensor
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
-from megarl.controller.build import start_engines, trainer_spec
-from megarl.controller.engines import EngineGroup
-from megarl.controller.experience import Experience
-from megarl.controller.rollout_group import FinishedGroup, RolloutGroup
-from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
-from megarl.controller.weights import WeightSync
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.megatron.work import SurrogateLoss, TrainStats
+from megarl.groups.build import start_engines, trainer_spec
+from megarl.groups.engine_group import EngineGroup
+from megarl.groups.rollout_group import FinishedGroup, RolloutGroup
+from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.weight_sync import WeightSync
+from megarl.megatron.requests import SurrogateLoss, TrainStats
 from megarl.placement.pool import SlotPool, reserve_pools
 from megarl.rollout.engine import Sampling
+from megarl.run.rollout_batch import Experience
 from megarl.workers.group import WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.components import Pieces, build, make_config
 from tests.end_to_end.launched import Launched, steps_in
-from tests.end_to_end.pieces import Pieces, build, make_config
 from tests.end_to_end.tiny_world import write_run, write_world
 
 Launch = Callable[..., Launched]

@@ -10,12 +10,12 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.config import RunConfig
-from megarl.controller.servers import machines
-from megarl.data.tiny import write_tiny_model
-from megarl.reshard.bucket import digest
-from megarl.reshard.layout import slices
-from megarl.reshard.placement import fits_strided
-from tests.end_to_end.pieces import Pieces, build
+from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.groups.engine_placement import machines
+from megarl.reshard.layout.engine_ranks import fits_strided
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import digest
+from tests.end_to_end.components import Pieces, build
 from tests.end_to_end.tiny_world import run_tree
 
 

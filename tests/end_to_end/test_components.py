@@ -17,17 +17,17 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.trajectory import Trajectory
-from megarl.controller.build import trainer_spec
-from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.trainer_group import TrainerGroup, rank_processes, trainer_on
-from megarl.controller.weights import WeightSync
 from megarl.errors import RewardError, WorkerError
-from megarl.megatron.work import MiniBatch, SampleRef, TrainWork
+from megarl.functional.losses import Denominators
+from megarl.groups.build import trainer_spec
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.weight_sync import WeightSync
+from megarl.megatron.requests import MiniBatch, SampleRef, TrainWork
 from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
-from tests.end_to_end.pieces import Pieces, build, make_config
+from tests.end_to_end.components import Pieces, build, make_config
 
 MISMATCH = "mismatch/logprob_abs_max"
 

@@ -18,13 +18,13 @@ import pytest
 import ray
 
 from megarl.config import RunConfig
-from megarl.controller.resharding import read_model
-from megarl.controller.weights import sync_setup
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.reshard.handover import Handover
-from tests.end_to_end.pieces import Pieces, build
-from tests.end_to_end.test_pieces import MISMATCH, differing
+from megarl.groups.weight_sync import sync_setup
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.reshard.planning.disaggregated import Handover
+from tests.end_to_end.components import Pieces, build
+from tests.end_to_end.test_components import MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
 
 APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}

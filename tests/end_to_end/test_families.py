@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.data.tiny import train_tokenizer
+from megarl.data.tiny_checkpoint import train_tokenizer
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.tiny_world import write_run
 from tests.megatron.fidelity.models import save_model

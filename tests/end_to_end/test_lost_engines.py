@@ -19,12 +19,12 @@ import ray
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.controller.restarts import Restarts
-from megarl.controller.rollout_group import FinishedGroup
+from megarl.groups.rollout_group import FinishedGroup
 from megarl.rollout.engine import Sampling
-from megarl.rollout.worker import Reassignments
-from tests.end_to_end.pieces import SMALL_BUCKETS, Pieces, build
-from tests.end_to_end.test_pieces import differing
+from megarl.rollout.rollout_worker import Reassignments
+from megarl.supervision.restart_budget import Restarts
+from tests.end_to_end.components import SMALL_BUCKETS, Pieces, build
+from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
 
 LONG = Sampling(temperature=1.0, max_new_tokens=100)

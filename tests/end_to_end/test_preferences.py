@@ -14,11 +14,11 @@ from ray.util.placement_group import remove_placement_group
 from safetensors.torch import load_file
 
 from megarl.config import DpoConfig
-from megarl.controller.build import build_dpo, stage_processes
-from megarl.controller.dpo import DpoRun
-from megarl.controller.events import EventLog
-from megarl.data.arithmetic import write_arithmetic
+from megarl.data.demo_arithmetic import write_arithmetic
 from megarl.data.tokenizer import load_tokenizer
+from megarl.groups.build import build_dpo, stage_processes
+from megarl.run.events import EventLog
+from megarl.stages.dpo import DpoRun
 from tests.end_to_end.conftest import Launch
 
 NUM_PAIRS, NUM_HELD_OUT = 256, 32

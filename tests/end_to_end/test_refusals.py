@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.placement.machine import visible_gpus
+from megarl.placement.hardware import visible_gpus
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.tiny_world import write_run
 

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from megarl.checkpoint.store import CheckpointStore
-from tests.controller.stage_ranks import assert_same, losses, stage_config, stage_tree, train_whole, trainer, write_data
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
 from tests.megatron.ranks import run_ranks
+from tests.stages.stage_ranks import assert_same, losses, stage_config, stage_tree, train_whole, trainer, write_data
 
 STEPS, EVERY = 40, 5
 SECTIONS: dict[str, Any] = {

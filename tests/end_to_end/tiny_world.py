@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from megarl.data.arithmetic import write_arithmetic
-from megarl.data.tiny import write_tiny_model
+from megarl.data.demo_arithmetic import write_arithmetic
+from megarl.data.tiny_checkpoint import write_tiny_model
 
 NUM_HELD_OUT = 6
 

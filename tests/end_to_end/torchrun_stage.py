@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megarl.cli.main import main
 from megarl.config import SftConfig
-from megarl.controller.events import EventLog
-from megarl.controller.trainer_group import TrainerGroup
 from megarl.errors import DataError
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.run.events import EventLog
 
 
 class Failing:
@@ -35,9 +35,9 @@ class Failing:
 
 
 if __name__ == "__main__":
-    import megarl.controller.sft
+    import megarl.stages.sft
 
-    module: Any = megarl.controller.sft
+    module: Any = megarl.stages.sft
     Failing.how = sys.argv.pop()
     module.SftRun = Failing
     sys.exit(main())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megarl.algorithms import (
+from megarl.functional import (
     cispo_loss,
     clipped_policy_loss,
     decoupled_policy_loss,
@@ -16,8 +16,8 @@ from megarl.algorithms import (
     kl_penalty,
     value_loss,
 )
-from megarl.algorithms.losses import PolicyLoss
-from tests.algorithms.packs import Pack
+from megarl.functional.losses import PolicyLoss
+from tests.functional.packs import Pack
 
 
 def clipped(pack: Pack) -> PolicyLoss:

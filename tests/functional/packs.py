@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.sequences import Sequences
+from megarl.functional.sequences import Sequences
 
 LENGTHS = [5, 1, 9, 4, 1, 6]
 NOTHING_COUNTS = (1, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages import (
+from megarl.functional.advantages import (
     STD_EPSILON,
     GroupBaseline,
     discounted_returns,
@@ -19,7 +19,7 @@ from megarl.algorithms.advantages import (
     remax_advantages,
     whiten,
 )
-from tests.algorithms.packs import LENGTHS, Pack, a_pack, by_sequence
+from tests.functional.packs import LENGTHS, Pack, a_pack, by_sequence
 
 ONE_OF_FOUR = torch.tensor([1.0, 0.0, 0.0, 0.0])
 SAME_GROUP = torch.zeros(4, dtype=torch.int64)
@@ -272,7 +272,7 @@ def test_a_pack_is_its_sequences_one_by_one() -> None:
 
 @pytest.mark.parametrize("slab", [1, 7, 12, 1000])
 def test_large_packs_are_worked_on_a_few_sequences_at_a_time(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.algorithms.advantages.SLAB", slab)
+    monkeypatch.setattr("megarl.functional.advantages.SLAB", slab)
     pack = a_pack(6)
     # two sequences without any token, one of them last
     cu_seqlens_S = torch.cat([pack.cu_seqlens_S[:2], pack.cu_seqlens_S[1:], pack.cu_seqlens_S[-1:]])

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.correction import rollout_correction
-from megarl.algorithms.sequences import Sequences
-from tests.algorithms.loss_cases import LOSSES, outcome
-from tests.algorithms.packs import Pack, a_pack, gradient
+from megarl.functional.correction import rollout_correction
+from megarl.functional.sequences import Sequences
+from tests.functional.loss_cases import LOSSES, outcome
+from tests.functional.packs import Pack, a_pack, gradient
 
 RANKS = 2
 

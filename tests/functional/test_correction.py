@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.correction import Correction, CorrectionKind, rollout_correction
-from tests.algorithms.packs import Pack, a_pack, by_sequence
+from megarl.functional.correction import Correction, CorrectionKind, rollout_correction
+from tests.functional.packs import Pack, a_pack, by_sequence
 
 BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
     "token_tis": (0.5, 1.2),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.filters import (
+from megarl.functional.filters import (
     WEIGHT_FLOOR,
     FilterKind,
     keep_informative_groups,

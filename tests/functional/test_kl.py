@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.kl import AdaptiveKl, kl_penalty
-from megarl.config.algorithm import KlKind
+from megarl.config.algorithms.algorithm import KlKind
+from megarl.functional.kl import AdaptiveKl, kl_penalty
 
 
 @pytest.mark.parametrize(("kind", "want"), [("k1", 0.2), ("k2", 0.02), ("k3", 0.018731)])

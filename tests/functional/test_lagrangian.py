@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.safe_rlhf import LagrangeMultiplier, safe_rlhf_advantages
+from megarl.functional.lagrangian import LagrangeMultiplier, safe_rlhf_advantages
 
 
 def test_golden_values() -> None:

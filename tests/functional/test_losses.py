@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import Denominators, aggregate, clipped_policy_loss, decoupled_policy_loss, value_loss
-from megarl.config.algorithm import Aggregation
-from tests.algorithms.loss_cases import LOSSES, POLICY, cispo, gmpo, gspo
-from tests.algorithms.packs import Pack, a_pack, by_sequence, gradient, slope
+from megarl.config.algorithms.algorithm import Aggregation
+from megarl.functional.losses import Denominators, aggregate, clipped_policy_loss, decoupled_policy_loss, value_loss
+from tests.functional.loss_cases import LOSSES, POLICY, cispo, gmpo, gspo
+from tests.functional.packs import Pack, a_pack, by_sequence, gradient, slope
 
 LENGTHS = [3, 1, 5, 4]
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

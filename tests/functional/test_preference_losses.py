@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.preferences import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
-from tests.algorithms.packs import gradient, slope
+from megarl.functional.preference_losses import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
+from tests.functional.packs import gradient, slope
 
 B = 12
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.process_rewards import implicit_reward_loss, prime_rewards
-from megarl.algorithms.sequences import Sequences
-from tests.algorithms.loss_cases import outcome
-from tests.algorithms.packs import LENGTHS, Pack, a_pack, by_sequence, gradient, slope
+from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
+from megarl.functional.sequences import Sequences
+from tests.functional.loss_cases import outcome
+from tests.functional.packs import LENGTHS, Pack, a_pack, by_sequence, gradient, slope
 
 GROUPS = [5, 5, 2, 5, 2]
 """Of the completions; the pack's last sequence is padding."""

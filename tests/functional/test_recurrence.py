@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.recurrence import CHUNK, in_columns, place_in_columns, solve_backwards_
+from megarl.functional.recurrence import CHUNK, in_columns, place_in_columns, solve_backwards_
 
 
 def by_loop(b: np.ndarray, a: np.ndarray) -> np.ndarray:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms.sequences import Sequences
-from tests.algorithms.packs import a_pack, by_sequence, gradient, slope
+from megarl.functional.sequences import Sequences
+from tests.functional.packs import a_pack, by_sequence, gradient, slope
 
 CU_SEQLENS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 

@@ -14,17 +14,17 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.controller.build import trainer_spec
-from megarl.controller.events import EventLog
-from megarl.controller.experience import Experience
-from megarl.controller.roles import Models, _model_spec
-from megarl.controller.trainer_group import rank_processes, trainer_on
-from megarl.placement.grid import RankGrid
+from megarl.groups.auxiliary_models import Models, _model_spec
+from megarl.groups.build import trainer_spec
+from megarl.groups.trainer_group import rank_processes, trainer_on
 from megarl.placement.pool import reserve_pools
-from tests.controller.groups import completion, finished, run_config
-from tests.controller.scripted import Asked, Rollout, train_on
+from megarl.placement.rank_grid import RankGrid
+from megarl.run.events import EventLog
+from megarl.run.rollout_batch import Experience
+from tests.algorithms.scripted_run import Asked, Rollout, train_on
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
+from tests.run.finished_groups import completion, finished, run_config
 
 STEPS, PROMPTS, SAMPLES = 2, 2, 4
 

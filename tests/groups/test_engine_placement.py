@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 from megarl.config import RunConfig
-from megarl.controller import servers
-from megarl.controller.engines import gpu_environment
-from megarl.controller.resharding import make_scenario, read_model
-from megarl.controller.servers import choose_servers, machines, own_servers
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.placement.grid import RankGrid
+from megarl.groups import engine_placement
+from megarl.groups.engine_group import gpu_environment
+from megarl.groups.engine_placement import choose_servers, machines, own_servers
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.offline.reshard_explain import make_scenario
 from megarl.placement.pool import Slot, SlotPool
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.placement import spanning_group
-from megarl.reshard.report import explain_auto
-from megarl.reshard.scenario import arrange
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.analysis.sync_report import explain_auto
+from megarl.reshard.layout.engine_ranks import spanning_group
+from megarl.reshard.layout.layout import WeightLayout
 
 HEADS = 12
 
@@ -63,7 +64,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(tp)
         return trainer_layouts(read_model(path)[0], RankGrid(tp=tp), dtype)
 
-    monkeypatch.setattr(servers, "trace_layouts", layouts)
+    monkeypatch.setattr(engine_placement, "trace_layouts", layouts)
     return sizes
 
 

@@ -15,8 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms.distillation import distillation_estimates
+from megarl.algorithms.grpo import group_estimates
+from megarl.algorithms.ppo import ppo_estimates
+from megarl.algorithms.prime import prime_estimates
+from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
+from megarl.algorithms.safe_rlhf import safe_estimates
+from megarl.algorithms.vapo import monte_carlo_estimates, vapo_estimates
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithm import (
+from megarl.config.algorithms.algorithm import (
     DrGrpoConfig,
     GrpoConfig,
     KlRewardConfig,
@@ -29,16 +36,9 @@ from megarl.config.algorithm import (
     SafeRlhfConfig,
     VapoConfig,
 )
-from megarl.controller.distillation import distillation_estimates
-from megarl.controller.grpo import group_estimates
-from megarl.controller.ppo import ppo_estimates
-from megarl.controller.prime import prime_estimates
-from megarl.controller.reinforce import reinforce_estimates, remax_estimates
-from megarl.controller.safe_rlhf import safe_estimates
-from megarl.controller.tokens import EstimateJob, Findings, StepTokens, estimate, step_tokens
-from megarl.controller.vapo import monte_carlo_estimates, vapo_estimates
+from megarl.groups.estimation import EstimateJob, Findings, StepTokens, estimate, step_tokens
 from megarl.workers.payload import LocalPayload
-from tests.controller.groups import completion
+from tests.run.finished_groups import completion
 
 SIZES = (2, 4, 3)
 NOTHING_SAMPLED = 3

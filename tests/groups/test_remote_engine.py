@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError
 
-from megarl.controller import remote
-from megarl.controller.remote import EngineRankSink, EngineSink, RemoteEngine
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.groups import remote_engine
+from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
 
 
 class Method:
@@ -38,7 +38,7 @@ def test_the_engine_is_named(error: MegarlError, says: str, monkeypatch: pytest.
         assert refs == ["ref"]
         raise error
 
-    monkeypatch.setattr(remote, "wait_all", fail)
+    monkeypatch.setattr(remote_engine, "wait_all", fail)
     boxes = EngineRankSink(Handle(), "engine 1", 3, 1.0).load_boxes(0, None)
     whole = EngineSink(Handle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
     for wait, rank in ((boxes, " rank 3"), (whole, "")):
@@ -69,14 +69,14 @@ def lost_on_its_way() -> list[RayError]:
 
 
 def test_an_answer_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_engine, "AGAIN_SECONDS", 0.0)
     handle = Answers(*lost_on_its_way(), ["completion"])
     assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]  # type: ignore[comparison-overlap]
     assert handle.left == []
 
 
 def test_an_engine_is_lost_once_ray_knows_that_it_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_engine, "AGAIN_SECONDS", 0.0)
     handle = Answers(*lost_on_its_way(), ActorDiedError())
     with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))

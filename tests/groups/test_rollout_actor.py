@@ -7,11 +7,11 @@ import pytest
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.controller import rollout_process
 from megarl.errors import WorkerError
+from megarl.groups import rollout_actor
 from megarl.rollout.engine import Generation, Sampling
-from megarl.rollout.journal import read_step
-from megarl.rollout.worker import GroupJob
+from megarl.rollout.journal.journal import read_step
+from megarl.rollout.rollout_worker import GroupJob
 
 
 class SeededEngine:
@@ -50,12 +50,12 @@ class Scorer:
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_process.RewardScorer, "from_model", lambda *_: Scorer())
-    monkeypatch.setattr(rollout_process, "load_tokenizer", lambda _: SimpleNamespace(decode=str))
+    monkeypatch.setattr(rollout_actor.RewardScorer, "from_model", lambda *_: Scorer())
+    monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda _: SimpleNamespace(decode=str))
 
     def start(engine, **changes):
         sections = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
-        return rollout_process.RolloutProcess(RunConfig.model_validate(sections | changes), [engine])
+        return rollout_actor.RolloutProcess(RunConfig.model_validate(sections | changes), [engine])
 
     return start
 

@@ -10,14 +10,15 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.recovery import RecoveryConfig
-from megarl.controller import rollout_group, worker_pulse
-from megarl.controller.restarts import Restarts
-from megarl.controller.rollout_group import RolloutGroup
-from megarl.controller.worker_pulse import SIGNS
 from megarl.errors import GivenUpError, WorkerError
+from megarl.groups import rollout_group
+from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
-from megarl.rollout.worker import GroupSummary
-from megarl.workers import failure
+from megarl.rollout.rollout_worker import GroupSummary
+from megarl.supervision import liveness_probe
+from megarl.supervision.liveness_probe import SIGNS
+from megarl.supervision.restart_budget import Restarts
+from megarl.workers import failures
 
 PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
@@ -128,10 +129,10 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     fake = Ray()
-    for module in (rollout_group, worker_pulse, failure):
+    for module in (rollout_group, liveness_probe, failures):
         monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(module, "time", fake)
-    monkeypatch.setattr(failure, "_log_folder", lambda: None)
+    monkeypatch.setattr(failures, "_log_folder", lambda: None)
     monkeypatch.setattr(rollout_group, "light_nodes", lambda: [SimpleNamespace(id="node")])
     monkeypatch.setattr(rollout_group, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     return fake

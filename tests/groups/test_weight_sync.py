@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megarl.config import RunConfig
-from megarl.controller.weights import sync_setup
-from megarl.placement.grid import RankGrid
+from megarl.groups.weight_sync import sync_setup
 from megarl.placement.pool import Slot, SlotPool
-from megarl.reshard.layout import TensorSpec, WeightLayout
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 
 GRID = RankGrid(tp=4, dp=2)
 SPECS = {"norm": TensorSpec((4,), "float32")}

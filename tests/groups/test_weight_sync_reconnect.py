@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.controller import weights
 from megarl.errors import WeightSyncError
-from megarl.megatron.work import Invitation
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.strategy import SyncStats
+from megarl.groups import weight_sync
+from megarl.megatron.requests import Invitation
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.process_groups import Meeting
 
 STATS = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=2, buckets=1, peak_extra_bytes=3)
 NOTHING = WeightLayout({}, ())
@@ -60,9 +60,9 @@ class Engines:
 
 
 def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkeypatch):
-    monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
     trainer, engines = Trainer(), Engines()
-    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     for version in (0, 1):
         assert sync.push(version).bytes_moved == 3
     trainer.fails = True
@@ -126,9 +126,9 @@ class EnginesApart(Engines):
 
 
 def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
-    monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
     trainer, engines = TrainerApart(), EnginesApart()
-    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     first = Meeting("10.0.0.1", 7001, "weights", 3, 9.0)
     report = sync.push(0)
     assert report.stats == counted(6, 6, 7)
@@ -152,10 +152,10 @@ def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
 
 
 def test_an_engine_that_came_back_is_given_its_weights_although_another_one_was_to_blame(monkeypatch):
-    monkeypatch.setattr(weights, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
     trainer, engines = Trainer(), Engines()
     trainer.offloaded = SimpleNamespace(anything=False)
-    sync = weights.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     sync.push(4)
     engines.calls.clear()
     engines.supervision.up = [0, 1]

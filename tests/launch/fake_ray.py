@@ -1,4 +1,4 @@
-"""Stands in for `megarl.placement.ray_start`: says what Ray says and has processes as Ray has, without its seconds.
+"""Stands in for `megarl.launch.ray_start`: says what Ray says and has processes as Ray has, without its seconds.
 
 FAKE_RAY says how it goes wrong on a rank: `refuse0` to start, be `slow0`, or `die0` a moment after it has started.
 """

@@ -8,11 +8,12 @@ import sys
 
 from megarl.cli.output import print_error
 from megarl.errors import MegarlError
-from megarl.launch import head, keeper, ray_node
-from megarl.launch.agent import LaunchOptions
-from megarl.launch.run import launch
-from megarl.launch.world import node_world
-from megarl.placement.early_stop import signal_held
+from megarl.launch import head_node, ray_node
+from megarl.launch.launch import launch
+from megarl.launch.launch_node import LaunchOptions
+from megarl.launch.node_world import node_world
+from megarl.process import subreaper
+from megarl.process.early_stop_signal import signal_held
 
 
 def say(line: str) -> None:
@@ -24,8 +25,8 @@ def main() -> int:
     rank, size, port, node_timeout, ray, *command = sys.argv[1:]
     if ray == "fake":
         ray_node.RAY_START = "tests.launch.fake_ray"
-    head.COMMAND_END_SECONDS = float(os.environ.get("COMMAND_END_SECONDS", "1"))
-    keeper.GRACE_SECONDS = 0.3
+    head_node.COMMAND_END_SECONDS = float(os.environ.get("COMMAND_END_SECONDS", "1"))
+    subreaper.GRACE_SECONDS = 0.3
     world = node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
     options = LaunchOptions(join_timeout=20.0, node_timeout=float(node_timeout), cpus=2, labels={})
     try:

@@ -1,8 +1,8 @@
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.labels import own_labels, parse_labels, parse_nvlink_domain
-from megarl.launch.world import NodeWorld
+from megarl.launch.node_labels import own_labels, parse_labels, parse_nvlink_domain
+from megarl.launch.node_world import NodeWorld
 
 FABRIC = """
 GPU 00000008:01:00.0

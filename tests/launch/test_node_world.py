@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.world import NUM_PORTS, expand_hostlist, node_world
+from megarl.launch.node_world import NUM_PORTS, expand_hostlist, node_world
 
 STEP = {
     "SLURM_CLUSTER_NAME": "c",

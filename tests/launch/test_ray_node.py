@@ -7,7 +7,7 @@ import pytest
 
 from megarl.launch import ray_node
 from megarl.launch.ray_node import MOST_STORE, free_port, interface_environment, ray_arguments, ray_environment
-from megarl.placement.machine import store_bytes
+from megarl.placement.hardware import store_bytes
 
 GIB = 2**30
 

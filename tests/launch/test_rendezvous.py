@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from megarl.errors import LaunchError
-from megarl.launch import meeting as meeting_module
-from megarl.launch.link import LinkLostError
-from megarl.launch.meeting import Meeting, Peer, addresses, find_head
-from megarl.launch.messages import Beat, End, Hello, Joined, Welcome, decode, encode
-from megarl.launch.world import NodeWorld
+from megarl.launch import rendezvous
+from megarl.launch.connection import LinkLostError
+from megarl.launch.node_world import NodeWorld
+from megarl.launch.protocol import Beat, End, Hello, Joined, Welcome, decode, encode
+from megarl.launch.rendezvous import Meeting, Peer, addresses, find_head
 
 WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1")
 
@@ -98,7 +98,7 @@ def test_late_head_is_found(job):
 
 def test_taken_ports_lead_to_the_next(job, monkeypatch):
     # nobody answers at the first; somebody who hangs up at once at the second
-    monkeypatch.setattr(meeting_module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 1.0)
     head = world(0, job=job)
 
     async def main():

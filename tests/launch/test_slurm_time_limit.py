@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.time_limit import parse_time_limit
+from megarl.launch.slurm_time_limit import parse_time_limit
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.reshard.scenario import STRATEGIES
+from megarl.reshard.analysis.scenario import STRATEGIES
 from tests.end_to_end.tiny_world import write_sft
 from tests.launch.conftest import MakeHosts
 

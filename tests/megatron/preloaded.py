@@ -3,7 +3,7 @@
 import importlib
 import os
 
-from megarl.megatron import platform
+from megarl.megatron.runtime import platform
 
 # Asking CUDA's runtime whether there is a device would spoil it for the forked ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -16,7 +16,7 @@ for name in (
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.multi_latent_attention",
     "megatron.core.transformer.multi_token_prediction",
-    "megarl.megatron.trainer",
+    "megarl.megatron.training.trainer",
     "pytest",
     "safetensors.torch",
     "torch._dynamo",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from megarl.reshard.bucket import open_bucket
+from megarl.reshard.transfer.bucket import open_bucket
 
 TIMEOUT_SECONDS = 150.0
 GRACE_SECONDS = 2.0

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.balance import QWEN2_5_7B
-from megarl.megatron.work import ADD_UP, MiniBatch, SampleRef, TrainStats, TrainWork, split_by_dp, train_transfer
-from megarl.placement.grid import RankGrid
-from megarl.reshard.strategy import SyncStats
+from megarl.functional.losses import Denominators
+from megarl.megatron.requests import ADD_UP, MiniBatch, SampleRef, TrainStats, TrainWork, split_by_dp, train_transfer
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.planning.strategy import SyncStats
 
 GRIDS = [
     RankGrid(),

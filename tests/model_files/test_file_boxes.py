@@ -4,7 +4,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from megarl.model_files.boxes import extent, pieces, runs
+from megarl.model_files.file_boxes import extent, pieces, runs
 
 CASES = [
     ((), ()),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.errors import DataError
-from megarl.model_files.folder import problems, read_headers
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.weight_index import problems, read_headers
 
 
 def sharded(folder, index=None):
@@ -138,5 +138,5 @@ def test_a_json_object_that_is_none(tmp_path, content, says):
 
 
 def test_headers_need_no_torch():
-    check = "import sys, megarl.model_files.folder; sys.exit('torch' in sys.modules)"
+    check = "import sys, megarl.model_files.weight_index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import DataError
 from megarl.model_files import writer
-from megarl.model_files.plan import deal_files, plan_files
+from megarl.model_files.file_plan import deal_files, plan_files
 from megarl.model_files.writer import FileWriter, publish
 
 

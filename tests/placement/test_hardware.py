@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.placement.machine import Gpu, free_shared_memory, gpus, package_version, visible_gpus
+from megarl.placement.hardware import Gpu, free_shared_memory, gpus, package_version, visible_gpus
 
 
 @pytest.fixture

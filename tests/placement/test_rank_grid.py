@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.placement.grid import Coordinates, RankGrid
+from megarl.placement.rank_grid import Coordinates, RankGrid
 
 GRIDS = [
     RankGrid(tp=tp, cp=cp, dp=dp, pp=pp) for tp, cp, dp, pp in itertools.product((1, 2, 4), (1, 2), (1, 3), (1, 2, 4))

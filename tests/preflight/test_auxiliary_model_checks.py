@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megarl.config import RunConfig
-from megarl.controller import preflight
-from megarl.controller.preflight import check_run
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.preflight import run_checks
+from megarl.preflight.run_checks import check_run
 from tests.cli.tiny_run import ROWS, write_tiny_run
 
 TEXTS = [row["prompt"] + row["response"] for row in ROWS]
@@ -172,7 +172,7 @@ def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
 
 def test_gpus_of_all_pools(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: ["H200"] * 2)
+    monkeypatch.setattr(run_checks, "visible_gpus", lambda: ["H200"] * 2)
     placement = {"device": "cuda", "slots_per_node": 2, "pools": {"b": {}}, "critic": {"pool": "b"}}
     assert run_problems(tree, algorithm={"type": "ppo", "kl_reward": None}, placement=placement) == [
         "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2, with placement.pools 3 GPUs, this machine "

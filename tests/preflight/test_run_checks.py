@@ -11,13 +11,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megarl.config import RunConfig, SftConfig
-from megarl.controller import preflight
-from megarl.controller.preflight import check_run, prompt_budget, require_ready
+from megarl.data.prompt_budget import prompt_budget
 from megarl.errors import ConfigError
+from megarl.preflight import run_checks
+from megarl.preflight.run_checks import check_run, require_ready
 from tests.cli.tiny_run import write_rows, write_tiny_run
 from tests.megatron.fidelity.models import save_model
 
-PLACEHOLDER = {"type": "python", "path": "tests.controller.test_preflight:reward"}
+PLACEHOLDER = {"type": "python", "path": "tests.preflight.test_run_checks:reward"}
 
 
 def reward(trajectory: object, text: str, row: dict[str, Any]) -> float:
@@ -182,7 +183,7 @@ def test_engines_that_would_run_another_model(
     told: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(run_checks, "visible_gpus", lambda: gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -361,7 +362,7 @@ def test_folders_that_cannot_be_made(tree: dict[str, Any], tmp_path: Path) -> No
 
 def test_folder_that_cannot_be_written(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may write anywhere, so permissions alone would make this test pass or fail by user.
-    monkeypatch.setattr(preflight.os, "access", lambda *_: False)
+    monkeypatch.setattr(run_checks.os, "access", lambda *_: False)
     assert run_problems(tree)[0].startswith(f"run_dir: {tree['run_dir']} needs a folder that can be written, ")
 
 
@@ -385,7 +386,7 @@ def test_fewer_demonstrations_than_ranks(tree: dict[str, Any]) -> None:
 
 def test_cuda_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: ["H200"])
+    monkeypatch.setattr(run_checks, "visible_gpus", lambda: ["H200"])
     placement = {"device": "cuda", "slots_per_node": 2}
     (problem,) = run_problems(tree, placement=placement)
     assert problem.startswith(
@@ -396,7 +397,7 @@ def test_cuda_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_wandb_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
+    monkeypatch.setattr(run_checks, "find_spec", lambda _: None)
     (problem,) = run_problems(tree, tracking={"wandb": {"project": "p"}})
     assert problem == "tracking.wandb: needs the package wandb, which is not installed"
 

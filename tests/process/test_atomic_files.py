@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.tracking.files import replaced
+from megarl.process.atomic_files import replaced
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
-from megarl.launch.descendants import adopt_orphans, at_start_of_child, end_descendants
+from megarl.process.descendants import adopt_orphans, at_start_of_child, end_descendants
 """
 
 

@@ -6,7 +6,7 @@ import sys
 # in a process of its own: one with threads that were made before would be ended
 PROGRAM = """
 import os, signal, subprocess, threading
-from megarl.placement.early_stop import SIGNAL, is_asked, signal_held
+from megarl.process.early_stop_signal import SIGNAL, is_asked, signal_held
 
 def seen(handler):
     signal.signal(SIGNAL, handler)

@@ -1,4 +1,4 @@
-from megarl.workers.log_end import MOST_BYTES, end_of
+from megarl.process.log_tail import MOST_BYTES, end_of
 
 
 def test_a_short_log_is_read_as_a_whole(tmp_path):

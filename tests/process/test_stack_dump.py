@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.workers import process_stacks
-from megarl.workers.process_stacks import ProcessPlace, read_stacks
+from megarl.process import stack_dump
+from megarl.process.stack_dump import ProcessPlace, read_stacks
 from tests.end_to_end.launched import wait_until
 
 PROGRAM = """
 import subprocess, sys, time
-from megarl.workers.process_stacks import give_account
+from megarl.process.stack_dump import give_account
 
 def stuck_in_here():
     time.sleep(600)
@@ -60,7 +60,7 @@ def without_ptrace(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     denied = folder / "py-spy"
     denied.write_text("#!/bin/sh\necho 'Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
     denied.chmod(0o755)
-    monkeypatch.setattr(process_stacks, "which", lambda *_, **__: str(denied))
+    monkeypatch.setattr(stack_dump, "which", lambda *_, **__: str(denied))
 
 
 def test_a_process_and_those_below_it_are_read(stuck: tuple[ProcessPlace, int]) -> None:

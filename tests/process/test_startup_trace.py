@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from megarl.placement import process_start
-from megarl.placement.process_start import Diary, importing
+from megarl.process import startup_trace
+from megarl.process.startup_trace import Diary, importing
 
 
 @pytest.fixture(autouse=True)
 def _nothing_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_start, "_imports", [])
+    monkeypatch.setattr(startup_trace, "_imports", [])
 
 
 def test_what_a_call_brings_is_imported_since_it_was_asked_for_and_the_process_free(
@@ -32,9 +32,7 @@ def test_what_a_call_brings_is_imported_since_it_was_asked_for_and_the_process_f
 
 
 def test_a_process_knows_when_it_was_created() -> None:
-    program = (
-        "import time; time.sleep(0.5); from megarl.placement import process_start as p; print(p.process_created())"
-    )
+    program = "import time; time.sleep(0.5); from megarl.process import startup_trace as p; print(p.process_created())"
     before = time.time()
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert before - 0.05 <= float(child.stdout) <= time.time() - 0.5

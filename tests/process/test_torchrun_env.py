@@ -4,8 +4,8 @@ import pytest
 
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError
-from megarl.placement import torchrun
-from megarl.placement.torchrun import TorchrunWorld, said_once, torchrun_world
+from megarl.process import torchrun_env
+from megarl.process.torchrun_env import TorchrunWorld, said_once, torchrun_world
 
 ENVIRONMENT = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -37,8 +37,8 @@ def test_a_placement_of_another_size_is_refused_with_the_arithmetic():
 @pytest.mark.parametrize(("place", "waits"), [(None, 0), (world(rank=0), 0), (world(rank=1), 10)])
 def test_other_ranks_leave_it_to_the_first_to_speak(place, waits, monkeypatch):
     waited = []
-    monkeypatch.setattr(torchrun.time, "sleep", waited.append)
-    monkeypatch.setattr(torchrun.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torchrun_env.time, "sleep", waited.append)
+    monkeypatch.setattr(torchrun_env.signal, "signal", lambda *_: None)
     with pytest.raises(ConfigError), said_once(place):
         raise ConfigError("a mistake")
     assert sum(waited) == waits

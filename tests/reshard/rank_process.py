@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.handover import HandoverRank
-from megarl.reshard.layout import slices
-from megarl.reshard.sink import Parameters
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.planning.disaggregated import HandoverRank
+from megarl.reshard.transfer.sink import Parameters
 
 CALL_SECONDS = 60
 

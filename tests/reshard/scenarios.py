@@ -1,7 +1,7 @@
 """Scenarios of the synthetic model."""
 
-from megarl.placement.grid import RankGrid
-from megarl.reshard.scenario import Scenario, even_nodes
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from tests.reshard import synthetic
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from megarl.reshard.cache import cached_index
-from megarl.reshard.layout import slices
-from megarl.reshard.plan import plan_rank
-from megarl.reshard.rounds import build_rounds
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.planning.plan import plan_rank
+from megarl.reshard.planning.plan_cache import cached_index
+from megarl.reshard.planning.rounds import build_rounds
 
 
 def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):

@@ -1,6 +1,6 @@
 """Layouts of a model whose every tensor divides: what the closed forms are about."""
 
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout
 
 ROWS, COLUMNS, LAYERS = 192, 4, 48
 TENSORS = {f"layers.{i}": TensorSpec((ROWS, COLUMNS), "float32") for i in range(LAYERS)}

@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from megarl.rollout.spec import EngineSpec
-from megarl.rollout.trace_child import trace_ranks
-from megarl.rollout.trace_file import write_traces
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.weight_layout.trace_child import trace_ranks
+from megarl.rollout.sglang.weight_layout.trace_file import write_traces
 
 DTYPE = "bfloat16"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.reward.extraction import final_answer, number
+from megarl.reward.answer_extraction import final_answer, number
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import RewardError
-from megarl.reward import equivalence
-from megarl.reward.equivalence import EquivalenceChecker
+from megarl.reward import math_equivalence
+from megarl.reward.math_equivalence import EquivalenceChecker
 
 
 @pytest.fixture
@@ -58,6 +58,6 @@ def test_child_that_does_not_start(
 ) -> None:
     broken = tmp_path / "child.py"
     broken.write_text("raise SystemExit('no math here')")
-    monkeypatch.setattr(equivalence, "CHILD", broken)
+    monkeypatch.setattr(math_equivalence, "CHILD", broken)
     with pytest.raises(RewardError, match=r"needs math-verify, but its process did not start"):
         checker.equivalent("a", "b")

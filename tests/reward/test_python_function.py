@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reward.python import is_async, load_reward_function
+from megarl.reward.python_function import is_async, load_reward_function
 
 KEY = "reward.terms.mine.path"
 

@@ -14,8 +14,8 @@ import pytest
 from megarl.batch.trajectory import Prompt
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward import equivalence
-from megarl.reward.scorer import RewardScorer
+from megarl.reward import math_equivalence
+from megarl.reward.reward_scorer import RewardScorer
 from tests.reward.conftest import decode, make_trajectory
 
 HERE = __name__
@@ -135,7 +135,7 @@ def test_strict_needs_the_completion_to_have_ended_itself(prompt: Prompt) -> Non
 )
 def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, name: str, message: str) -> None:
     s = scorer(mine=python(name, timeout_seconds=0.2))
-    head = rf"^reward.terms.mine \(tests.reward.test_scorer:{name}\) {message}"
+    head = rf"^reward.terms.mine \(tests.reward.test_reward_scorer:{name}\) {message}"
     with pytest.raises(RewardError, match=rf"{head}.* on train.jsonl:7, completion 'so it is'$") as caught:
         asyncio.run(s.score(make_trajectory("so it is"), prompt))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -174,8 +174,8 @@ def test_algebra_is_done_beside_the_event_loop() -> None:
             ticks += 1
         return (await scoring)[1], ticks
 
-    equivalence._checker.close()  # starting it again takes long enough to be seen
-    equivalence.equivalent.cache_clear()
+    math_equivalence._checker.close()  # starting it again takes long enough to be seen
+    math_equivalence.equivalent.cache_clear()
     reward, ticks = asyncio.run(beside())
     assert reward == 1.0
     assert ticks > 20
@@ -209,7 +209,7 @@ def test_hanging_function_does_not_keep_the_process_alive(tmp_path: Path) -> Non
     code = (
         "import asyncio\n"
         "from megarl.config.reward import RewardsConfig\n"
-        "from megarl.reward.scorer import RewardScorer\n"
+        "from megarl.reward.reward_scorer import RewardScorer\n"
         "from tests.reward.conftest import *\n"
         "term = {'type': 'python', 'path': 'hanging:f', 'timeout_seconds': 0.1}\n"
         "c = RewardsConfig.model_validate({'terms': {'h': term}})\n"
@@ -227,7 +227,7 @@ def test_hanging_function_does_not_keep_the_process_alive(tmp_path: Path) -> Non
 
 
 def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
-    from megarl.data.tiny import write_tiny_model
+    from megarl.data.tiny_checkpoint import write_tiny_model
     from megarl.data.tokenizer import load_tokenizer
 
     write_tiny_model(tmp_path, ["8+3=11 #### 11"], seed=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout.spec import EngineSpec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, stop_token_ids
 from tests.rollout.remote import RemoteEngine
 
 EOS = 250

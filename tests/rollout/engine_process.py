@@ -8,7 +8,7 @@ import os
 import sys
 from multiprocessing.connection import Client
 
-from megarl.rollout.sglang import SglangEngine
+from megarl.rollout.sglang.sglang_engine import SglangEngine
 
 
 async def answer(engine, connection, number, method, args):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from megarl.reshard.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
-from megarl.reshard.layout import slices
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.environment import engine_environment
-from megarl.rollout.spec import EngineSpec
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.engine_environment import engine_environment
 
 CALL_SECONDS = 120
 

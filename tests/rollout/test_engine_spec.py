@@ -7,9 +7,9 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.arguments import engine_arguments
-from megarl.rollout.environment import STUBS, engine_environment
-from megarl.rollout.spec import EngineSpec, engine_spec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, engine_spec, stop_token_ids
+from megarl.rollout.sglang.engine_environment import STUBS, engine_environment
+from megarl.rollout.sglang.server_args import engine_arguments
 
 
 def folder(tmp_path, **files):

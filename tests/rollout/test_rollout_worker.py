@@ -7,9 +7,9 @@ import pytest
 from megarl.batch.trajectory import Prompt
 from megarl.errors import LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.coalesce import CoalescingEngine
+from megarl.rollout.batching_engine import CoalescingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
-from megarl.rollout.worker import GroupJob, Reassignments, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.rollout_worker import GroupJob, Reassignments, RolloutWorker, RolloutWorkerSpec
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 

@@ -6,8 +6,8 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
-from megarl.rollout.limits import engine_problems
-from megarl.rollout.spec import engine_spec
+from megarl.rollout.engine_spec import engine_spec
+from megarl.rollout.unsupported_options import engine_problems
 from tests.megatron.fidelity.models import CONFIGS
 
 ARCHITECTURES = {

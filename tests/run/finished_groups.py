@@ -9,8 +9,8 @@ import numpy as np
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.controller.rollout_group import FinishedGroup
-from megarl.rollout.worker import GroupSummary, summarize
+from megarl.groups.rollout_group import FinishedGroup
+from megarl.rollout.rollout_worker import GroupSummary, summarize
 from megarl.workers.payload import LocalPayload
 
 

@@ -15,12 +15,12 @@ from megarl.checkpoint.manifest import read_manifest
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig
-from megarl.controller.checkpoints import Checkpointer
-from megarl.controller.run_state import RunState
 from megarl.errors import DataError
-from megarl.megatron.work import SavedFile, SavedPart, SaveOrder, SaveStats
-from megarl.rollout.journal_folder import journal_folder, step_folder, steps_in
-from tests.controller.groups import run_config
+from megarl.megatron.requests import SavedFile, SavedPart, SaveOrder, SaveStats
+from megarl.rollout.journal.journal_folder import journal_folder, step_folder, steps_in
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.run_state import RunState
+from tests.run.finished_groups import run_config
 
 
 @dataclass
@@ -205,7 +205,7 @@ def test_what_cannot_be_removed_costs_no_checkpoint(tmp_path: Path, monkeypatch:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("megarl.controller.checkpoints.drop_steps", refuse)
+    monkeypatch.setattr("megarl.run.checkpointer.drop_steps", refuse)
     for number in range(1, 5):
         here.step(number)
     here.checkpoints.finish()

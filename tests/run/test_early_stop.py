@@ -12,11 +12,11 @@ import pytest
 
 from megarl.config import SftConfig
 from megarl.config.load import make_config
-from megarl.controller.events import EventLog
-from megarl.controller.supervised import SupervisedRun
 from megarl.errors import StoppedEarly
-from megarl.megatron.work import TrainStats
-from tests.controller.scripted import Scripted, run_script
+from megarl.megatron.requests import TrainStats
+from megarl.run.events import EventLog
+from megarl.stages.supervised import SupervisedRun
+from tests.algorithms.scripted_run import Scripted, run_script
 
 VAPO = {"type": "vapo", "kl_reward": None, "pretraining": {"max_steps": 5, "window": 5, "settled": 0.1}}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.controller.events import Event, EventLog, Note
+from megarl.run.events import Event, EventLog, Note
 
 
 def add(log: EventLog, *texts: str) -> list[Event]:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.algorithms import Denominators
-from megarl.controller.experience import Experience, metrics_of
-from megarl.megatron.work import LikelihoodLoss, ReturnsLoss, TrainWork, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.functional import Denominators
+from megarl.megatron.requests import LikelihoodLoss, ReturnsLoss, TrainWork, split_by_dp
+from megarl.placement.rank_grid import RankGrid
+from megarl.run.rollout_batch import Experience, metrics_of
 from megarl.workers.payload import LocalPayload
-from tests.controller.groups import completion, finished, of_rewards, run_config
+from tests.run.finished_groups import completion, finished, of_rewards, run_config
 
 SAMPLED = [[3, 1], [2, 2, 5], [4], [0, 6]]
 """Sampled tokens of each group's completions; each has 2 tokens of prompt, and a hole where there is room."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megarl.controller.books import Books
-from megarl.controller.events import EventLog
-from megarl.controller.run_state import RunState
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
-from tests.controller.scripted import Scripted, run_script
-from tests.controller.test_flows import SAFE_TERMS
+from megarl.run.events import EventLog
+from megarl.run.run_state import RunState
+from megarl.run.run_totals import Books
+from tests.algorithms.scripted_run import Scripted, run_script
+from tests.algorithms.test_training_loops import SAFE_TERMS
 
 STEPS, SAVED = 5, 2
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config.limits import LimitsConfig
-from megarl.controller.limits import MAX_DUMPS, Stage, StepLimits, Verdict, guard_of
+from megarl.run.step_limits import MAX_DUMPS, Stage, StepLimits, Verdict, guard_of
 
 
 def limits(**given: Any) -> StepLimits:

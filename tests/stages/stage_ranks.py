@@ -12,7 +12,7 @@ from benchmarks.chaos.compare import same
 from benchmarks.chaos.read import read_last_checkpoint, read_model
 from megarl.config import STAGES, StageConfig
 from megarl.config.load import make_config
-from megarl.data.arithmetic import write_arithmetic
+from megarl.data.demo_arithmetic import write_arithmetic
 from tests.end_to_end.tiny_world import write_world
 
 TIMED = ("time/", "tokens_per_second", "checkpoint/")
@@ -79,17 +79,17 @@ def train(
     Args:
         at_step: what to do with its events while the step of that number is begun; `DiedError` from it ends the run.
     """
-    from megarl.controller import stages
-    from megarl.controller.events import EventLog, Note
-    from megarl.controller.launch import begin_run
-    from megarl.controller.spmd import NOTHING
+    from megarl.controller.run_stage import begin_run
+    from megarl.controller.spmd_stage import NOTHING
+    from megarl.run.events import EventLog, Note
+    from megarl.stages import build_stages
 
     events = EventLog()
     with ExitStack() as closing:
         checkpoint = ranks.on_first(lambda: begin_run(config, stage, resume, closing))
         if ranks.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
-        run = getattr(stages, f"make_{stage}")(config, events, ranks, checkpoint)
+        run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)
         work, begun = run.work, run.step
 
         def watched(rows: list[int]) -> Any:

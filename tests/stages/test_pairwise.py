@@ -14,15 +14,15 @@ import pytest
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
-from megarl.controller.dpo import answer_logprob, rows_used
-from megarl.controller.launch import with_absolute_paths
-from megarl.controller.pairs import evaluation_chunks, pair_scalars, preference_accuracy
-from megarl.controller.preflight import check_run
-from megarl.data.preferences import PreferencePair
+from megarl.controller.run_stage import with_absolute_paths
+from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptSampler
-from megarl.data.tiny import write_tiny_model
+from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
+from megarl.preflight.run_checks import check_run
+from megarl.stages.dpo import answer_logprob, rows_used
+from megarl.stages.pairwise import evaluation_chunks, pair_scalars, preference_accuracy
 from megarl.workers.payload import LocalPayload
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}

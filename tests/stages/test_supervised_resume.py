@@ -12,7 +12,8 @@ import pytest
 
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import StageConfig
-from tests.controller.stage_ranks import (
+from tests.megatron.ranks import run_ranks
+from tests.stages.stage_ranks import (
     DiedError,
     assert_same,
     join,
@@ -24,7 +25,6 @@ from tests.controller.stage_ranks import (
     trainer,
     write_data,
 )
-from tests.megatron.ranks import run_ranks
 
 DIES = 8
 """While this step is begun; checkpoints of steps 3 and 6 have been, and the second may be whole by then or not."""
@@ -98,12 +98,12 @@ def test_asked_to_end_it_saves_the_step_before(world: Path, tmp_path: Path, undi
 
 def fail_to_write(config: StageConfig) -> list[str]:
     """At step 2 rank 0 has no room, at step 4 rank 1 cannot write its part, at step 6 rank 0 not the state."""
-    from megarl.controller.run_state import RunState
     from megarl.errors import DataError
-    from megarl.megatron import checkpoint_writer
+    from megarl.megatron.checkpoint import background_writer
+    from megarl.run.run_state import RunState
 
     ranks = join()
-    write, write_state, require_room = checkpoint_writer._write, RunState.write, CheckpointStore.require_room
+    write, write_state, require_room = background_writer._write, RunState.write, CheckpointStore.require_room
 
     def refuse(path: Path, *arguments: Any) -> Any:
         if ranks.rank == 1 and ".step-000004." in str(path):
@@ -120,7 +120,7 @@ def fail_to_write(config: StageConfig) -> list[str]:
             raise DataError("there is no room")
         require_room(store, num_bytes, step=step)
 
-    checkpoint_writer._write = refuse
+    background_writer._write = refuse
     if ranks.rank == 0:
         RunState.write, CheckpointStore.require_room = refuse_state, refuse_room  # type: ignore[method-assign]
     return train(ranks, "sft", config)

@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import RayError
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.controller import supervision
-from megarl.controller.restarts import Restarts
-from megarl.controller.supervision import KILLED_SECONDS, Supervision
 from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.supervision import engine_supervisor
+from megarl.supervision.engine_supervisor import KILLED_SECONDS, Supervision
+from megarl.supervision.restart_budget import Restarts
 
 DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
 
@@ -118,8 +118,8 @@ class World:
 def make(monkeypatch):
     def make(count=2, is_up=True, **recovery):
         clock, said, restored = Clock(), [], []
-        monkeypatch.setattr(supervision, "time", clock)
-        monkeypatch.setattr(supervision, "ray", Ray(clock))
+        monkeypatch.setattr(engine_supervisor, "time", clock)
+        monkeypatch.setattr(engine_supervisor, "ray", Ray(clock))
         config = SimpleNamespace(
             recovery=RecoveryConfig(**recovery),
             rollout=SimpleNamespace(engine=SimpleNamespace(start_timeout_seconds=300.0)),
@@ -290,7 +290,7 @@ def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_howeve
     delays = {world.engines.handles[0]: 60} | dict.fromkeys(world.engines.handles[1::2], 5)
     for handle in delays:
         handle.answers = False
-    began, wait = world.clock.now, supervision.ray.wait
+    began, wait = world.clock.now, engine_supervisor.ray.wait
 
     def waits(refs, **given):
         assert world.clock.now - began < 500, "it is still waited for"
@@ -299,7 +299,7 @@ def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_howeve
                 handle.beats[-1].is_done = handle.answers = True
         return wait(refs, **given)
 
-    supervision.ray.wait = waits
+    engine_supervisor.ray.wait = waits
     assert not world.supervision.blame(WeightSyncError("nothing from rank 2 within 8 s"))
     assert 60 < world.clock.now - began < 120
 

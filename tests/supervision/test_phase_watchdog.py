@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.controller.watchdog import PhaseWatch
 from megarl.errors import WorkerError
-from megarl.workers import failure
+from megarl.supervision.phase_watchdog import PhaseWatch
+from megarl.workers import failures
 
 
 class Scripted:
@@ -33,9 +33,9 @@ class Scripted:
 
 
 def wait(monkeypatch: pytest.MonkeyPatch, over: dict[str, float], timeout: float | None = None) -> list[str]:
-    monkeypatch.setattr(failure, "ray", Scripted(over))
-    monkeypatch.setattr(failure, "POLL_SECONDS", 0.05)
-    return failure.wait_all(list(over), what="train", names={name: f"rank {name}" for name in over}, timeout=timeout)
+    monkeypatch.setattr(failures, "ray", Scripted(over))
+    monkeypatch.setattr(failures, "POLL_SECONDS", 0.05)
+    return failures.wait_all(list(over), what="train", names={name: f"rank {name}" for name in over}, timeout=timeout)
 
 
 def test_a_late_phase_fails_naming_ranks_and_its_stacks_are_on_disk(

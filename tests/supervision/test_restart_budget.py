@@ -1,8 +1,8 @@
 import pytest
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.controller.restarts import Restarts
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.supervision.restart_budget import Restarts
 
 
 def died(pid=1, how="SIGKILL"):

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megarl.controller import vigil as vigil_module
-from megarl.controller.vigil import Vigil
-from megarl.controller.watchdog import STACKS_FOLDER
 from megarl.errors import WorkerError
-from megarl.placement.grid import RankGrid
-from megarl.workers.failure import check_deadline
-from tests.controller.groups import run_config
+from megarl.placement.rank_grid import RankGrid
+from megarl.supervision import run_monitor
+from megarl.supervision.phase_watchdog import STACKS_FOLDER
+from megarl.supervision.run_monitor import Vigil
+from megarl.workers.failures import check_deadline
+from tests.run.finished_groups import run_config
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_processes_that_have_replaced_others_are_read_in_their_place(
             raise WorkerError("no answer")
         return {name: f"place of {actor}" for name, actor in shells.items()}
 
-    monkeypatch.setattr(vigil_module, "ask_places", ask)
-    monkeypatch.setattr(vigil_module, "collect_stacks", lambda places: str(sorted(places.items())))
+    monkeypatch.setattr(run_monitor, "ask_places", ask)
+    monkeypatch.setattr(run_monitor, "collect_stacks", lambda places: str(sorted(places.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
     trainer: Any = SimpleNamespace(places=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
     vigil.follow(trainer, RankGrid(), lambda: engines)

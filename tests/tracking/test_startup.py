@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError
-from megarl.placement.process_start import ProcessStart
+from megarl.process.startup_trace import ProcessStart
 from megarl.tracking.startup import KINDS, Span, Startup, of_command, seconds_by_kind
 
 INSTANTS = 24

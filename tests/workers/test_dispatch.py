@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from megarl.placement.grid import RankGrid
-from megarl.workers.transfers import BROADCAST, from_first, from_output, to_all
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import BROADCAST, from_first, from_output, to_all
 
 
 def test_broadcast_hands_every_rank_the_same_and_reads_rank_0() -> None:

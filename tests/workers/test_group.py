@@ -20,16 +20,16 @@ import ray
 from ray.util import remove_placement_group
 
 from megarl.config.placement import PlacementConfig
-from megarl.controller.watchdog import PhaseWatch
 from megarl.errors import LostRankError, MegarlError, RewardError, WeightSyncError, WorkerError
-from megarl.placement.grid import RankGrid
 from megarl.placement.pool import Slot, SlotPool, reserve
-from megarl.workers.failure import wait_all
+from megarl.placement.rank_grid import RankGrid
+from megarl.supervision.phase_watchdog import PhaseWatch
+from megarl.workers.dispatch import BROADCAST, Transfer
+from megarl.workers.failures import wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
-from megarl.workers.shell import AsyncShell
-from megarl.workers.stacks import collect_stacks
-from megarl.workers.transfers import BROADCAST, Transfer
+from megarl.workers.stack_collector import collect_stacks
+from megarl.workers.worker_host import AsyncShell
 from tests.end_to_end.launched import wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")

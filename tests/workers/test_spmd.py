@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megarl.errors import DataError, WorkerError
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import BROADCAST, Transfer, from_output
 from megarl.workers.group import Group
-from megarl.workers.transfers import BROADCAST, Transfer, from_output
 from tests.megatron.ranks import run_ranks
 
 EACH = Transfer(lambda argument, grid: [argument + rank for rank in range(grid.size)], from_output)

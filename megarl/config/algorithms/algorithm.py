@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from megarl.config.presets import Preset, preset_values
+from megarl.config.algorithms.presets import Preset, preset_values
 from megarl.config.section import Section, by_type
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 

@@ -24,9 +24,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from megarl.megatron import platform
-from megarl.megatron.checkpoint import in_own_storage
-from megarl.megatron.work import SavedFile
+from megarl.megatron.checkpoint.model_state import in_own_storage
+from megarl.megatron.requests import SavedFile
+from megarl.megatron.runtime import platform
 
 BUFFER_BYTES = 2**28
 """Host memory is taken in buffers of at most this size, which hold several pieces each."""

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from megarl.errors import DataError
-from megarl.megatron.checkpoint_files import IndexedTensor, read_index
+from megarl.megatron.checkpoint.checkpoint_files import IndexedTensor, read_index
+from megarl.megatron.families.architecture import HEAD, Decoder
 from megarl.megatron.families.attention import LatentAttention
-from megarl.megatron.families.decoder import HEAD, Decoder
-from megarl.megatron.families.mapping import ParameterMap
+from megarl.megatron.families.parameter_map import ParameterMap
 
 if TYPE_CHECKING:
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
 CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
 """How tensors are named, kept in the checkpoint, where Megatron-LM looks it up before loading: every layer has tensors

@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megarl.megatron.checkpoint import CONTENT, sharded_model
-from megarl.megatron.model_rank import ModelRank
-from megarl.megatron.optimizer_state import OptimizerShard
+from megarl.megatron.checkpoint.model_state import CONTENT, sharded_model
+from megarl.megatron.checkpoint.optimizer_state import OptimizerShard
+from megarl.megatron.modeling.megatron_model import ModelRank
 
 Shape = tuple[int, ...]
 

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.errors import DataError
-from megarl.megatron.checkpoint_files import read_index
-from megarl.megatron.checkpoint_pieces import Piece, Shape
-from megarl.megatron.checkpoint_reader import read_box
+from megarl.megatron.checkpoint.checkpoint_files import read_index
+from megarl.megatron.checkpoint.shard_reader import read_box
+from megarl.megatron.checkpoint.shards import Piece, Shape
 
 INDEX, COMMON, KIND = ".metadata", "common.pt", "metadata.json"
 

@@ -23,9 +23,18 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import DataError
-from megarl.megatron import platform
-from megarl.megatron.checkpoint import CHECKPOINT_VERSION, CONTENT, SHOWN
-from megarl.megatron.checkpoint_index import (
+from megarl.megatron.checkpoint.background_writer import (
+    BackgroundWriter,
+    HostCopy,
+    NewFile,
+    Outcome,
+    on_host,
+    write_files,
+)
+from megarl.megatron.checkpoint.model_state import CHECKPOINT_VERSION, CONTENT, SHOWN
+from megarl.megatron.checkpoint.optimizer_state import optimizer_shards, read_step, spread_parameters, write_step
+from megarl.megatron.checkpoint.shards import Piece, pieces_held, pieces_to_load, pieces_to_save
+from megarl.megatron.checkpoint.storage_index import (
     COMMON,
     INDEX,
     KIND,
@@ -35,15 +44,13 @@ from megarl.megatron.checkpoint_index import (
     make_index,
     serialized,
 )
-from megarl.megatron.checkpoint_pieces import Piece, pieces_held, pieces_to_load, pieces_to_save
-from megarl.megatron.checkpoint_writer import BackgroundWriter, HostCopy, NewFile, Outcome, on_host, write_files
-from megarl.megatron.optimizer_state import optimizer_shards, read_step, spread_parameters, write_step
-from megarl.megatron.random_state import read_generators, write_generators
-from megarl.megatron.work import LoadReport, SavedFile, SavedPart, SaveOrder, SaveStats
+from megarl.megatron.requests import LoadReport, SavedFile, SavedPart, SaveOrder, SaveStats
+from megarl.megatron.runtime import platform
+from megarl.megatron.runtime.rng_state import read_generators, write_generators
 
 if TYPE_CHECKING:
-    from megarl.megatron.model_rank import ModelRank
-    from megarl.megatron.offload import TrainerMemory
+    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.runtime.offload import TrainerMemory
 
 Place = tuple[str, int, int]
 """File, and offset and length in it."""

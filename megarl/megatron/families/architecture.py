@@ -21,10 +21,10 @@ from typing import Literal
 
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
-from megarl.megatron.families.mapping import ParameterMap, Rows, split_rows, whole
-from megarl.megatron.families.parts import LayerPart, Units
+from megarl.megatron.families.layer_parts import LayerPart, Units
+from megarl.megatron.families.parameter_map import ParameterMap, Rows, split_rows, whole
 from megarl.megatron.families.rope import Rope
-from megarl.reshard.layout import TensorSpec
+from megarl.reshard.layout.layout import TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"

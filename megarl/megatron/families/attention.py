@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.megatron.families.mapping import ParameterMap, Rows, split_columns, split_rows, whole
-from megarl.megatron.families.parts import Units
+from megarl.megatron.families.layer_parts import Units
+from megarl.megatron.families.parameter_map import ParameterMap, Rows, split_columns, split_rows, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

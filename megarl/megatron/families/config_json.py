@@ -8,8 +8,8 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import GroupedQueryAttention
-from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from megarl.batch.balance import SequenceCost
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import LatentAttention
-from megarl.megatron.families.decoder import Decoder
 
 
 def sequence_cost(model: Decoder) -> SequenceCost:

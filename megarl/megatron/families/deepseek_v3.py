@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 
 

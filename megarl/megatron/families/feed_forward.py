@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.megatron.families.mapping import ParameterMap, split_columns, split_rows, whole
-from megarl.megatron.families.parts import Units
+from megarl.megatron.families.layer_parts import Units
+from megarl.megatron.families.parameter_map import ParameterMap, split_columns, split_rows, whole
 
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(?P<local>[12])\.weight|linear_fc(?P<grouped>[12])\.weight(\d+))"

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.decoder import Decoder
 
 
 class _Config(DecoderConfig):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from megarl.megatron.families.mapping import ParameterMap
+from megarl.megatron.families.parameter_map import ParameterMap
 
 
 @dataclass(frozen=True, slots=True)

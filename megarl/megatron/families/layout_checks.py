@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
 from megarl.errors import ConfigError
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import LatentAttention
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.stages import PipelineSplit, stage_layers
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
+from megarl.placement.rank_grid import RankGrid
 
 
 def pipeline_split(parallel: ParallelConfig) -> PipelineSplit:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.decoder import Decoder
 
 
 def read(config: Mapping[str, Any], *, origin: str) -> Decoder:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 from megarl.megatron.families import (
     deepseek_v3,
     gemma2,
@@ -16,7 +16,7 @@ from megarl.megatron.families import (
     qwen3,
     qwen3_moe,
 )
-from megarl.megatron.families.decoder import LM_SUFFIX, VALUE_SUFFIX, Decoder, Head
+from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Decoder, Head
 from megarl.model_files.json_object import read_json_object
 
 
@@ -87,3 +87,21 @@ def _require_value_head(config: Mapping[str, Any], architecture: str, head: Head
     num_labels = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
     if num_labels != 1:
         raise ConfigError(f"{origin}: {architecture} needs 1 label to be a value model, got {num_labels} (id2label)")
+
+
+def read_model(path: str, *, head: Head | None = None) -> tuple[Decoder, str]:
+    """Return the architecture that a model folder or a config.json describes, and its dtype ("bfloat16" by default).
+
+    Args:
+        head: as in `read_family`.
+
+    Raises:
+        DataError: there is no such file, or it is no JSON object.
+        ConfigError: its architecture is not supported.
+    """
+    config, file = read_config(path)
+    try:
+        model = read_family(config, origin=str(file), head=head)
+    except KeyError as e:
+        raise DataError(f"{file}: lacks {e}") from e
+    return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")

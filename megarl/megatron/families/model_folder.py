@@ -7,10 +7,10 @@ from typing import Any
 
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import DataError
-from megarl.megatron.families.decoder import Decoder, Head
-from megarl.megatron.families.read import read_family
-from megarl.model_files.folder import derived_tensors, problems
+from megarl.megatron.families.architecture import Decoder, Head
+from megarl.megatron.families.load_architecture import read_family
 from megarl.model_files.json_object import read_json_object
+from megarl.model_files.weight_index import derived_tensors, problems
 
 SIZES = (
     "hidden_size",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.reshard.layout import Box, Piece
+from megarl.reshard.layout.layout import Box, Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.decoder import Decoder
 
 
 def read(config: Mapping[str, Any], *, origin: str) -> Decoder:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 
 

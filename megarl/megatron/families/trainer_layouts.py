@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.decoder import EMBEDDING, HEAD, Decoder, tensors_of
-from megarl.megatron.families.mapping import ParameterMap, local_shape, pieces
-from megarl.megatron.families.stages import EVEN, PipelineSplit, stage_layers
-from megarl.placement.grid import RankGrid
-from megarl.reshard.layout import Piece, WeightLayout
+from megarl.megatron.families.architecture import EMBEDDING, HEAD, Decoder, tensors_of
+from megarl.megatron.families.parameter_map import ParameterMap, local_shape, pieces
+from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import Piece, WeightLayout
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this times tp, as Megatron-LM does."""

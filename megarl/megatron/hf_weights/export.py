@@ -23,21 +23,21 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import DataError, MegarlError, WeightSyncError
-from megarl.megatron.export_plan import num_bytes, plan_export
-from megarl.megatron.export_sink import FileSink
-from megarl.megatron.families.decoder import Decoder
-from megarl.model_files.folder import read_headers
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
+from megarl.megatron.hf_weights.file_sink import FileSink
+from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.json_object import read_json_object
-from megarl.model_files.plan import PlannedFile
+from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import FileWriter, publish
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import TensorSpec, WeightLayout
-from megarl.reshard.strategies.boxes import BoxStrategy
-from megarl.reshard.strategy import Outlets, SyncContext
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.layout import TensorSpec, WeightLayout
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.strategy import Outlets, SyncContext
+from megarl.reshard.strategies.box_strategy import BoxStrategy
+from megarl.reshard.transfer.bucket import torch_dtype
 
 if TYPE_CHECKING:
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
 BUCKET_BYTES = 64 * 2**20
 """An export takes two of these beside the parameters."""

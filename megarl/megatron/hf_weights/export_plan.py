@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megarl.model_files.plan import PlannedFile, deal_files, plan_files
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, volume
+from megarl.model_files.file_plan import PlannedFile, deal_files, plan_files
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, volume
+from megarl.reshard.transfer.bucket import torch_dtype
 
 FILE_BYTES = 2 * 2**30
 """Of a file's tensors at most; one larger tensor has a file of its own."""

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megarl.model_files.boxes import inside, pieces
+from megarl.model_files.file_boxes import inside, pieces
 from megarl.model_files.writer import FileWriter
-from megarl.reshard.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket, torch_dtype
-from megarl.reshard.layout import Box, extent, intersect, volume
+from megarl.reshard.layout.layout import Box, extent, intersect, volume
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket, torch_dtype
 
 JOINED_ELEMENTS = 2**19
 """Of rows that are put together before they are written."""

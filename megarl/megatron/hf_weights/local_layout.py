@@ -8,13 +8,13 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megarl.megatron import platform
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.mapping import local_shape, pieces
-from megarl.megatron.model import ModelChunk
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.parameter_map import local_shape, pieces
+from megarl.megatron.modeling.gpt_model import ModelChunk
+from megarl.megatron.runtime import platform
 from megarl.model_files.reader import TensorFolder
-from megarl.reshard.bucket import dtype_name, torch_dtype
-from megarl.reshard.layout import Piece, WeightLayout, slices
+from megarl.reshard.layout.layout import Piece, WeightLayout, slices
+from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
 
 def local_tensors(chunks: Sequence[ModelChunk]) -> dict[str, Tensor]:

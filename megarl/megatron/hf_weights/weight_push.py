@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megarl.megatron.model_rank import ModelRank
-from megarl.megatron.work import Invitation, SyncSetup
-from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import Cells, replica_cells
-from megarl.reshard.handover import HandoverRank
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.process_groups import Meeting, open_store
-from megarl.reshard.strategies.make import make_strategy
-from megarl.reshard.strategy import Outlets, Strategy, SyncContext, SyncStats
-from megarl.reshard.topology import Topology
+from megarl.megatron.modeling.megatron_model import ModelRank
+from megarl.megatron.requests import Invitation, SyncSetup
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import Cells, replica_cells
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.disaggregated import HandoverRank
+from megarl.reshard.planning.strategy import Outlets, Strategy, SyncContext, SyncStats
+from megarl.reshard.strategies.make_strategy import make_strategy
+from megarl.reshard.transfer.process_groups import Meeting, open_store
 
 
 class WeightPusher:

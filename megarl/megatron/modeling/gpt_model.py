@@ -11,16 +11,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron import platform
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import GroupedQueryAttention
-from megarl.megatron.families.decoder import Decoder, Head
-from megarl.megatron.families.layouts import padded_vocab
-from megarl.megatron.families.names import global_name
-from megarl.megatron.families.read import read_config, read_family
-from megarl.megatron.families.stages import PipelineSplit, stage_layers
-from megarl.megatron.layer_spec import torch_block
-from megarl.megatron.layers import ValueHead
-from megarl.megatron.rotary import inverse_frequencies
+from megarl.megatron.families.parameter_names import global_name
+from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
+from megarl.megatron.families.trainer_layouts import padded_vocab
+from megarl.megatron.modeling.layer_spec import torch_block
+from megarl.megatron.modeling.rotary_embedding import inverse_frequencies
+from megarl.megatron.modeling.torch_layers import ValueHead
+from megarl.megatron.runtime import platform
 
 PADDED_LOGIT = -1e9
 """Logit of vocabulary padding: must not enter the softmax (three unmasked columns cost 5e-3 in log-probability)."""
@@ -39,17 +38,6 @@ class ModelChunk:
     def global_name(self, name: str) -> str:
         """megatron-core's `name` with layers and experts numbered over all ranks."""
         return global_name(name, self.layers, self.first_expert)
-
-
-def read_model(path: str, *, head: Head | None = "lm") -> Decoder:
-    """The model that `path`/config.json describes, ending in `head`; see `read_family`.
-
-    Raises:
-        DataError: no readable config.json there.
-        ConfigError: it is not supported.
-    """
-    config, file = read_config(path)
-    return read_family(config, origin=str(file), head=head)
 
 
 def build_chunks(

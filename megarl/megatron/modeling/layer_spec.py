@@ -17,10 +17,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import LatentAttention
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.layers import DuplicatedLinear, PostNormLinear, RMSNorm
-from megarl.megatron.torch_attention import TorchAttention
+from megarl.megatron.modeling.torch_attention import TorchAttention
+from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLinear, RMSNorm
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 

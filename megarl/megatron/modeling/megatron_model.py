@@ -18,13 +18,15 @@ from torch import Tensor
 
 from megarl.batch.pack import Column, PackedBatch, PerToken, pack
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron import parallel, platform, weights
-from megarl.megatron.families.fitting import pipeline_split
-from megarl.megatron.logprobs import token_entropy, token_logprobs
-from megarl.megatron.model import build_chunks, read_model
-from megarl.megatron.packing import TorchPackedSeqParams, describe_pack, local_index
-from megarl.megatron.settings import transformer_config
-from megarl.megatron.work import ModelSpec
+from megarl.megatron.families.layout_checks import pipeline_split
+from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.hf_weights import local_layout
+from megarl.megatron.modeling.gpt_model import build_chunks
+from megarl.megatron.modeling.logprobs import token_entropy, token_logprobs
+from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
+from megarl.megatron.modeling.transformer_config import transformer_config
+from megarl.megatron.requests import ModelSpec
+from megarl.megatron.runtime import parallel_state, platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +58,19 @@ class ModelRank:
     def __init__(self, spec: ModelSpec) -> None:
         p = spec.parallel
         self.spec = spec
-        self._parallel = parallel.start(p, seed=spec.seed, timeout=timedelta(seconds=spec.timeout_seconds))
+        self._parallel = parallel_state.start(p, seed=spec.seed, timeout=timedelta(seconds=spec.timeout_seconds))
         self.groups = self._parallel.groups
-        self.model = read_model(spec.model_path, head=spec.head)
+        self.model, _ = read_model(spec.model_path, head=spec.head)
         self.dtype = _compute_dtype(spec.dtype)
         self.config = transformer_config(self.model, p, self.dtype, spec.recompute)
         self.chunks = build_chunks(
             self.model, self.config, self.groups, pipeline_split(p), temperature=spec.temperature
         )
-        self._carried = weights.carried_tensors(self.model, self.groups, self.dtype)
+        self._carried = local_layout.carried_tensors(self.model, self.groups, self.dtype)
         tensors = self.tensors()
-        self.layout = weights.layout(self.model, tensors, self.groups, self.dtype)
+        self.layout = local_layout.layout(self.model, tensors, self.groups, self.dtype)
         if spec.weights == "hf":
-            weights.read_weights(spec.model_path, self.layout, tensors, absent=self.model.absent)
+            local_layout.read_weights(spec.model_path, self.layout, tensors, absent=self.model.absent)
         self.is_last = self.groups.pp.rank() == self.groups.pp.size() - 1
 
     def activate(self) -> None:
@@ -77,7 +79,7 @@ class ModelRank:
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's parameters under the names that `layout` uses."""
-        return weights.local_tensors(self.chunks) | self._carried
+        return local_layout.local_tensors(self.chunks) | self._carried
 
     def pack(
         self, trajectories: Sequence[Trajectory], columns: Mapping[Column, Sequence[float | PerToken]] | None = None

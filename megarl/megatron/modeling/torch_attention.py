@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.packing import LengthGroup, TorchPackedSeqParams
+from megarl.megatron.modeling.packed_seq import LengthGroup, TorchPackedSeqParams
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]

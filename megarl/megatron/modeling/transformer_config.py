@@ -11,11 +11,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron import platform
+from megarl.megatron.families.architecture import Decoder
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
-from megarl.megatron.families.decoder import Decoder
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
-from megarl.megatron.rotary import attention_factor
+from megarl.megatron.modeling.rotary_embedding import attention_factor
+from megarl.megatron.runtime import platform
 
 
 def transformer_config(

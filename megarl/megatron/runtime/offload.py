@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from megarl.config.trainer import OffloadConfig
-from megarl.megatron import platform
+from megarl.megatron.runtime import platform
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
 PIECE_BYTES = 2**28
 """Host memory is taken in pieces of this size: torch rounds what it pins up to a power of two."""

@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.config.trainer import ParallelConfig
-from megarl.megatron import platform
+from megarl.megatron.runtime import platform
 
 _IMPORTED = dict(vars(parallel_state))
 """The variables of a process that has no groups yet."""

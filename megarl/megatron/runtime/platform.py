@@ -35,7 +35,7 @@ def backend() -> str:
 
 
 def uses_transformer_engine() -> bool:
-    """True where layers come from Transformer Engine rather than from `megarl.megatron.layers`."""
+    """True where layers come from Transformer Engine rather than from `megarl.megatron.modeling.torch_layers`."""
     return is_cuda() and find_spec("transformer_engine") is not None
 
 
@@ -53,12 +53,12 @@ def prepare() -> None:
     _silence_missing_packages()
     if not is_cuda():
         _stand_in()
-    from megarl.megatron import repairs  # imports megatron-core, so it comes after the stand-in
+    from megarl.megatron.runtime import mcore_patches
 
-    repairs.without_transformer_engine()
+    mcore_patches.without_transformer_engine()
     if not is_cuda():
-        repairs.on_cpu()
-        repairs.on_gloo()
+        mcore_patches.on_cpu()
+        mcore_patches.on_gloo()
 
 
 def _silence_missing_packages() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-from megarl.megatron.model_rank import ModelRank
+from megarl.megatron.modeling.megatron_model import ModelRank
 
 
 def read_generators(rank: ModelRank) -> dict[str, Any]:

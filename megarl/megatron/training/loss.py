@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megarl.algorithms import (
+from megarl.batch.pack import PackedBatch
+from megarl.config.algorithms.algorithm import PolicyConfig
+from megarl.functional import (
     Denominators,
     PolicyLoss,
     Sequences,
@@ -32,11 +34,8 @@ from megarl.algorithms import (
     rpo_loss,
     value_loss,
 )
-from megarl.batch.pack import PackedBatch
-from megarl.config.algorithm import PolicyConfig
-from megarl.megatron.logprobs import token_entropy, token_logprobs
-from megarl.megatron.metrics import MetricSums
-from megarl.megatron.work import (
+from megarl.megatron.modeling.logprobs import token_entropy, token_logprobs
+from megarl.megatron.requests import (
     DirectPreferenceLoss,
     ImplicitRewardLoss,
     LikelihoodLoss,
@@ -45,6 +44,7 @@ from megarl.megatron.work import (
     ReturnsLoss,
     SurrogateLoss,
 )
+from megarl.megatron.training.metric_sums import MetricSums
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.logprobs import token_logprobs
-from megarl.megatron.model_rank import LocalPack, ModelRank
-from megarl.megatron.samples import Samples
-from megarl.megatron.work import MiniBatch, SampleRef
-from megarl.tracking.files import replaced
+from megarl.megatron.modeling.logprobs import token_logprobs
+from megarl.megatron.modeling.megatron_model import LocalPack, ModelRank
+from megarl.megatron.requests import MiniBatch, SampleRef
+from megarl.megatron.training.samples import Samples
+from megarl.process.atomic_files import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.batch.pack import Column, PerToken
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.work import Key, MiniBatch, SampleRef, TrainWork
+from megarl.megatron.requests import Key, MiniBatch, SampleRef, TrainWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megarl.algorithms import Denominators
 from megarl.config.trainer import OptimizerConfig
-from megarl.megatron.guard import StepWatch
-from megarl.megatron.metrics import MetricSums
-from megarl.megatron.model_rank import LocalPack, ModelRank
-from megarl.megatron.objective import Objective, mismatch
-from megarl.megatron.offload import TrainerMemory
-from megarl.megatron.samples import Samples
-from megarl.megatron.train_checkpoint import TrainCheckpoint
-from megarl.megatron.work import MISMATCH, Loss, MiniBatch, SurrogateLoss, TrainerSpec, TrainStats, TrainWork
+from megarl.functional import Denominators
+from megarl.megatron.checkpoint.training_state import TrainCheckpoint
+from megarl.megatron.modeling.megatron_model import LocalPack, ModelRank
+from megarl.megatron.requests import MISMATCH, Loss, MiniBatch, SurrogateLoss, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.runtime.offload import TrainerMemory
+from megarl.megatron.training.loss import Objective, mismatch
+from megarl.megatron.training.metric_sums import MetricSums
+from megarl.megatron.training.samples import Samples
+from megarl.megatron.training.update_guard import StepWatch
 
 
 class MegatronTrainer:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import LimitError
-from megarl.megatron import platform
-from megarl.megatron.dump import Refused, write_dump
-from megarl.megatron.metrics import largest
-from megarl.megatron.model_rank import ModelRank
-from megarl.megatron.samples import Samples
-from megarl.megatron.work import DISAGREE, MISMATCH, MiniBatch, TrainWork
+from megarl.megatron.modeling.megatron_model import ModelRank
+from megarl.megatron.requests import DISAGREE, MISMATCH, MiniBatch, TrainWork
+from megarl.megatron.runtime import platform
+from megarl.megatron.training.metric_sums import largest
+from megarl.megatron.training.rejected_batch import Refused, write_dump
+from megarl.megatron.training.samples import Samples
 
 Reason = Literal["not_finite", "grad_norm", "mismatch"]
 

@@ -13,19 +13,19 @@ import ray
 from rich.console import Console
 
 from megarl.config import StageConfig
-from megarl.config.algorithm import FrozenModelConfig
+from megarl.config.algorithms.algorithm import FrozenModelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
-from megarl.controller.node_agent import Backend
-from megarl.controller.node_problems import ANSWER, GLOO, REACH, REDUCTION, Problem, find_problems, sentences
-from megarl.controller.node_report import NodeReport, Question
-from megarl.controller.node_survey import surveyed
-from megarl.controller.node_table import nodes_table
-from megarl.controller.tiny_model import will_write_model
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
 from megarl.placement.pool import start_cluster
+from megarl.preflight.cluster.cluster_probe import surveyed
+from megarl.preflight.cluster.findings import ANSWER, GLOO, REACH, REDUCTION, Problem, find_problems, sentences
+from megarl.preflight.cluster.node_report import NodeReport, Question
+from megarl.preflight.cluster.node_table import nodes_table
+from megarl.preflight.cluster.probe_actor import Backend
+from megarl.preflight.tiny_model import will_write_model
 
 LOG_WIDTH = 160
 """Columns of the table where it goes to a file or a pipe."""

@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.controller.node_agent import Backend, NodeAgent, Reduction
-from megarl.controller.node_problems import ANSWER, REDUCTION, Problem, Unreached, merged, unreached_problems
-from megarl.controller.node_report import Clock, NodeReport, Question
 from megarl.placement.nodes import ClusterNode
-from megarl.placement.reach import Address, Interface
+from megarl.preflight.cluster.findings import ANSWER, REDUCTION, Problem, Unreached, merged, unreached_problems
+from megarl.preflight.cluster.node_report import Clock, NodeReport, Question
+from megarl.preflight.cluster.probe_actor import Backend, NodeAgent, Reduction
+from megarl.preflight.cluster.reachability import Address, Interface
 
 KNOCK_SECONDS = 5.0
 """How long a connection between two nodes may take."""

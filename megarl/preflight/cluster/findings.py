@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.controller.node_report import SOURCE, NodeFacts, NodeReport
+from megarl.preflight.cluster.node_report import SOURCE, NodeFacts, NodeReport
 
 GIB = 2**30
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 import megarl
-from megarl.placement.machine import Gpu, free_shared_memory, gpus, package_version
-from megarl.placement.reach import Interface, gloo_interface
+from megarl.placement.hardware import Gpu, free_shared_memory, gpus, package_version
+from megarl.preflight.cluster.reachability import Interface, gloo_interface
 
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.controller.node_problems import (
+from megarl.preflight.cluster.findings import (
     ANSWER,
     CLOCK,
     GIB,
@@ -33,7 +33,7 @@ from megarl.controller.node_problems import (
     Problem,
     listed,
 )
-from megarl.controller.node_report import NodeFacts, NodeReport
+from megarl.preflight.cluster.node_report import NodeFacts, NodeReport
 
 UNKNOWN = "?"
 """In the cell of a node that did not get so far."""

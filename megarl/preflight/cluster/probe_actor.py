@@ -10,9 +10,9 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from megarl.controller.node_report import NodeFacts, Question, collect, versions
 from megarl.errors import WorkerError
-from megarl.placement.reach import Address, Door, knock
+from megarl.preflight.cluster.node_report import NodeFacts, Question, collect, versions
+from megarl.preflight.cluster.reachability import Address, Door, knock
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -62,7 +62,7 @@ class NodeAgent:
         return self._door.port
 
     def knock(self, addresses: Sequence[Address], seconds: float) -> list[str | None]:
-        """See `megarl.placement.reach.knock`."""
+        """See `megarl.preflight.cluster.reachability.knock`."""
         return knock(addresses, seconds=seconds)
 
     def open_store(self, address: str, seconds: float) -> int:

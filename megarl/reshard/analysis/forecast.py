@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megarl.reshard.bounds import Demand
-from megarl.reshard.cache import cached_plan
-from megarl.reshard.executor import Memory
-from megarl.reshard.groups import replica_cells
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.rounds import Round
-from megarl.reshard.scenario import Arrangement, Scenario, sync_context
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, sync_context
+from megarl.reshard.analysis.traffic import Traffic, Wanted, wanted
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import replica_cells
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import Demand
+from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.planning.rounds import Round
+from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import keep_plan, model_bytes, owned_parts
 from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
-from megarl.reshard.strategy import SyncStats
-from megarl.reshard.topology import Topology
-from megarl.reshard.traffic import Traffic, Wanted, wanted
+from megarl.reshard.transfer.executor import Memory
 
 PLANNED_PIECES = 500_000
 """Of all ranks together: with more, `explain` plans a few ranks only. Planning a piece takes about 50 us."""

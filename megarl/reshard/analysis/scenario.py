@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import (
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.engine_ranks import overlapping_servers
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import (
     GenerationPlace,
     consecutive_places,
     micro_dp_groups,
     replica_cells,
     strided_places,
 )
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.placement import overlapping_servers
-from megarl.reshard.strategies.boxes import BoxStrategy, plan_boxes
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.strategy import Strategy, SyncContext
+from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
 from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
-from megarl.reshard.strategy import Strategy, SyncContext
-from megarl.reshard.topology import Topology
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
 """In the order of reports."""

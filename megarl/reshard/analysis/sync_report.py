@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from megarl.reshard.bounds import node_bounds, rank_bounds
-from megarl.reshard.cache import forget_plans
-from megarl.reshard.forecast import Forecast, can_plan_all, forecast, forecast_rank, kept_twice
-from megarl.reshard.placement import resolve_strategy
-from megarl.reshard.rounds import no_collection
-from megarl.reshard.scenario import Arrangement, Scenario, arrange, plan_strategy
+from megarl.reshard.analysis.forecast import Forecast, can_plan_all, forecast, forecast_rank, kept_twice
+from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
+from megarl.reshard.analysis.traffic import Traffic, find_traffic, wanted
+from megarl.reshard.layout.engine_ranks import resolve_strategy
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
+from megarl.reshard.planning.plan_cache import forget_plans
+from megarl.reshard.planning.rounds import no_collection
+from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import model_bytes
-from megarl.reshard.strategy import SyncStats
-from megarl.reshard.topology import Topology
-from megarl.reshard.traffic import Traffic, find_traffic, wanted
 
 NEEDS_RUN = ("sync_seconds_p50", "sync_seconds_max", "mismatched_bytes")
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.reshard.bounds import Demand, lacking_of_nodes
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.scenario import Arrangement, Scenario
+from megarl.reshard.analysis.scenario import Arrangement, Scenario
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import Demand, lacking_of_nodes
 from megarl.reshard.strategies.full_gather import owned_parts, whole_layout
-from megarl.reshard.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import PieceTable, TensorSpec, WeightLayout, widen
-from megarl.reshard.topology import Fan, Topology
+from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
+from megarl.reshard.layout.topology import Fan, Topology
+from megarl.reshard.transfer.bucket import torch_dtype
 
 Ints = NDArray[Any]
 Ranks = tuple[int, ...]

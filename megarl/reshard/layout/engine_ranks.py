@@ -11,11 +11,11 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import strided_places
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.overlap import Ints, layout_bytes, overlap_bytes
-from megarl.reshard.topology import Topology
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import strided_places
+from megarl.reshard.layout.overlap import Ints, layout_bytes, overlap_bytes
+from megarl.reshard.layout.topology import Topology
 
 TensorGroup = tuple[int, ...]
 """By tensor rank, the trainer rank that serves it."""
@@ -168,3 +168,20 @@ def _least_maximum(cost: Ints) -> tuple[Ints, Ints]:
     prohibitive = (limits[-1] + 1) * (len(cost) + 1)
     rows, columns = linear_sum_assignment(np.where(cost > limits[low], prohibitive, cost))
     return rows, columns
+
+
+def require_one_machine(strategy: str, servers: Iterable[Servers], topology: Topology) -> None:
+    """Return if every engine is on one machine.
+
+    Raises:
+        ConfigError: `strategy` has put one on several.
+    """
+    found = spanning_group(servers, topology)
+    if found is None:
+        return
+    engine, ranks = found
+    nodes = {topology.nodes[rank] for rank in ranks}
+    raise ConfigError(
+        f"weight_sync.strategy: {strategy} puts engine {engine} on the slots of trainer ranks {list(ranks)}, which are "
+        f"on {len(nodes)} machines; an engine and the ranks that serve it share one, as they do with exact"
+    )

@@ -7,8 +7,8 @@ import re
 import numpy as np
 
 from megarl.errors import ConfigError
-from megarl.reshard.index import Ints
-from megarl.reshard.layout import PieceTable, WeightLayout
+from megarl.reshard.layout.box_index import Ints
+from megarl.reshard.layout.layout import PieceTable, WeightLayout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 EMBEDDING = "model.embed_tokens.weight"

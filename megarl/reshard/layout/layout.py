@@ -18,8 +18,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.model_files.boxes import Box as Box
-from megarl.model_files.boxes import extent as extent
+from megarl.model_files.file_boxes import Box as Box
+from megarl.model_files.file_boxes import extent as extent
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
 
 Cells = tuple[tuple[int, ...], ...]
 """The ranks of one copy of some parameters: ranks of a cell (ascending) split each, other cells hold other ones."""

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.index import Boxes, extents, intersections
-from megarl.reshard.layout import WeightLayout, widen
+from megarl.reshard.layout.box_index import Boxes, extents, intersections
+from megarl.reshard.layout.layout import WeightLayout, widen
+from megarl.reshard.transfer.bucket import torch_dtype
 
 Ints = NDArray[Any]
 

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import split_into_buckets, torch_dtype
-from megarl.reshard.cache import Planned, cached_plan
-from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, without
-from megarl.reshard.process_groups import Meeting, join_group
-from megarl.reshard.sink import Parameters
-from megarl.reshard.strategy import Outlets, SyncStats
-from megarl.reshard.topology import Topology
-from megarl.reshard.wire import Wire
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, without
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan_cache import Planned, cached_plan
+from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.reshard.transfer.bucket import split_into_buckets, torch_dtype
+from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.process_groups import Meeting, join_group
+from megarl.reshard.transfer.sink import Parameters
+from megarl.reshard.transfer.transport import Wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.index import Ints, hash_rows
-from megarl.reshard.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.box_index import Ints, hash_rows
+from megarl.reshard.layout.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.transfer.bucket import torch_dtype
 
 Layouts = Sequence[WeightLayout]
 

@@ -1,7 +1,7 @@
 """One rank's part of a sync: what it keeps, sends, receives and hands on, round by round.
 
-A pure function of the tables in `megarl.reshard.index`, and of no other rank's plan: both ends of a message derive its
-content in the same order.
+A pure function of the tables in `megarl.reshard.layout.box_index`, and of no other rank's plan: both ends of a
+message derive its content in the same order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.index import Boxes, Ints, NeedClass, SyncIndex, extents, intersections
-from megarl.reshard.topology import TURNS
+from megarl.reshard.layout.box_index import Boxes, Ints, NeedClass, SyncIndex, extents, intersections
+from megarl.reshard.layout.topology import TURNS
 
 HOPS = 2
 """From a holder, and from the rank that fetched a box for its machine."""

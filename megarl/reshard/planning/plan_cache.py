@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megarl.reshard.executor import Memory
-from megarl.reshard.index import SyncIndex
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.plan import plan_rank
-from megarl.reshard.rounds import Round, build_rounds
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.box_index import SyncIndex
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan import plan_rank
+from megarl.reshard.planning.rounds import Round, build_rounds
+from megarl.reshard.transfer.executor import Memory
 
 KEPT_PLANS = 8
 PADDING = 1024

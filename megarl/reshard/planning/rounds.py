@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.reshard.bucket import BoxSlot
-from megarl.reshard.index import Ints, SyncIndex
-from megarl.reshard.layout import Box
-from megarl.reshard.plan import HOPS, Moves, RankPlan
+from megarl.reshard.layout.box_index import Ints, SyncIndex
+from megarl.reshard.layout.layout import Box
+from megarl.reshard.planning.plan import HOPS, Moves, RankPlan
+from megarl.reshard.transfer.bucket import BoxSlot
 
 ALIGNMENT = 16
 """Messages start at multiples of this many bytes of the bucket."""

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megarl.reshard.groups import Cells
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.sink import BoxSink, Parameters, WeightSink
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import Cells
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.transfer.sink import BoxSink, Parameters, WeightSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`micro_dp` and `exact`: every rank receives the boxes that its engine rank needs and it does not hold, and no others.
 
-They differ in who serves whom (`megarl.reshard.placement`) and in whom a rank prefers to ask: `micro_dp` its micro-DP
-group, HybridFlow's all-gather; `exact` anyone, which also serves sizes that do not divide.
+They differ in who serves whom (`megarl.reshard.layout.engine_ranks`) and in whom a rank prefers to ask: `micro_dp` its
+micro-DP group, HybridFlow's all-gather; `exact` anyone, which also serves sizes that do not divide.
 
 Tensors of which engines compute values of their own go first, whole, by way of `gather_hf`:
 
@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megarl.reshard.cache import Planned, cached_plan
-from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import without
-from megarl.reshard.process_groups import free_group, make_group, own_group
+from megarl.reshard.layout.layout import without
+from megarl.reshard.planning.plan_cache import Planned, cached_plan
+from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
 from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
-from megarl.reshard.wire import Wire
+from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.process_groups import free_group, make_group, own_group
+from megarl.reshard.transfer.transport import Wire
 
 
 class BoxStrategy:

@@ -16,14 +16,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.cache import Planned, cached_plan
-from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.layout import Box, Piece, WeightLayout, volume
-from megarl.reshard.process_groups import free_group, make_group
-from megarl.reshard.sink import Parameters
-from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.layout import Box, Piece, WeightLayout, volume
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan_cache import Planned, cached_plan
+from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.process_groups import free_group, make_group
+from megarl.reshard.transfer.sink import Parameters
 
 KEPT_LAYOUTS = 4
 """The same layout object for the same model: plans are kept by layout."""

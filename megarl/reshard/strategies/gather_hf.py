@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import SharedBuffer, TensorSlot, lay_out, split_into_buckets, torch_dtype
-from megarl.reshard.groups import Cells
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
-from megarl.reshard.ledger import Ledger
-from megarl.reshard.process_groups import free_group, make_group
-from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
+from megarl.reshard.layout.micro_dp import Cells
+from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.transfer.bucket import SharedBuffer, TensorSlot, lay_out, split_into_buckets, torch_dtype
+from megarl.reshard.transfer.byte_counter import Ledger
+from megarl.reshard.transfer.process_groups import free_group, make_group
 
 Layouts = Sequence[Sequence[WeightLayout]]
 """[cell][rank] of one copy."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.reshard.strategies.boxes import BoxStrategy
+from megarl.reshard.planning.strategy import Strategy, SyncContext
+from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.gather_hf import GatherHf
-from megarl.reshard.strategy import Strategy, SyncContext
 
 
 def make_strategy(config: WeightSyncConfig, context: SyncContext) -> Strategy:

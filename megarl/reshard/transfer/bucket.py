@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megarl.reshard.layout import Box, TensorSpec, volume
+from megarl.reshard.layout.layout import Box, TensorSpec, volume
 
 ON_DEVICE = "cuda-ipc:"
 """How paths of device memory start; what follows is torch's handle."""

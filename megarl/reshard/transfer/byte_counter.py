@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.strategy import SyncStats
-from megarl.reshard.wire import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
 
 
 @dataclass(slots=True)

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import BoxBucket, BoxSlot, DeviceBuffer, SharedBuffer, make_buffer, torch_dtype
-from megarl.reshard.layout import Box, extent, slices
-from megarl.reshard.ledger import Ledger
-from megarl.reshard.rounds import Gather, Hop, Part, Receive, Round, Send
-from megarl.reshard.sink import BoxSink, Parameters
-from megarl.reshard.wire import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.layout.layout import Box, extent, slices
+from megarl.reshard.planning.rounds import Gather, Hop, Part, Receive, Round, Send
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, DeviceBuffer, SharedBuffer, make_buffer, torch_dtype
+from megarl.reshard.transfer.byte_counter import Ledger
+from megarl.reshard.transfer.sink import BoxSink, Parameters
+from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.wire import Wire
+from megarl.reshard.transfer.transport import Wire
 
 
 def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

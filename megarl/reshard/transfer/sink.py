@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megarl.reshard.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 
 
 class WeightSink(Protocol):

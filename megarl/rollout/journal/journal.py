@@ -22,10 +22,10 @@ from typing import Any
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
-from megarl.rollout.journal_file import Frame, FrameWriter, frame, read_body, scan
-from megarl.rollout.journal_folder import SUFFIX, journal_folder, step_folder
-from megarl.rollout.journal_group import decode_group, encode_group
-from megarl.rollout.worker import GroupJob, GroupSummary, summarize
+from megarl.rollout.journal.group_codec import decode_group, encode_group
+from megarl.rollout.journal.journal_folder import SUFFIX, journal_folder, step_folder
+from megarl.rollout.journal.record_file import Frame, FrameWriter, frame, read_body, scan
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import itertools
 import shutil
 from pathlib import Path
 
-from megarl.rollout.journal_file import scan
+from megarl.rollout.journal.record_file import scan
 
 SUFFIX = ".groups"
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.batch.trajectory import Trajectory
-from megarl.rollout.journal import Journal, JournaledGroup
-from megarl.rollout.worker import GroupJob, GroupSummary
+from megarl.rollout.journal.journal import Journal, JournaledGroup
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 
 
 class Replay:

@@ -29,13 +29,13 @@ from typing import Any, NoReturn, TypeVar
 import psutil
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
-from megarl.placement.process_start import importing
-from megarl.rollout import shared_queues
-from megarl.rollout.arguments import engine_arguments
-from megarl.rollout.child import SchedulerProcess, ignore_sigquit, log_file
-from megarl.rollout.private_folder import PrivateFolder
-from megarl.rollout.spec import EngineSpec
-from megarl.workers.log_end import end_of
+from megarl.process.log_tail import end_of
+from megarl.process.startup_trace import importing
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang import shm_cleanup
+from megarl.rollout.sglang.private_dir import PrivateFolder
+from megarl.rollout.sglang.scheduler_process import SchedulerProcess, ignore_sigquit, log_file
+from megarl.rollout.sglang.server_args import engine_arguments
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ class EngineHost:
         host = self
         if self._stopping:  # while SGLang was imported, which takes seconds
             raise WorkerError("stopped while it started")
-        shared_queues.remove_abandoned()
+        shm_cleanup.remove_abandoned()
         self._folder = PrivateFolder("megarl-engine-")
         self.directory = self._folder.path
         self._log_dir = self._log_dir or self.directory
@@ -294,7 +294,7 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
-        shared_queues.remove_of(process.pid for process in self.processes if process.pid is not None)
+        shm_cleanup.remove_of(process.pid for process in self.processes if process.pid is not None)
         self._remove_load_figures()
         self._remove_folder()
 

@@ -33,8 +33,8 @@ class SchedulerProcess:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
-        from megarl.rollout.determinism import install_cpu_twins
-        from megarl.rollout.latent_attention import attend_to_latents_on_cpu
+        from megarl.rollout.sglang.cpu_determinism import install_cpu_twins
+        from megarl.rollout.sglang.cpu_mla import attend_to_latents_on_cpu
 
         install_cpu_twins()
         attend_to_latents_on_cpu()

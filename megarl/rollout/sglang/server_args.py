@@ -6,9 +6,9 @@ import difflib
 from typing import Any
 
 from megarl.errors import ConfigError
-from megarl.rollout.determinism import allow_on_cpu
-from megarl.rollout.receiver import IMPORT_PATH
-from megarl.rollout.spec import EngineSpec
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.cpu_determinism import allow_on_cpu
+from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
 CPU_ARGUMENTS = {
     "attention_backend": "torch_native",

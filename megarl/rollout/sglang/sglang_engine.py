@@ -1,7 +1,7 @@
 """The SGLang engine behind megarl's engine protocol: token ids in, token ids, log-probabilities and versions out.
 
 An instance belongs in a process of its own (a Ray actor, or a plain script), started with the variables of
-`megarl.rollout.environment.engine_environment`:
+`megarl.rollout.sglang.engine_environment.engine_environment`:
 
     engine = SglangEngine(spec)
     await engine.start()
@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import LostEngineError, WorkerError
-from megarl.reshard.bucket import BoxBucket, WeightBucket
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import Box, WeightLayout
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.strategy import SyncStats
+from megarl.reshard.layout.layout import Box, WeightLayout
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.process_groups import Meeting
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.engine_trace import EngineTrace
-from megarl.rollout.host import EngineHost
-from megarl.rollout.spec import EngineSpec, engine_spec, stop_token_ids
-from megarl.rollout.weights import WeightSession, whole_tensors
+from megarl.rollout.engine_spec import EngineSpec, engine_spec, stop_token_ids
+from megarl.rollout.sglang.engine_host import EngineHost
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace
+from megarl.rollout.sglang.weight_update.update_session import WeightSession, whole_tensors
 
 __all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "engine_spec", "stop_token_ids"]
 
@@ -107,7 +107,7 @@ class SglangEngine:
         await self._weights.load(bucket)
 
     async def layouts(self) -> list[WeightLayout]:
-        """What each TP rank holds, by rank: read off its own loader; see `megarl.rollout.engine_trace`.
+        """What each TP rank holds, by rank: read off its own loader; see `weight_layout.engine_trace`.
 
         Raises:
             WeightSyncError: the model loads in a way that boxes cannot express.

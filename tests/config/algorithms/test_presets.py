@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyConfig
-from megarl.config.presets import PRESETS
+from megarl.config.algorithms.algorithm import AlgorithmConfig, PolicyConfig
+from megarl.config.algorithms.presets import PRESETS
 
 ANY = TypeAdapter[PolicyConfig](AlgorithmConfig)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.megatron import checkpoint_writer
-from megarl.megatron.checkpoint_writer import HostCopy
+from megarl.megatron.checkpoint import background_writer
+from megarl.megatron.checkpoint.background_writer import HostCopy
 
 
 def next_power(num_bytes):
@@ -16,8 +16,8 @@ def next_power(num_bytes):
 @pytest.mark.parametrize("limit", [None, 0, 1000, 4095, 4096, 10_000])
 @pytest.mark.parametrize("taken", [lambda n: n, next_power], ids=["as asked for", "pinned"])
 def test_staged_bytes_are_what_buffers_take(limit, taken, monkeypatch):
-    monkeypatch.setattr(checkpoint_writer, "_taken", taken)
-    monkeypatch.setattr(checkpoint_writer, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(background_writer, "_taken", taken)
+    monkeypatch.setattr(background_writer, "BUFFER_BYTES", 4096)
     torch.manual_seed(0)
     tensors = [torch.randn(n) for n in (540, 10, 600, 300, 16, 1, 1000, 700, 33, 480)]
     copy = HostCopy(tensors, limit)

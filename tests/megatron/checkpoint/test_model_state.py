@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.checkpoint_files import read_index
-from megarl.megatron.work import ModelSpec
+from megarl.megatron.checkpoint.checkpoint_files import read_index
+from megarl.megatron.requests import ModelSpec
 from tests.megatron.conftest import save_model
 from tests.megatron.ranks import run_ranks
 
@@ -37,7 +37,7 @@ ROUND_TRIPS = {
 
 
 def make_rank(folder, sizes, *, weights="hf", dtype="float32"):
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     return ModelRank(ModelSpec(model_path=folder, dtype=dtype, parallel=ParallelConfig(**sizes), weights=weights))
 
@@ -56,12 +56,12 @@ def world(sizes):
 
 def save_on_rank(folder, target, sizes, content=None):
     """The error, from every rank."""
-    from megarl.megatron import checkpoint
+    from megarl.megatron.checkpoint import model_state
 
-    checkpoint.CONTENT = checkpoint.CONTENT if content is None else content
+    model_state.CONTENT = model_state.CONTENT if content is None else content
     rank = make_rank(folder, sizes)
     try:
-        checkpoint.save_model(rank, target)
+        model_state.save_model(rank, target)
     except DataError as e:
         return everywhere(str(e))
     return everywhere(None)
@@ -69,19 +69,20 @@ def save_on_rank(folder, target, sizes, content=None):
 
 def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
     """From every rank the error, or names of parameters that are not bit for bit as read from `folder`."""
-    from megarl.megatron import checkpoint, export, weights
+    from megarl.megatron.checkpoint import model_state
+    from megarl.megatron.hf_weights import export, local_layout
 
     rank = make_rank(folder, sizes, weights="none", dtype=dtype)
     for tensor in rank.tensors().values():
         tensor.fill_(torch.nan)
     try:
-        checkpoint.load_model(rank, source)
+        model_state.load_model(rank, source)
     except DataError as e:
         return everywhere(str(e))
     loaded = {name: tensor.clone() for name, tensor in rank.tensors().items()}
     if target is not None:
         export.save(rank, folder, target)
-    weights.read_weights(folder, rank.layout, rank.tensors())
+    local_layout.read_weights(folder, rank.layout, rank.tensors())
     return everywhere([name for name, tensor in rank.tensors().items() if not torch.equal(loaded[name], tensor)])
 
 
@@ -157,7 +158,7 @@ def shard_by_hand_on_rank(folder, sizes):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
-    from megarl.megatron.checkpoint import CONTENT, _drop_objects, shard_tensor, sharded_model
+    from megarl.megatron.checkpoint.model_state import CONTENT, _drop_objects, shard_tensor, sharded_model
 
     rank = make_rank(folder, sizes)
     state = sharded_model(rank, CONTENT)
@@ -252,8 +253,7 @@ def status(key):
 
 def import_on_rank(folder, target, sizes):
     """From every rank, bytes: the most memory that an import took, and what the rank's weights are."""
-    from megarl.megatron import checkpoint, export, model_rank, weights  # noqa: F401 -- before memory is looked at
-    from megarl.megatron.convert import ConvertWorker
+    from megarl.megatron.convert_worker import ConvertWorker
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.megatron.checkpoint_reader import read_box
+from megarl.megatron.checkpoint.shard_reader import read_box
 
 
 class Counting:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.work import ModelSpec, ReturnsLoss, SaveOrder, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.megatron.requests import ModelSpec, ReturnsLoss, SaveOrder, TrainerSpec, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import nll_work
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import run_ranks
@@ -31,10 +31,10 @@ VALUES = ReturnsLoss(clip=None)
 
 
 def make_worker(path, dtype="float32", distributed=True, head="lm", swaps=False, weights="hf", **parallel):
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.worker import TrainerWorker
+    from megarl.megatron.trainer_worker import TrainerWorker
 
     sizes = ParallelConfig(**parallel)
     model = ModelSpec(model_path=path, dtype=dtype, parallel=sizes, head=head, swaps=swaps, weights=weights)
@@ -63,7 +63,7 @@ def save(worker, folder, *, asynchronous=False, limit=None):
 
 def everything(worker):
     """All that decides how training goes on, on this rank."""
-    from megarl.megatron.random_state import read_generators
+    from megarl.megatron.runtime.rng_state import read_generators
 
     trainer = worker._trainer
     trainer.memory.onload()
@@ -291,10 +291,10 @@ def names_on_rank(path, folder):
 
     Weights are read again by megatron-core itself.
     """
-    from megarl.megatron import checkpoint_pieces
-    from megarl.megatron.checkpoint import load_model
+    from megarl.megatron.checkpoint import shards
+    from megarl.megatron.checkpoint.model_state import load_model
 
-    checkpoint_pieces.LARGEST_BYTES = 1000
+    shards.LARGEST_BYTES = 1000
     worker = make_worker(path, distributed=False)
     train(worker, 0)
     save(worker, folder)
@@ -320,16 +320,16 @@ def test_state_is_named_after_its_parameter(model_folder, tmp_path):
 
 def background_on_rank(path, root):
     """Saves of one state at once and in the background, which waits until training has gone on; and what they said."""
-    from megarl.megatron import checkpoint_writer
+    from megarl.megatron.checkpoint import background_writer
 
-    write, go = checkpoint_writer._write, threading.Event()
+    write, go = background_writer._write, threading.Event()
 
     def write_later(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(60)
         return write(*arguments)
 
-    checkpoint_writer._write = write_later
+    background_writer._write = write_later
     worker = make_worker(path, dtype="bfloat16")
     train(worker, 0)
     said = {}
@@ -387,7 +387,7 @@ def die(*_):
 
 def fail_on_rank(path, root):
     """Errors, by rank, of saves where rank 1's files have no room or the folder cannot be; then a save that works."""
-    from megarl.megatron import checkpoint_writer
+    from megarl.megatron.checkpoint import background_writer
 
     worker = make_worker(path)
     train(worker, 0)
@@ -403,12 +403,12 @@ def fail_on_rank(path, root):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     worker.begin_save(SaveOrder(folder=f"{root}/file"))
     errors.append(error_of(worker.finish_save, None))
-    write = checkpoint_writer._write
+    write = background_writer._write
     if dist.get_rank() == 1:
-        checkpoint_writer._write = die
+        background_writer._write = die
     worker.begin_save(SaveOrder(folder=f"{root}/dead", asynchronous=True))
     errors.append(error_of(worker.finish_save, None))
-    checkpoint_writer._write = write
+    background_writer._write = write
     train(worker, 1)
     save(worker, f"{root}/whole", asynchronous=True)
     want = everything(worker)
@@ -434,7 +434,7 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder,
 
 def refuse_on_rank(path, other_path, fewer_layers, root):
     """Errors, by rank, of what is refused; nothing changes."""
-    from megarl.megatron.checkpoint import save_model
+    from megarl.megatron.checkpoint.model_state import save_model
 
     worker = make_worker(path)
     train(worker, 0)
@@ -490,7 +490,7 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing(model
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 3, 4), (2, 3, 4), (3, 1, 2, 2)])
 def test_a_range_is_cut_into_few_boxes(shape):
-    from megarl.megatron.checkpoint_pieces import cut_range
+    from megarl.megatron.checkpoint.shards import cut_range
 
     whole = torch.arange(prod(shape)).view(shape)
     for start in range(prod(shape) + 1):
@@ -506,7 +506,7 @@ def test_a_range_is_cut_into_few_boxes(shape):
 
 
 def test_ranks_have_equal_shares_of_what_all_of_them_have():
-    from megarl.megatron.checkpoint_pieces import share
+    from megarl.megatron.checkpoint.shards import share
 
     values = [(7, 12), (1, 12), (100, 4), (3, 14), (0, 2), (29, 14)]
     total = sum(count * each for count, each in values)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ConvertConfig
 from megarl.config.trainer import ParallelConfig
-from megarl.controller.convert import plan_export, plan_import
-from megarl.controller.model_folder import read_decoder, weight_problems
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.convert import ConvertWorker
-from megarl.megatron.work import ModelSpec
+from megarl.megatron.convert_worker import ConvertWorker
+from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.requests import ModelSpec
+from megarl.offline.model_conversion import plan_export, plan_import
 from tests.megatron.fidelity.measure import as_trajectory
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import draw
@@ -29,10 +29,11 @@ LENGTHS = (5, 9, 2, 14)
 
 def export_on_rank(source, target, sizes, sequences):
     """Export the folder `source` as a value model; every token's value, [sequence][token]."""
-    from megarl.megatron import export, platform
+    from megarl.megatron.hf_weights import export
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     parallel = ParallelConfig(**sizes)
     rank = ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=parallel, head="value"))
@@ -216,10 +217,10 @@ def test_a_value_model_is_no_policy(value_folder):
 
 
 def read_on_rank(source, head):
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     try:
         ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=ParallelConfig(), head=head))

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.read import read_family
+from megarl.megatron.families.load_architecture import read_family
 from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
 QWEN2 = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron.families.fitting import recomputable, recompute_problems
-from megarl.megatron.families.read import read_family
+from megarl.megatron.families.layout_checks import recomputable, recompute_problems
+from megarl.megatron.families.load_architecture import read_family
 from tests.megatron.fidelity.models import CONFIGS
 
 ARCHITECTURES = {

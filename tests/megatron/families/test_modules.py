@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.trainer import ParallelConfig
-from megarl.megatron.families.fitting import pipeline_split
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.work import ModelSpec
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.layout_checks import pipeline_split
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.megatron.requests import ModelSpec
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.ranks import run_ranks
 
 CASES = [
@@ -29,10 +29,10 @@ CASES = [
 def layouts_of_ranks(spec):
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     rank = ModelRank(spec)
     everyone = [None] * dist.get_world_size()

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.mapping import pieces
-from megarl.megatron.families.read import read_family
-from megarl.reshard.layout import slices
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.parameter_map import pieces
+from megarl.reshard.layout.layout import slices
 
 Arrays = dict[str, np.ndarray]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.stages import PipelineSplit, stage_layers
+from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
 
 DEALT = [
     (8, 1, PipelineSplit()),

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.read import read_family
+from megarl.megatron.families.load_architecture import read_family
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, QWEN3_MOE, tiny
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_are_those_of_a_published_checkpoint(name: str, tmp_path: Path) -> None:
-    from megarl.rollout.trace_child import checkpoint_tensors
+    from megarl.rollout.sglang.weight_layout.trace_child import checkpoint_tensors
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     published = {tensor: spec.shape for tensor, spec in checkpoint_tensors(str(tmp_path), "float32").items()}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.read import read_family
-from megarl.megatron.families.stages import PipelineSplit
-from megarl.placement.grid import RankGrid
-from megarl.reshard.layout import slices
+from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.pipeline_stages import PipelineSplit
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import slices
 from tests.megatron.families.tiny import CONFIGS, PUBLISHED_DEEPSEEK_V3, tiny
 
 GRIDS = [

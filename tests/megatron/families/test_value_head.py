@@ -9,9 +9,9 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.read import READERS, read_family
-from megarl.placement.grid import RankGrid
+from megarl.megatron.families.load_architecture import READERS, read_family
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.families.tiny import CONFIGS, tiny
 
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.megatron.families.decoder import Decoder
-from megarl.megatron.families.read import read_family
+from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.load_architecture import read_family
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
-from megarl.megatron.work import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainWork, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.functional.losses import Denominators
+from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainWork, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.reference import Tokens
 from tests.megatron.ranks import run_ranks
@@ -65,10 +65,10 @@ def score_on_ranks(
 def _score(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> dict[int, torch.Tensor]:
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     rank = ModelRank(spec)
     grid = RankGrid.of(spec.parallel, dist.get_world_size())
@@ -92,10 +92,10 @@ def _scores(rank: Any, work: TrainWork) -> dict[int, tuple[torch.Tensor, torch.T
 def _on_rank(spec: ModelSpec, optimizer: OptimizerConfig, sequences: Tokens, max_tokens: int) -> Measured | None:
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(TrainerSpec(model=spec, optimizer=optimizer, optimizer_steps=1))
     grid = RankGrid.of(spec.parallel, dist.get_world_size())

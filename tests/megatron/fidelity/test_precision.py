@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.work import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
-from megarl.reshard.strategy import Outlets
+from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.planning.strategy import Outlets
 from tests.megatron.fidelity.measure import assemble, measure, nll_work
 from tests.megatron.fidelity.reference import draw, score
 from tests.megatron.ranks import CollectingSink, run_ranks
@@ -24,7 +24,7 @@ STEPS = 5
 
 def train_on_rank(path, steps):
     """Steps on the same sequences in bfloat16; what was pushed after the first and the last, and the masters then."""
-    from megarl.megatron.worker import TrainerWorker
+    from megarl.megatron.trainer_worker import TrainerWorker
 
     model = ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig())
     worker = TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=LR), optimizer_steps=steps))
@@ -132,10 +132,10 @@ def step_on_rank(spec, sequences):
     """Two optimizer steps: the last gradient norm, and the weights of all ranks."""
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(spec)
     grid = RankGrid.of(spec.model.parallel, dist.get_world_size())

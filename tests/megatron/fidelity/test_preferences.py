@@ -15,9 +15,8 @@ from torch.nn.functional import logsigmoid
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.controller.pairs import answers_of, evaluation_work, pair_work
-from megarl.data.preferences import PreferencePair
-from megarl.megatron.work import (
+from megarl.data.preference_pairs import PreferencePair
+from megarl.megatron.requests import (
     DirectPreferenceLoss,
     ModelSpec,
     PairLoss,
@@ -25,7 +24,8 @@ from megarl.megatron.work import (
     split_by_dp,
     split_evaluation,
 )
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
+from megarl.stages.pairwise import answers_of, evaluation_work, pair_work
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
@@ -116,7 +116,7 @@ def step(name: str, folder: str, tmp_path, *, world: int = 1, **parallel: Any) -
 def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
     import torch.distributed as dist
 
-    from megarl.megatron.worker import TrainerWorker
+    from megarl.megatron.trainer_worker import TrainerWorker
 
     worker, rank = TrainerWorker(spec), dist.get_rank()
     grid = RankGrid.of(spec.model.parallel, dist.get_world_size())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
-from megarl.megatron.work import ModelSpec, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import collect_gradients, measure, nll_work
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import run_ranks
@@ -31,10 +31,10 @@ MODELS = ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3")
 
 def train_on_rank(path, recompute):
     """Gradients, and how often each module has run, in one step of one micro-batch."""
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     model = ModelSpec(model_path=path, dtype="float32", parallel=ParallelConfig(), recompute=recompute)
     trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))

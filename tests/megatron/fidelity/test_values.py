@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.work import ModelSpec, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import as_trajectory, assemble, collect_gradients, nll_work, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import SHORT, differentiate_values, draw, draw_weights
@@ -68,10 +68,10 @@ def measure(folder, sequences, tmp_path, *, world=1, dtype="float32", distribute
 def step_on_rank(spec, sequences):
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(spec)
     rank, grid = trainer.rank, RankGrid.of(spec.model.parallel, dist.get_world_size())

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.read import read_family
-from megarl.placement.grid import RankGrid
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices
+from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
 from tests.megatron.ranks import run_ranks
 
 GRIDS = {
@@ -64,7 +64,7 @@ def load_folder(folder):
 
 def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_rank):
     """Every rank's files, or what it raised."""
-    from megarl.megatron import export, export_plan
+    from megarl.megatron.hf_weights import export, export_plan
 
     dist.init_process_group("gloo")
     rank, wrote = dist.get_rank(), []
@@ -195,11 +195,12 @@ def test_a_source_without_configuration_is_refused_before_anything_is_written(qw
 
 
 def model_on_rank(source, target, parallel):
-    from megarl.megatron import export, export_plan, platform
+    from megarl.megatron.hf_weights import export, export_plan
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
-    from megarl.megatron.work import ModelSpec
+    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.requests import ModelSpec
 
     export.BUCKET_BYTES, export_plan.FILE_BYTES = 20_000, 60_000
     export.save(ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=parallel)), source, target)
@@ -228,7 +229,7 @@ MB = 2**20
 
 def memory_on_rank(source, target):
     """The most memory that an export took, in bytes, on the rank where it is most."""
-    from megarl.megatron import export, export_plan
+    from megarl.megatron.hf_weights import export, export_plan
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

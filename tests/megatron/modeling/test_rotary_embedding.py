@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.megatron.families.rope import Rope
-from megarl.megatron.rotary import attention_factor, inverse_frequencies
+from megarl.megatron.modeling.rotary_embedding import attention_factor, inverse_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",

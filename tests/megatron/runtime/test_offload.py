@@ -7,10 +7,10 @@ import torch
 
 from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.offload import OffloadedTensors
-from megarl.megatron.work import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
-from megarl.reshard.strategy import Outlets
+from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
+from megarl.megatron.runtime.offload import OffloadedTensors
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.planning.strategy import Outlets
 from tests.megatron.fidelity.measure import nll_work
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import CollectingSink, run_ranks
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 def make_worker(path, dtype, distributed, parallel):
-    from megarl.megatron.worker import TrainerWorker
+    from megarl.megatron.trainer_worker import TrainerWorker
 
     model = ModelSpec(model_path=path, dtype=dtype, parallel=ParallelConfig(**parallel))
     optimizer = OptimizerConfig(lr=1e-3, distributed=distributed)

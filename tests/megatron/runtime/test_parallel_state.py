@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.work import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainWork, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.functional.losses import Denominators
+from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainWork, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.ranks import run_ranks
 
@@ -47,12 +47,12 @@ def train_in_turns(paths, layouts):
     """
     import torch.distributed as dist
 
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
     from megatron.core import parallel_state, tensor_parallel
 
-    from megarl.megatron.trainer import MegatronTrainer
+    from megarl.megatron.training.trainer import MegatronTrainer
 
     trainers = {}
     for name, parallel in layouts.items():
@@ -103,10 +103,10 @@ def test_four_ranks_alternate_between_models(model_folder, tmp_path):
 
 def draw_with_equal_layouts(path):
     """Whether two models share groups, and what the second draws before and after the first has drawn."""
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.model_rank import ModelRank
+    from megarl.megatron.modeling.megatron_model import ModelRank
 
     first, second = (
         ModelRank(ModelSpec(model_path=path, dtype="float32", parallel=ParallelConfig(tp=2), seed=seed))

@@ -16,11 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithm import CispoConfig, CorrectionConfig, GmpoConfig, GrpoConfig, GspoConfig, KlConfig
+from megarl.config.algorithms.algorithm import (
+    CispoConfig,
+    CorrectionConfig,
+    GmpoConfig,
+    GrpoConfig,
+    GspoConfig,
+    KlConfig,
+)
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.work import (
+from megarl.functional.losses import Denominators
+from megarl.megatron.requests import (
     DirectPreferenceLoss,
     EvaluationWork,
     ImplicitRewardLoss,
@@ -37,7 +44,7 @@ from megarl.megatron.work import (
     split_by_dp,
     split_evaluation,
 )
-from megarl.placement.grid import RankGrid
+from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
 from tests.megatron.fidelity.reference import _load, _logprobs
@@ -229,7 +236,7 @@ def make_work(case: Case, data: Data) -> TrainWork:
 def measure_on_rank(folders: Mapping[str, str], parallel: ParallelConfig, data: Data, names: list[str]) -> Any:
     import torch.distributed as dist
 
-    from megarl.megatron.worker import TrainerWorker
+    from megarl.megatron.trainer_worker import TrainerWorker
 
     grid, rank = RankGrid.of(parallel, int(os.environ["WORLD_SIZE"])), int(os.environ["RANK"])
     workers = {}

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.algorithms.losses import Denominators
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithm import GrpoConfig
+from megarl.config.algorithms.algorithm import GrpoConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.work import MiniBatch, ModelSpec, SampleRef, SurrogateLoss, TrainerSpec, TrainWork, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.functional.losses import Denominators
+from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, SurrogateLoss, TrainerSpec, TrainWork, split_by_dp
+from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
 from tests.megatron.fidelity.reference import differentiate, score
@@ -87,13 +87,13 @@ def train_on_rank(path, parallel, optimizer, work):
     import torch.distributed as dist
 
     from megarl.config.weight_sync import WeightSyncConfig
-    from megarl.megatron import platform
+    from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.push import WeightPusher
-    from megarl.megatron.trainer import MegatronTrainer
-    from megarl.megatron.work import SyncSetup
-    from megarl.reshard.strategy import Outlets
+    from megarl.megatron.hf_weights.weight_push import WeightPusher
+    from megarl.megatron.requests import SyncSetup
+    from megarl.megatron.training.trainer import MegatronTrainer
+    from megarl.reshard.planning.strategy import Outlets
 
     model = ModelSpec(model_path=path, dtype="float32", parallel=parallel)
     trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))

@@ -14,11 +14,11 @@ import torch
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import LimitError
-from megarl.megatron.metrics import MetricSums
-from megarl.megatron.work import Guard, ModelSpec, TrainerSpec, split_by_dp
-from megarl.placement.grid import RankGrid
+from megarl.megatron.requests import Guard, ModelSpec, TrainerSpec, split_by_dp
+from megarl.megatron.training.metric_sums import MetricSums
+from megarl.placement.rank_grid import RankGrid
 from tests.megatron.ranks import run_ranks
-from tests.megatron.test_trainer import HALVES, TRAJECTORIES, make_work
+from tests.megatron.training.test_trainer import HALVES, TRAJECTORIES, make_work
 
 BAD = 5
 """The trajectory whose advantage is NaN."""
@@ -52,10 +52,10 @@ class Trainee:
     def __init__(self, path, parallel, *, dtype="float32", **optimizer):
         import torch.distributed as dist
 
-        from megarl.megatron import platform
+        from megarl.megatron.runtime import platform
 
         platform.prepare()
-        from megarl.megatron.trainer import MegatronTrainer
+        from megarl.megatron.training.trainer import MegatronTrainer
 
         spec = ModelSpec(model_path=path, dtype=dtype, parallel=parallel)
         config = OptimizerConfig(**{"lr": 1e-3, **optimizer})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megarl.controller.node_report import SOURCE, Clock, NodeFacts, NodeReport, PathReport
-from megarl.placement.machine import Gpu
-from megarl.placement.reach import Interface
+from megarl.placement.hardware import Gpu
+from megarl.preflight.cluster.node_report import SOURCE, Clock, NodeFacts, NodeReport, PathReport
+from megarl.preflight.cluster.reachability import Interface
 
 GIB = 2**30
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import SftConfig
-from megarl.controller.launch import with_absolute_paths
-from megarl.controller.node_checks import places_of
-from tests.controller.groups import run_config
+from megarl.controller.run_stage import with_absolute_paths
+from megarl.preflight.cluster.cluster_check import places_of
+from tests.run.finished_groups import run_config
 
 
 def test_every_path_that_a_run_uses_is_looked_for(tmp_path: Path) -> None:

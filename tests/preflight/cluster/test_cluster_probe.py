@@ -16,13 +16,13 @@ import pytest
 import ray
 
 from megarl.config.placement import PlacementConfig
-from megarl.controller import node_checks
-from megarl.controller.node_checks import Places, require_sound_nodes
-from megarl.controller.node_problems import sentences
-from megarl.controller.node_report import Question
-from megarl.controller.node_survey import surveyed
 from megarl.errors import ConfigError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
+from megarl.preflight.cluster import cluster_check
+from megarl.preflight.cluster.cluster_check import Places, require_sound_nodes
+from megarl.preflight.cluster.cluster_probe import surveyed
+from megarl.preflight.cluster.findings import sentences
+from megarl.preflight.cluster.node_report import Question
 from tests.cli.tiny_run import write_config, write_tiny_run
 from tests.end_to_end.launched import wait_until
 
@@ -129,7 +129,7 @@ def test_checks_are_asked_for_or_due_to_several_nodes(
 ) -> None:
     assert require_sound_nodes(PlacementConfig(node_checks=False), Places()) is None
     one, _ = cluster_nodes()
-    monkeypatch.setattr(node_checks, "cluster_nodes", lambda: [one])
+    monkeypatch.setattr(cluster_check, "cluster_nodes", lambda: [one])
     assert require_sound_nodes(PlacementConfig(), Places()) is None
     line = require_sound_nodes(PlacementConfig(node_checks=True), Places())
     assert re.fullmatch(r"1 node checked in \d+\.\d s", str(line))

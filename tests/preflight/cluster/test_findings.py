@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.controller.node_problems import (
+from megarl.preflight.cluster.findings import (
     GPU_MEMORY,
     Problem,
     Unreached,
@@ -13,9 +13,9 @@ from megarl.controller.node_problems import (
     sentences,
     unreached_problems,
 )
-from megarl.controller.node_report import SOURCE, Clock, NodeReport
-from megarl.placement.reach import Interface
-from tests.controller.reports import GIB, gpu, path, report
+from megarl.preflight.cluster.node_report import SOURCE, Clock, NodeReport
+from megarl.preflight.cluster.reachability import Interface
+from tests.preflight.cluster.reports import GIB, gpu, path, report
 
 THREE = [report(name) for name in "abc"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.controller import node_report
-from megarl.controller.node_report import SOURCE, Question, collect, look_at, source_hash, versions, write_beside
+from megarl.preflight.cluster import node_report
+from megarl.preflight.cluster.node_report import SOURCE, Question, collect, look_at, source_hash, versions, write_beside
 
 
 def test_versions_are_those_that_programs_see() -> None:
@@ -38,7 +38,7 @@ def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
 
 def test_a_node_is_asked_without_torch() -> None:
     asks = (
-        "import sys; from megarl.controller.node_report import *; versions(); "
+        "import sys; from megarl.preflight.cluster.node_report import *; versions(); "
         "collect(Question(readable={}, writable={}, token='t')); print('torch' in sys.modules, 'ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megarl.controller.node_problems import find_problems
-from megarl.controller.node_report import NodeReport
-from megarl.controller.node_table import nodes_table
-from tests.controller.reports import GIB, path, report
+from megarl.preflight.cluster.findings import find_problems
+from megarl.preflight.cluster.node_report import NodeReport
+from megarl.preflight.cluster.node_table import nodes_table
+from tests.preflight.cluster.reports import GIB, path, report
 
 
 def shown(*reports: NodeReport, color: bool = False) -> list[str]:

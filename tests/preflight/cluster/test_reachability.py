@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from megarl.placement import reach
-from megarl.placement.reach import Address, Door, Interface, gloo_interface, knock
+from megarl.preflight.cluster import reachability
+from megarl.preflight.cluster.reachability import Address, Door, Interface, gloo_interface, knock
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_the_interface_that_gloo_finds(resolves_to: list[str], want: str, monkey
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in resolves_to]
 
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(reach.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(reachability.socket, "getaddrinfo", resolve)
     found = gloo_interface()
     assert (found.address, found.is_chosen) == (want, False)
 

@@ -5,12 +5,12 @@ from dataclasses import fields
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reshard.cache import cached_plan, forget_plans
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout
-from megarl.reshard.placement import fits_strided
-from megarl.reshard.report import SyncReport, explain, explain_auto
-from megarl.reshard.scenario import arrange, even_nodes
-from megarl.reshard.stages import split_stages
+from megarl.reshard.analysis.scenario import arrange, even_nodes
+from megarl.reshard.analysis.sync_report import SyncReport, explain, explain_auto
+from megarl.reshard.layout.engine_ranks import fits_strided
+from megarl.reshard.layout.engine_stages import split_stages
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout
+from megarl.reshard.planning.plan_cache import cached_plan, forget_plans
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 

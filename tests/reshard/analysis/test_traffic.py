@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reshard import forecast as forecasts
-from megarl.reshard.forecast import forecast
-from megarl.reshard.report import explain
-from megarl.reshard.scenario import arrange
-from megarl.reshard.traffic import Wanted, find_traffic, wanted
+from megarl.reshard.analysis import forecast as forecast_module
+from megarl.reshard.analysis.forecast import forecast
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.analysis.sync_report import explain
+from megarl.reshard.analysis.traffic import Wanted, find_traffic, wanted
 from tests.reshard import simulate
+from tests.reshard.planning.test_plan import fill, worlds
 from tests.reshard.scenarios import scenario
-from tests.reshard.test_plan import fill, worlds
 
 LAYOUTS = [(1, 4, 2, 1, 2), (2, 4, 2, 1, 4), (2, 4, 2, 2, 2), (1, 3, 4, 1, 2), (1, 2, 4, 1, 4)]
 STRATEGIES = ("ds_chat", "hybridflow_v", "micro_dp", "exact")
@@ -53,7 +53,7 @@ def test_sums_are_what_crosses_the_wire(case, relay):
 def test_too_many_pieces_leave_out_what_takes_every_plan(strategy, monkeypatch):
     case = scenario(1, 4, 2, 1, 2, nodes=2)
     planned = explain(strategy, case)
-    monkeypatch.setattr(forecasts, "PLANNED_PIECES", 0)
+    monkeypatch.setattr(forecast_module, "PLANNED_PIECES", 0)
     summed = explain(strategy, case)
     left_out = () if strategy == "gather_hf" else BY_PLANS
     assert all((value is None) == (name in left_out) for name, value in summed.as_json().items())

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bounds import rank_bounds
-from megarl.reshard.layout import Piece, PieceTable, TensorSpec, WeightLayout
-from megarl.reshard.overlap import layout_bytes, overlap_bytes
-from megarl.reshard.placement import (
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import arrange, even_nodes
+from megarl.reshard.analysis.sync_report import explain
+from megarl.reshard.layout.engine_ranks import (
     consecutive_servers,
     fits_strided,
     overlapping_servers,
@@ -19,9 +18,10 @@ from megarl.reshard.placement import (
     spanning_group,
     strided_servers,
 )
-from megarl.reshard.report import explain
-from megarl.reshard.scenario import arrange, even_nodes
-from megarl.reshard.topology import Topology
+from megarl.reshard.layout.layout import Piece, PieceTable, TensorSpec, WeightLayout
+from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import rank_bounds
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 

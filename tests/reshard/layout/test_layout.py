@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.reshard.layout import (
+from megarl.reshard.layout.layout import (
     Box,
     Piece,
     PieceTable,

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.groups import GenerationPlace
-from megarl.reshard.handover import Handover, HandoverRank
-from megarl.reshard.layout import WeightLayout
-from megarl.reshard.process_groups import Meeting, join_group, open_store
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.micro_dp import GenerationPlace
+from megarl.reshard.planning.disaggregated import Handover, HandoverRank
+from megarl.reshard.transfer.process_groups import Meeting, join_group, open_store
 from tests.reshard import synthetic
 from tests.reshard.rank_process import HandoverMember, RankProcess, call
-from tests.reshard.test_executor import value
+from tests.reshard.transfer.test_executor import value
 
 BUCKET_BYTES = 16_384
 TIMEOUT = 4.0

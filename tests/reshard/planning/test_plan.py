@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, WeightSyncError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bounds import node_bounds, rank_bounds, subtract
-from megarl.reshard.cache import cached_index, round_bytes
-from megarl.reshard.groups import consecutive_places, micro_dp_groups, strided_places
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices, volume
-from megarl.reshard.plan import plan_rank
-from megarl.reshard.topology import Topology
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices, volume
+from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, subtract
+from megarl.reshard.planning.plan import plan_rank
+from megarl.reshard.planning.plan_cache import cached_index, round_bytes
 from tests.reshard import simulate, synthetic
 
 BUCKET = 1 << 20
@@ -180,7 +180,7 @@ def test_any_plan_brings_every_element_to_its_place(case, bucket_bytes, relay, g
     sources, needs, topology = case
     whole, held, targets = fill(sources, needs)
     groups = [range(i, min(i + 2, len(sources))) for i in range(0, len(sources), 2)] if grouped else []
-    with mock.patch("megarl.reshard.rounds.ALONE_BYTES", alone):
+    with mock.patch("megarl.reshard.planning.rounds.ALONE_BYTES", alone):
         rounds = simulate.plans(sources, needs, topology, bucket_bytes, groups, relay=relay)
     wire = simulate.run(rounds, held, targets, groups)
     for rank, need in needs.items():

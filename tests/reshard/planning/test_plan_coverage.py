@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.controller.resharding import make_scenario, read_model
-from megarl.reshard.bounds import node_bounds, rank_bounds
-from megarl.reshard.layout import slices
-from megarl.reshard.scenario import arrange
-from megarl.reshard.traffic import find_traffic, wanted
-from megarl.rollout.environment import engine_environment
-from megarl.rollout.trace_file import read_traces
+from megarl.megatron.families.load_architecture import read_model
+from megarl.offline.reshard_explain import make_scenario
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.analysis.traffic import find_traffic, wanted
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
+from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.weight_layout.trace_file import read_traces
 from tests.reshard import simulate, traced
 
 BUCKET = 12_000

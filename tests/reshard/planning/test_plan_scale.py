@@ -8,15 +8,15 @@ import time
 import numpy as np
 import pytest
 
-from megarl.megatron.families.layouts import trainer_layouts
-from megarl.megatron.families.read import read_family
-from megarl.megatron.families.stages import PipelineSplit
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bounds import rank_bounds
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.cache import cached_plan, forget_plans
-from megarl.reshard.layout import PieceTable, WeightLayout, intersect, volume
-from megarl.reshard.topology import Topology
+from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.pipeline_stages import PipelineSplit
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import PieceTable, WeightLayout, intersect, volume
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.lower_bounds import rank_bounds
+from megarl.reshard.planning.plan_cache import cached_plan, forget_plans
+from megarl.reshard.transfer.bucket import torch_dtype
 from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
 GEN_RANKS, GEN_TP, RANKS_OF_A_MACHINE = 1024, 32, 8

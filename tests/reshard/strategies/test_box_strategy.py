@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bucket import map_bucket, open_bucket, torch_dtype
-from megarl.reshard.groups import micro_dp_groups, replica_cells
-from megarl.reshard.layout import WeightLayout, extent, slices, volume, without
-from megarl.reshard.overlap import layout_bytes
-from megarl.reshard.placement import Servers, overlapping_servers, strided_servers
-from megarl.reshard.scenario import even_nodes
-from megarl.reshard.strategies.boxes import BoxStrategy
-from megarl.reshard.strategy import Outlets, SyncContext, SyncStats
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import even_nodes
+from megarl.reshard.layout.engine_ranks import Servers, overlapping_servers, strided_servers
+from megarl.reshard.layout.layout import WeightLayout, extent, slices, volume, without
+from megarl.reshard.layout.micro_dp import micro_dp_groups, replica_cells
+from megarl.reshard.layout.overlap import layout_bytes
+from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.strategies.box_strategy import BoxStrategy
+from megarl.reshard.transfer.bucket import map_bucket, open_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
 from tests.reshard.strategies.test_gather_hf import TENSORS, cell, make_sources, split, value
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from megarl.reshard.forecast import forecast, kept_twice
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices
-from megarl.reshard.scenario import arrange
+from megarl.reshard.analysis.forecast import forecast, kept_twice
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
 from megarl.reshard.strategies.full_gather import owned_parts
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES

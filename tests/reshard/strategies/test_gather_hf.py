@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bucket import lay_out, open_bucket, torch_dtype
-from megarl.reshard.forecast import forecast
-from megarl.reshard.groups import replica_cells
-from megarl.reshard.layout import Piece, TensorSpec, WeightLayout, slices
-from megarl.reshard.scenario import Scenario, arrange, even_nodes
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.forecast import forecast
+from megarl.reshard.analysis.scenario import Scenario, arrange, even_nodes
+from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.micro_dp import replica_cells
+from megarl.reshard.planning.strategy import Outlets, SyncContext
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
-from megarl.reshard.strategy import Outlets, SyncContext
+from megarl.reshard.transfer.bucket import lay_out, open_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES

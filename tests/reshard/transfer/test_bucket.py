@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing.reductions
 
-from megarl.reshard.bucket import (
+from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
     IPC_STORAGE,
     BoxBucket,
@@ -68,7 +68,7 @@ def test_what_the_owner_writes_another_mapping_reads_and_nothing_is_copied() -> 
 
 READER = """
 import sys
-from megarl.reshard.bucket import WeightBucket, TensorSlot, open_bucket
+from megarl.reshard.transfer.bucket import WeightBucket, TensorSlot, open_bucket
 path, size = sys.argv[1], int(sys.argv[2])
 bucket = WeightBucket(path, size, (TensorSlot("a", "float32", (4,), 64),))
 print(open_bucket(bucket)["a"].tolist())

@@ -6,18 +6,18 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from megarl.placement.grid import RankGrid
-from megarl.reshard.cache import cached_plan
-from megarl.reshard.executor import BoxExecutor
-from megarl.reshard.groups import micro_dp_groups, strided_places
-from megarl.reshard.layout import slices
-from megarl.reshard.process_groups import free_group, make_group, open_store, own_group
-from megarl.reshard.sink import Parameters
-from megarl.reshard.topology import Topology
-from megarl.reshard.wire import Wire
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.layout.micro_dp import micro_dp_groups, strided_places
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.process_groups import free_group, make_group, open_store, own_group
+from megarl.reshard.transfer.sink import Parameters
+from megarl.reshard.transfer.transport import Wire
 from tests.reshard import synthetic
 from tests.reshard.rank_process import Fragile, RankProcess, call, empty_parameters
-from tests.reshard.test_executor import value
+from tests.reshard.transfer.test_executor import value
 
 GRID = RankGrid(tp=4)
 TIMEOUT, SLACK = 4.0, 1.5

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.placement.grid import RankGrid
-from megarl.reshard.bucket import map_bucket, torch_dtype
-from megarl.reshard.cache import cached_index
-from megarl.reshard.groups import consecutive_places, micro_dp_groups, strided_places
-from megarl.reshard.layout import extent, slices
-from megarl.reshard.plan import plan_rank
-from megarl.reshard.topology import Topology
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.layout import extent, slices
+from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan import plan_rank
+from megarl.reshard.planning.plan_cache import cached_index
+from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
 
@@ -55,10 +55,10 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, alone):
     """
     import torch.distributed as dist
 
-    from megarl.reshard import rounds
-    from megarl.reshard.sink import Parameters
-    from megarl.reshard.strategies.boxes import BoxStrategy
-    from megarl.reshard.strategy import Outlets, SyncContext
+    from megarl.reshard.planning import rounds
+    from megarl.reshard.planning.strategy import Outlets, SyncContext
+    from megarl.reshard.strategies.box_strategy import BoxStrategy
+    from megarl.reshard.transfer.sink import Parameters
 
     rounds.ALONE_BYTES = alone
     dist.init_process_group("gloo")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.wire import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
 
 
 class Work:

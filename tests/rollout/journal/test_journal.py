@@ -11,10 +11,10 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.rollout.engine import Sampling
-from megarl.rollout.journal import Journal, fingerprint_of, read_step, step_of
-from megarl.rollout.journal_file import scan
-from megarl.rollout.journal_folder import discard_after, drop_steps, fingerprints_in, set_aside, steps_in
-from megarl.rollout.worker import GroupJob, GroupSummary, summarize
+from megarl.rollout.journal.journal import Journal, fingerprint_of, read_step, step_of
+from megarl.rollout.journal.journal_folder import discard_after, drop_steps, fingerprints_in, set_aside, steps_in
+from megarl.rollout.journal.record_file import scan
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 
 STEP = 12
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "policy_versions")

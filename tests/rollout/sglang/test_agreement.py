@@ -15,7 +15,7 @@ import pytest
 
 from megarl.errors import WorkerError
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.spec import EngineSpec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, stop_token_ids
 from tests.megatron.fidelity.models import CONFIGS, save_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
 from tests.rollout.remote import RemoteEngine

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.rollout.determinism import seeded_hash
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.spec import EngineSpec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, stop_token_ids
+from megarl.rollout.sglang.cpu_determinism import seeded_hash
 from tests.megatron.fidelity.models import save_model
 from tests.rollout.remote import RemoteEngine
 

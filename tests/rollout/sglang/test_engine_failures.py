@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
-from megarl.rollout.sglang import SglangEngine
+from megarl.rollout.sglang.sglang_engine import SglangEngine
 from tests.rollout.remote import RemoteEngine, requests
 
 PROMPT = [1, 2, 3]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.rollout import host as host_module
-from megarl.rollout.host import EngineHost
+from megarl.rollout.sglang import engine_host
+from megarl.rollout.sglang.engine_host import EngineHost
 
 
 class Manager:
@@ -23,7 +23,7 @@ class Manager:
 @pytest.fixture
 def hosted(monkeypatch):
     """A host whose two schedulers have used `spent` seconds of processor time."""
-    monkeypatch.setattr(host_module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_host, "BEAT_SECONDS", 0.01)
     host = EngineHost(SimpleNamespace(log_dir=None))
     host._engine = SimpleNamespace(tokenizer_manager=Manager())
     host.spent = [1.0, 1.0]
@@ -79,7 +79,7 @@ def test_one_that_works_for_too_long_without_an_answer_gives_no_sign_until_it_an
     async def main():
         spinning = asyncio.create_task(spin())
         assert await beats(hosted)
-        monkeypatch.setattr(host_module, "BUSY_SECONDS", 0.05)
+        monkeypatch.setattr(engine_host, "BUSY_SECONDS", 0.05)
         await asyncio.sleep(0.1)
         assert not await beats(hosted)
         hosted.tokenizer_manager.gate.set()

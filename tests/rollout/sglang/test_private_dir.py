@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout import private_folder
-from megarl.rollout.private_folder import PrivateFolder
+from megarl.rollout.sglang import private_dir
+from megarl.rollout.sglang.private_dir import PrivateFolder
 
-MAKE = "import sys, tempfile; tempfile.tempdir = sys.argv[1]; from megarl.rollout.private_folder import PrivateFolder; "
+MAKE = """import sys, tempfile; tempfile.tempdir = sys.argv[1]
+from megarl.rollout.sglang.private_dir import PrivateFolder
+"""
 WAIT = "folder = PrivateFolder('engine-'); print(folder.path, flush=True); sys.stdin.read()"
 
 
@@ -50,7 +52,7 @@ def test_a_folder_that_another_process_takes_for_abandoned_before_it_is_locked_i
         if operation == fcntl.LOCK_EX and not removed:
             (folder,) = temporary.iterdir()
             removed.append(folder)
-            private_folder._remove_abandoned(folder)
+            private_dir._remove_abandoned(folder)
             assert not folder.exists()
         return before(file, operation)
 
@@ -59,6 +61,6 @@ def test_a_folder_that_another_process_takes_for_abandoned_before_it_is_locked_i
     folder = PrivateFolder("engine-")
     assert Path(folder.path).is_dir()
     assert list(temporary.iterdir()) == [Path(folder.path)]
-    private_folder._remove_abandoned(Path(folder.path))
+    private_dir._remove_abandoned(Path(folder.path))
     assert Path(folder.path).is_dir()
     folder.remove()

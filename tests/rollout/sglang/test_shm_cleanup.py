@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.rollout.shared_queues import YOUNG_SECONDS, remove_abandoned, remove_of
+from megarl.rollout.sglang.shm_cleanup import YOUNG_SECONDS, remove_abandoned, remove_of
 
 
 def make(folder: Path, pid: int, *, age: float = 2 * YOUNG_SECONDS) -> Path:

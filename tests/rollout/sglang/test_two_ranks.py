@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from megarl.errors import ConfigError, WeightSyncError, WorkerError
-from megarl.reshard.bucket import digest
-from megarl.reshard.layout import slices
-from megarl.rollout.host import check_port
-from megarl.rollout.trace import trace_layouts
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import digest
+from megarl.rollout.sglang.engine_host import check_port
+from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
 from tests.rollout.remote import RemoteEngine, box_bucket, boxes_of, requests, send_bucket, send_round, sync, sync_boxes
-from tests.rollout.test_weights import PROMPTS, assert_engine_holds
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_engine_holds
 
 
 @pytest.fixture(scope="module")

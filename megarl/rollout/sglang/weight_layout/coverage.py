@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
-from megarl.reshard.layout import Box, intersect, volume
+from megarl.reshard.layout.layout import Box, intersect, volume
 
 
 class Coverage:

@@ -1,7 +1,7 @@
 """An engine's weight layout, read off SGLang's own `load_weights` instead of guessed.
 
     trace_live       in a TP rank of a running engine, over its live parameters; nothing is written
-    trace_layouts    without an engine: every TP rank's model on the meta device (megarl.rollout.trace)
+    trace_layouts    without an engine: every TP rank's model on the meta device (`offline_trace`)
 
 A local box has as many dimensions as the Hugging Face tensor: where the parameter has more (experts stacked in one),
 its leading dimensions count as one. `fold` looks at a parameter that way.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import dtype_name, torch_dtype
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout, extent
-from megarl.rollout.recorder import END, Memory, Origin, Recorder, locate
+from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout, extent
+from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
+from megarl.rollout.sglang.weight_layout.load_recorder import END, Memory, Origin, Recorder, locate
 
 NAMES_SHOWN = 8
 

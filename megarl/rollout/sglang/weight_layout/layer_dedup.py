@@ -5,7 +5,7 @@
 
 Alike are layers that are built of the same modules, with parameters of the same shapes and dtypes, and whose tensors
 have the same shapes. That their loader then treats them alike is an assumption; whoever uses it checks it against whole
-traces (`megarl.rollout.trace_child`).
+traces (`megarl.rollout.sglang.weight_layout.trace_child`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import replace
 from torch import nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout import Piece, PieceTable, TensorSpec, WeightLayout
-from megarl.rollout.engine_trace import EngineTrace, Padding, own_tensors, trace_live
+from megarl.reshard.layout.layout import Piece, PieceTable, TensorSpec, WeightLayout
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding, own_tensors, trace_live
 
 Alike = Mapping[int, list[int]]
 """First layer of its kind -> all layers of that kind, itself among them."""

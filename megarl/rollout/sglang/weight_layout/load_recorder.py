@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.reshard.layout import Box, extent, intersect
-from megarl.rollout.coverage import Coverage, subtract
+from megarl.reshard.layout.layout import Box, extent, intersect
+from megarl.rollout.sglang.weight_layout.coverage import Coverage, subtract
 
 
 @dataclass(frozen=True, slots=True)

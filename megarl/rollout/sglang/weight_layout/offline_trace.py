@@ -1,6 +1,6 @@
 """The weight layouts of an engine that does not run: for plans made before it starts, and for layouts of any size.
 
-trace_layouts() ---- request ----> child process with the engine's environment: megarl.rollout.trace_child
+trace_layouts() ---- request ----> child process with the engine's environment: `trace_child`
 <--- traces -----  (SGLang's own models on the meta device)
 '--- cache folder, by everything that the traces depend on
 """
@@ -23,17 +23,24 @@ import torch
 
 from megarl.errors import DataError, WeightSyncError
 from megarl.model_files.json_object import read_json_object
-from megarl.reshard.layout import WeightLayout
-from megarl.rollout import coverage, engine_trace, layer_kinds, recorder, trace_child, trace_file
-from megarl.rollout.engine_trace import EngineTrace, trace_live
-from megarl.rollout.environment import engine_environment
-from megarl.rollout.manifest import read_manifest
-from megarl.rollout.spec import EngineSpec
-from megarl.rollout.trace_file import read_traces
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.weight_layout import (
+    coverage,
+    engine_trace,
+    layer_dedup,
+    load_recorder,
+    trace_child,
+    trace_file,
+)
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, trace_live
+from megarl.rollout.sglang.weight_layout.trace_file import read_traces
+from megarl.rollout.sglang.weight_update.expected_tensors import read_manifest
 
 __all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
 
-CODE = (coverage, engine_trace, layer_kinds, recorder, trace_child, trace_file)
+CODE = (coverage, engine_trace, layer_dedup, load_recorder, trace_child, trace_file)
 """Modules that decide what a trace is, and how it is stored."""
 
 CHILD_SECONDS = 600.0

@@ -1,8 +1,8 @@
-"""Traces the TP ranks of an engine that does not exist; `megarl.rollout.trace` starts it.
+"""Traces the TP ranks of an engine that does not exist; `megarl.rollout.sglang.weight_layout.offline_trace` starts it.
 
 Every rank's model is built on the meta device: it takes no memory, and its process groups know ranks and sizes only.
 
-    python -m megarl.rollout.trace_child <request file> <file for the traces> <file for an error>
+    python -m megarl.rollout.sglang.weight_layout.trace_child <request file> <file for the traces> <file for an error>
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from megarl.errors import MegarlError
-from megarl.reshard.bucket import torch_dtype
-from megarl.reshard.layout import TensorSpec, WeightLayout
-from megarl.rollout.arguments import engine_arguments
-from megarl.rollout.engine_trace import EngineTrace, trace_live
-from megarl.rollout.layer_kinds import layers_alike, trace_one_of_each
-from megarl.rollout.spec import EngineSpec
-from megarl.rollout.trace_file import write_traces
+from megarl.reshard.layout.layout import TensorSpec, WeightLayout
+from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.server_args import engine_arguments
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, trace_live
+from megarl.rollout.sglang.weight_layout.layer_dedup import layers_alike, trace_one_of_each
+from megarl.rollout.sglang.weight_layout.trace_file import write_traces
 
 WHOLE_TRACES = 2
 """Up to as many ranks are traced layer by layer."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.layout import PieceTable, TensorSpec, WeightLayout
-from megarl.rollout.engine_trace import EngineTrace, Padding
+from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
 """Of a rank's `PieceTable`, beside the names that the first two count."""

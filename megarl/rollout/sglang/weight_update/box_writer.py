@@ -1,6 +1,6 @@
 """Boxes of weights, straight from shared memory into the parameters of one TP rank.
 
-write_boxes   check the round's boxes; if they are right, in every rank, copy them (megarl.rollout.reception: receive)
+write_boxes   check the round's boxes; if they are right, in every rank, copy them (`network_receive`: receive)
 finish        check that the session's boxes leave no hole; pad, and have the model compute what it derives
 hash_boxes    what the parameters hold, box by box, to compare bit by bit
 """
@@ -15,14 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import BoxBucket, BoxSlot, digest, dtype_name, identify_memory, map_bucket, torch_dtype
-from megarl.reshard.layout import Box, TensorSpec, contains, extent, slices
-from megarl.rollout.ballot import Ballot
-from megarl.rollout.coverage import Coverage
-from megarl.rollout.encoding import decode_boxes, encode_traces
-from megarl.rollout.engine_trace import EngineTrace, box_text, fold, listing, trace_live
-from megarl.rollout.manifest import read_manifest
-from megarl.rollout.orders import Order, Reply
+from megarl.reshard.layout.layout import Box, TensorSpec, contains, extent, slices
+from megarl.reshard.transfer.bucket import (
+    BoxBucket,
+    BoxSlot,
+    digest,
+    dtype_name,
+    identify_memory,
+    map_bucket,
+    torch_dtype,
+)
+from megarl.rollout.sglang.weight_layout.coverage import Coverage
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, box_text, fold, listing, trace_live
+from megarl.rollout.sglang.weight_update.commit_vote import Ballot
+from megarl.rollout.sglang.weight_update.expected_tensors import read_manifest
+from megarl.rollout.sglang.weight_update.message_encoding import decode_boxes, encode_traces
+from megarl.rollout.sglang.weight_update.messages import Order, Reply
 
 
 @dataclass

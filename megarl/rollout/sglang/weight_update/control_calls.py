@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.receiver import IMPORT_PATH
+from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
 if TYPE_CHECKING:
-    from megarl.rollout.host import EngineHost
+    from megarl.rollout.sglang.engine_host import EngineHost
 
 T = TypeVar("T")
 

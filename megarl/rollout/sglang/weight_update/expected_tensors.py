@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from megarl.model_files.folder import derived_tensors, read_headers
 from megarl.model_files.json_object import read_json_object
-from megarl.reshard.bucket import TensorSlot
+from megarl.model_files.weight_index import derived_tensors, read_headers
+from megarl.reshard.transfer.bucket import TensorSlot
 
 
 @dataclass(frozen=True, slots=True)

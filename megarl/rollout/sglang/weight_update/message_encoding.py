@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.reshard.bucket import BoxBucket, BoxSlot
-from megarl.reshard.layout import Box, Piece, TensorSpec, WeightLayout
-from megarl.rollout.engine_trace import EngineTrace, Padding
+from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 
 def encode_traces(traces: Sequence[EngineTrace]) -> dict[str, Any]:

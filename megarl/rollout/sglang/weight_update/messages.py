@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.reshard.bucket import BoxBucket, TensorSlot, WeightBucket
-from megarl.reshard.process_groups import Meeting
-from megarl.rollout.encoding import encode_boxes
+from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket
+from megarl.reshard.transfer.process_groups import Meeting
+from megarl.rollout.sglang.weight_update.message_encoding import encode_boxes
 
 Order = Mapping[str, Any]
 """`op` and `reply` (a path; the rank is appended), and what the operation needs. Strings, numbers, lists and dicts

@@ -16,14 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import BoxSlot
-from megarl.reshard.handover import HandoverRank
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.sink import Parameters
-from megarl.rollout.ballot import Ballot
-from megarl.rollout.boxes import Session, box_problem, find_targets, forget_session, open_session
-from megarl.rollout.engine_trace import fold, listing
-from megarl.rollout.orders import Order, Reply
+from megarl.reshard.planning.disaggregated import HandoverRank
+from megarl.reshard.transfer.bucket import BoxSlot
+from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.sink import Parameters
+from megarl.rollout.sglang.weight_layout.engine_trace import fold, listing
+from megarl.rollout.sglang.weight_update.box_writer import (
+    Session,
+    box_problem,
+    find_targets,
+    forget_session,
+    open_session,
+)
+from megarl.rollout.sglang.weight_update.commit_vote import Ballot
+from megarl.rollout.sglang.weight_update.messages import Order, Reply
 
 _prepared: HandoverRank | None = None
 """This process's part, and its connections."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.reshard.bucket import BoxBucket
+from megarl.reshard.transfer.bucket import BoxBucket
 
 Parts = list[BoxBucket | None]
 """By TP rank."""

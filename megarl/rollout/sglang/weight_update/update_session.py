@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.reshard.bucket import BoxBucket, WeightBucket
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import Box
-from megarl.reshard.process_groups import Meeting
-from megarl.reshard.strategy import SyncStats
-from megarl.rollout.encoding import decode_traces
-from megarl.rollout.engine_trace import EngineTrace, listing
-from megarl.rollout.manifest import read_manifest
-from megarl.rollout.orders import (
+from megarl.reshard.layout.layout import Box
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.process_groups import Meeting
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, listing
+from megarl.rollout.sglang.weight_update.control_calls import UpdateCalls
+from megarl.rollout.sglang.weight_update.expected_tensors import read_manifest
+from megarl.rollout.sglang.weight_update.message_encoding import decode_traces
+from megarl.rollout.sglang.weight_update.messages import (
     WRITING,
     Reply,
     dump_order,
@@ -47,11 +48,10 @@ from megarl.rollout.orders import (
     write_boxes_order,
     write_order,
 )
-from megarl.rollout.rendezvous import Parts, Rendezvous
-from megarl.rollout.update_calls import UpdateCalls
+from megarl.rollout.sglang.weight_update.round_barrier import Parts, Rendezvous
 
 if TYPE_CHECKING:
-    from megarl.rollout.host import EngineHost
+    from megarl.rollout.sglang.engine_host import EngineHost
 
 
 class WeightSession:

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.reshard.bucket import open_bucket
-from megarl.rollout import boxes, reception
-from megarl.rollout.ballot import Ballot
-from megarl.rollout.manifest import problems, read_manifest
-from megarl.rollout.orders import WRITING, Order, Reply, mark_path, read_bucket, send_reply
+from megarl.reshard.transfer.bucket import open_bucket
+from megarl.rollout.sglang.weight_update import box_writer, network_receive
+from megarl.rollout.sglang.weight_update.commit_vote import Ballot
+from megarl.rollout.sglang.weight_update.expected_tensors import problems, read_manifest
+from megarl.rollout.sglang.weight_update.messages import WRITING, Order, Reply, mark_path, read_bucket, send_reply
 
-IMPORT_PATH = "megarl.rollout.receiver.load"
+IMPORT_PATH = "megarl.rollout.sglang.weight_update.weight_loader.load"
 """As SGLang's `custom_weight_loader` and `load_format` name it."""
 
 
@@ -82,17 +82,17 @@ def _dump(model: nn.Module, order: Order, reply: Reply) -> None:
 
 WRITERS: dict[str, Callable[[Any, Order, Reply, Ballot], None]] = {
     "write": _write,
-    "write_boxes": boxes.write_boxes,
-    "receive": reception.receive,
-    "finish": boxes.finish,
+    "write_boxes": box_writer.write_boxes,
+    "receive": network_receive.receive,
+    "finish": box_writer.finish,
 }
 """Each checks first, and writes only if the ballot agrees; the reply of a rank that found nothing wrong is no error."""
 
 READERS: dict[str, Callable[[Any, Order, Reply], None]] = {
-    "prepare": reception.prepare,
-    "join": reception.join,
-    "trace": boxes.tell_trace,
-    "hash": boxes.hash_boxes,
+    "prepare": network_receive.prepare,
+    "join": network_receive.join,
+    "trace": box_writer.tell_trace,
+    "hash": box_writer.hash_boxes,
     "dump": _dump,
 }
 

@@ -9,11 +9,11 @@ import sys
 
 import torch
 
-from megarl.reshard.layout import slices
-from megarl.rollout.engine_trace import fold, own_tensors, trace_live
-from megarl.rollout.layer_kinds import layers_alike, trace_one_of_each
-from megarl.rollout.spec import EngineSpec
-from megarl.rollout.trace_child import build_model, checkpoint_tensors, packed
+from megarl.reshard.layout.layout import slices
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.weight_layout.engine_trace import fold, own_tensors, trace_live
+from megarl.rollout.sglang.weight_layout.layer_dedup import layers_alike, trace_one_of_each
+from megarl.rollout.sglang.weight_layout.trace_child import build_model, checkpoint_tensors, packed
 
 UNTOUCHED = -7.0
 

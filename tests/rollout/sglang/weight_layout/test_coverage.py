@@ -2,8 +2,8 @@ import random
 
 import torch
 
-from megarl.reshard.layout import slices
-from megarl.rollout.coverage import Coverage, subtract
+from megarl.reshard.layout.layout import slices
+from megarl.rollout.sglang.weight_layout.coverage import Coverage, subtract
 
 
 def random_box(rng, shape):

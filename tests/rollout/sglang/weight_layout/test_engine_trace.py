@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout import TensorSpec
-from megarl.rollout.engine_trace import Padding, trace_live
+from megarl.reshard.layout.layout import TensorSpec
+from megarl.rollout.sglang.weight_layout.engine_trace import Padding, trace_live
 
 TENSORS = {"a": TensorSpec((4, 6), "float32"), "b": TensorSpec((4, 6), "float32")}
 

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from megarl.reshard.layout import TensorSpec
-from megarl.rollout.engine_trace import trace_live
-from megarl.rollout.layer_kinds import layers_alike, trace_one_of_each
-from megarl.rollout.trace_child import packed
-from megarl.rollout.trace_file import read_traces, write_traces
+from megarl.reshard.layout.layout import TensorSpec
+from megarl.rollout.sglang.weight_layout.engine_trace import trace_live
+from megarl.rollout.sglang.weight_layout.layer_dedup import layers_alike, trace_one_of_each
+from megarl.rollout.sglang.weight_layout.trace_child import packed
+from megarl.rollout.sglang.weight_layout.trace_file import read_traces, write_traces
 
 
 class Layers(nn.Module):

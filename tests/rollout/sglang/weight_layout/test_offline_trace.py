@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoConfig
 
 from megarl.errors import DataError
-from megarl.reshard.layout import volume
-from megarl.rollout import trace
-from megarl.rollout.encoding import decode_traces, encode_traces
-from megarl.rollout.environment import engine_environment
-from megarl.rollout.trace import trace_engine, trace_layouts
+from megarl.reshard.layout.layout import volume
+from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.weight_layout import offline_trace
+from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
+from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
 
 SIZES = {
     "vocab_size": 500,
@@ -153,7 +153,7 @@ def test_a_config_is_enough_and_the_second_time_comes_from_the_cache(folders, ca
     split = [p for p in layouts[0].pieces if volume(p.box) < volume(whole[p.tensor].box)]
     assert any("experts.7.down_proj" in p.tensor for p in split)
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(trace, "_ask_child", None)
+    monkeypatch.setattr(offline_trace, "_ask_child", None)
     assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
     with pytest.raises(TypeError):
         trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")

@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.bucket import digest
-from megarl.reshard.layout import slices
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import digest
 from tests.rollout import reference
 from tests.rollout.remote import boxes_of, requests, send_bucket, send_round, sync, sync_boxes
-from tests.rollout.test_weights import PROMPTS, assert_serves, served
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_serves, served
 
 __all__ = ["served"]
 

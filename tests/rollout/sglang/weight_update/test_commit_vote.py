@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.rollout import receiver
-from megarl.rollout.ballot import Ballot
-from megarl.rollout.orders import dump_order, mark_path, read_reply, reply_path
-from tests.rollout.test_receiver import Engine, order
+from megarl.rollout.sglang.weight_update import weight_loader
+from megarl.rollout.sglang.weight_update.commit_vote import Ballot
+from megarl.rollout.sglang.weight_update.messages import dump_order, mark_path, read_reply, reply_path
+from tests.rollout.sglang.weight_update.test_weight_loader import Engine, order
 
 __all__ = ["order"]
 
@@ -54,15 +54,15 @@ def test_a_mark_that_cannot_be_made_does_not_keep_a_rank_from_voting(both, tmp_p
 def execute(both, monkeypatch):
     """Gives each rank an order and a model of its own: both models and replies."""
     here = threading.local()
-    monkeypatch.setattr(receiver, "_tp_rank", lambda: here.rank)
-    monkeypatch.setattr(receiver, "_tp_group", lambda: here.group)
+    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: here.rank)
+    monkeypatch.setattr(weight_loader, "_tp_group", lambda: here.group)
 
     def run(orders):
         models = [Engine(), Engine()]
 
         def load(rank, group):
             here.rank, here.group = rank, group
-            receiver.load(models[rank], [(orders[rank], torch.empty(0))])
+            weight_loader.load(models[rank], [(orders[rank], torch.empty(0))])
             return read_reply(reply_path(orders[rank]["reply"], rank))
 
         return models, both(load)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.spec import EngineSpec
-from megarl.rollout.update_calls import UpdateCalls
+from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.weight_update.control_calls import UpdateCalls
 
 SECONDS = 0.1
 

@@ -8,16 +8,16 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import slices
-from megarl.reshard.process_groups import Meeting, open_store
-from megarl.rollout.trace import trace_engine
-from megarl.rollout.weights import whole_tensors
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.transfer.process_groups import Meeting, open_store
+from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine
+from megarl.rollout.sglang.weight_update.update_session import whole_tensors
 from tests.reshard.rank_process import HandoverMember, RankProcess, call
 from tests.rollout import reference
 from tests.rollout.remote import RemoteEngine, send_bucket, send_round
-from tests.rollout.test_reception import Versions, trainer_layouts
-from tests.rollout.test_weights import PROMPTS
+from tests.rollout.sglang.weight_update.test_network_receive import Versions, trainer_layouts
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
 TP = 2
 NUM_NORMS = 9

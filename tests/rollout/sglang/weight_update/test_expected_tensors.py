@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.errors import DataError
-from megarl.reshard.bucket import lay_out
-from megarl.rollout.manifest import problems, read_manifest
+from megarl.reshard.transfer.bucket import lay_out
+from megarl.rollout.sglang.weight_update.expected_tensors import problems, read_manifest
 
 
 def model_folder(folder, shards, **config):

@@ -11,15 +11,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.reshard.bucket import digest
-from megarl.reshard.handover import Handover
-from megarl.reshard.layout import Piece, WeightLayout, slices
-from megarl.reshard.process_groups import Meeting, open_store
+from megarl.reshard.layout.layout import Piece, WeightLayout, slices
+from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.transfer.bucket import digest
+from megarl.reshard.transfer.process_groups import Meeting, open_store
 from tests.reshard.rank_process import HandoverMember, RankProcess
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
 from tests.rollout.remote import RemoteEngine
-from tests.rollout.test_weights import PROMPTS
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
 SYNC_SECONDS = 5.0
 ANSWER_SECONDS = 5.0

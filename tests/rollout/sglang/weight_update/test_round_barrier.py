@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.rendezvous import Rendezvous
+from megarl.rollout.sglang.weight_update.round_barrier import Rendezvous
 
 
 def run(main, seconds=0.05, error=None):

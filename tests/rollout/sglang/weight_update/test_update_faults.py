@@ -12,7 +12,7 @@ import pytest
 from megarl.errors import WeightSyncError, WorkerError
 from tests.rollout import reference
 from tests.rollout.remote import RemoteEngine, box_bucket, boxes_of, requests, sync_boxes
-from tests.rollout.test_weights import PROMPTS
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
 ROUND_SECONDS, ANSWER_SECONDS = 2.0, 3.0
 SLACK = 4.0

@@ -7,9 +7,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from megarl.reshard.bucket import BoxSlot, SharedBuffer, lay_out
-from megarl.rollout import receiver
-from megarl.rollout.orders import dump_order, read_reply, reply_path, write_boxes_order, write_order
+from megarl.reshard.transfer.bucket import BoxSlot, SharedBuffer, lay_out
+from megarl.rollout.sglang.weight_update import weight_loader
+from megarl.rollout.sglang.weight_update.messages import (
+    dump_order,
+    read_reply,
+    reply_path,
+    write_boxes_order,
+    write_order,
+)
 from tests.rollout.remote import box_bucket
 
 
@@ -32,8 +38,8 @@ class Engine(nn.Module):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(receiver, "_tp_rank", lambda: 1)
-    monkeypatch.setattr(receiver, "_tp_group", lambda: None)
+    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 1)
+    monkeypatch.setattr(weight_loader, "_tp_group", lambda: None)
     return Engine()
 
 
@@ -59,7 +65,7 @@ def order(tmp_path):
 
 def execute(model, order):
     placeholder = torch.empty(0)
-    receiver.load(model, [(json.loads(json.dumps(order)), placeholder)])
+    weight_loader.load(model, [(json.loads(json.dumps(order)), placeholder)])
     return read_reply(reply_path(order["reply"], 1))
 
 
@@ -158,4 +164,4 @@ def test_a_bucket_that_is_wrong_is_refused_and_does_not_count(model, boxes, chan
     assert re.search(message, reply.error)
     assert model.a.tolist() == [0.0] * 4
     assert execute(model, boxes(200)).error is None
-    receiver.boxes.open_session(201)
+    weight_loader.boxes.open_session(201)

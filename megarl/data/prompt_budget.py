@@ -1,0 +1,36 @@
+"""The longest prompt that a model's context allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import RunConfig
+from megarl.errors import ConfigError
+
+
+def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
+    """Longest prompt in tokens: `data.max_prompt_tokens`, else what the context leaves after the completion.
+
+    Args:
+        hf_config: the content of the model's config.json.
+
+    Raises:
+        ConfigError: prompt and completion do not fit the model's context.
+    """
+    context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    if prompt is None:
+        if completion >= context:
+            raise ConfigError(
+                f"rollout.max_new_tokens: needs to leave room for a prompt in the model's max_position_embeddings = "
+                f"{context}, got {completion}, {context} - {completion} = {context - completion}"
+            )
+        return context - completion
+    if prompt + completion > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens: prompt and completion need to fit the model's max_position_embeddings = "
+            f"{context}, got data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {completion} = "
+            f"{prompt + completion}"
+        )
+    return prompt
