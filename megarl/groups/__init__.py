@@ -1,0 +1,1 @@
+"""Handles through which the controller calls remote trainer ranks, engines and rollout workers."""

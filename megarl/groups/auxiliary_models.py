@@ -1,4 +1,4 @@
-"""The models that a run has beside its policy, and where they are."""
+"""The auxiliary models of a run (critics, reference, reward models, teachers) and their placement."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
-from megarl.config.algorithms.algorithm import VapoConfig
-from megarl.config.auxiliary_roles import SCORER, Role
+from megarl.config.algorithms.actor_critic import VapoConfig
+from megarl.config.auxiliary_model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
-from megarl.groups.trainer_group import FrozenGroup, TrainerGroup, rank_processes
+from megarl.groups.trainer_group import FrozenGroup, TrainerGroup, make_rank_processes
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.megatron.trainer_worker import FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
@@ -21,82 +21,89 @@ from megarl.workers.group import Pending, WorkerGroup, WorkerProcesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Models:
-    """A run's models beside the policy, by the names of their roles."""
+class AuxiliaryModels:
+    """The auxiliary models of a run, by name."""
 
     trained: Mapping[str, TrainerGroup]
     frozen: Mapping[str, FrozenGroup]
-    apart: frozenset[str]
-    """Names of those with slots of their own."""
+    dedicated: frozenset[str]
+    """Names of the models with dedicated slots."""
     processes: tuple[WorkerProcesses, ...] = ()
-    """The trainer's, and those of all pools that models have to themselves."""
+    """Processes of the trainer and of all dedicated pools."""
 
     @classmethod
     def start(
-        cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool], *, fill: bool = True
-    ) -> tuple[Models, list[Pending[None]]]:
-        """All of them, and what to wait for until they are built.
+        cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool], *, load_weights: bool = True
+    ) -> tuple[AuxiliaryModels, list[Pending[None]]]:
+        """Begin to build all models; return them and the pending calls to wait for.
 
         Args:
-            processes: the trainer's, which models share that have no slots of their own.
+            processes: the trainer's processes, which models without dedicated slots share.
             pools: slots by the name of their pool.
-            fill: models that are trained start from their folders; else something will load them.
+            load_weights: whether trained models load the weights of their folders; if not, a checkpoint is loaded
+                later.
         """
-        of_pool = {MAIN_POOL: processes}
-        trained, frozen, apart, starting = {}, {}, set(), []
-        for role in config.roles:
-            if role.pool not in of_pool:
-                of_pool[role.pool] = rank_processes(pools[role.pool], role.pool)
-            if role.pool != MAIN_POOL:
-                apart.add(role.name)
-            processes = of_pool[role.pool]
-            grid = RankGrid.of(role.parallel, len(processes.pool.slots))
-            spec = _model_spec(config, role, processes.pool.device)
-            cost = sequence_cost(read_model(role.path)[0])
-            if role.optimizer is None:
-                model = FrozenGroup(WorkerGroup[FrozenWorker](role.name, processes, grid), cost=cost)
+        processes_by_pool = {MAIN_POOL: processes}
+        trained, frozen, dedicated, starting = {}, {}, set(), []
+        for auxiliary in config.auxiliary_models:
+            if auxiliary.pool not in processes_by_pool:
+                processes_by_pool[auxiliary.pool] = make_rank_processes(pools[auxiliary.pool], auxiliary.pool)
+            if auxiliary.pool != MAIN_POOL:
+                dedicated.add(auxiliary.name)
+            processes = processes_by_pool[auxiliary.pool]
+            grid = RankGrid.of(auxiliary.parallel, len(processes.pool.slots))
+            spec = _model_spec(config, auxiliary, processes.pool.device)
+            cost = sequence_cost(load_architecture_and_dtype(auxiliary.path)[0])
+            if auxiliary.optimizer is None:
+                model = FrozenGroup(WorkerGroup[FrozenWorker](auxiliary.name, processes, grid), cost=cost)
                 starting.append(model.start_workers(spec))
-                frozen[role.name] = model
+                frozen[auxiliary.name] = model
             else:
                 trainer = TrainerGroup(
-                    WorkerGroup[TrainerWorker](role.name, processes, grid), cost=cost, offloaded=OffloadConfig()
+                    WorkerGroup[TrainerWorker](auxiliary.name, processes, grid),
+                    cost=cost,
+                    offload_config=OffloadConfig(),
                 )
                 updates = total_updates(config) + pretraining_updates(config)
-                spec = replace(spec, weights="hf" if fill else "none")
+                spec = replace(spec, weights="hf" if load_weights else "none")
                 starting.append(
-                    trainer.start_workers(TrainerSpec(model=spec, optimizer=role.optimizer, optimizer_steps=updates))
+                    trainer.start_workers(
+                        TrainerSpec(model=spec, optimizer=auxiliary.optimizer, optimizer_steps=updates)
+                    )
                 )
-                trained[role.name] = trainer
-        models = cls(trained=trained, frozen=frozen, apart=frozenset(apart), processes=tuple(of_pool.values()))
+                trained[auxiliary.name] = trainer
+        models = cls(
+            trained=trained, frozen=frozen, dedicated=frozenset(dedicated), processes=tuple(processes_by_pool.values())
+        )
         return models, starting
 
     @property
     def scorers(self) -> Mapping[str, FrozenGroup]:
-        """Reward models by the name of their term."""
-        prefix = SCORER.format("")
+        """Reward models by the name of their reward term."""
+        prefix = REWARD_MODEL_NAME.format("")
         return {name.removeprefix(prefix): group for name, group in self.frozen.items() if name.startswith(prefix)}
 
 
 def total_updates(config: RunConfig) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the number of the policy's optimizer steps in the whole run."""
     return config.trainer.steps * config.algorithm.updates_per_step
 
 
 def pretraining_updates(config: RunConfig) -> int:
-    """Optimizer steps of critics before the policy's first."""
+    """Return the number of the critic's optimizer steps before the policy's first."""
     algorithm = config.algorithm
     return algorithm.pretraining.max_steps * algorithm.updates_per_step if isinstance(algorithm, VapoConfig) else 0
 
 
-def _model_spec(config: RunConfig, role: Role, device: str) -> ModelSpec:
-    swap = (device == "cuda") if config.placement.swap_idle is None else config.placement.swap_idle
+def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:
+    swap = (device == "cuda") if config.placement.offload_idle_models is None else config.placement.offload_idle_models
     return ModelSpec(
-        model_path=role.path,
-        head=role.head,
+        model_path=auxiliary.path,
+        head=auxiliary.head,
         dtype=config.model.dtype,
-        parallel=role.parallel,
+        parallel=auxiliary.parallel,
         recompute=config.trainer.recompute,
-        temperature=config.rollout.sampling.temperature if role.head == "lm" else 1.0,
+        temperature=config.rollout.sampling.temperature if auxiliary.head == "lm" else 1.0,
         seed=config.seed,
-        swaps=swap and role.pool == MAIN_POOL,
+        offload_when_idle=swap and auxiliary.pool == MAIN_POOL,
     )

@@ -1,6 +1,7 @@
-"""What needs a step's tokens and no model: run in a rollout worker's process, which is near them.
+"""Advantage estimation: computations on a step's tokens that need no model.
 
-Shapes: T tokens of all completions one after another, N completions.
+They run in the process of a rollout worker, where the tokens are. Shapes: N completions, whose T tokens (prompts
+included) are concatenated.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ from torch import Tensor
 
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.requests import Key, TokenColumn
+from megarl.megatron.requests import SampleKey, TokenColumn
 from megarl.workers.payload import Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTokens:
-    """The completions of a step. Entry t is about token t, given those before it."""
+class TokenBatch:
+    """The completions of a step, packed. Entry t of a column refers to token t given the tokens before it."""
 
     mask_T: Tensor
-    """bool [T]: sampled by the policy."""
+    """bool [T]: True where the policy sampled the token."""
     cu_seqlens_N: Tensor
-    """int64 [N + 1]."""
+    """int64 [N + 1]: offsets of the completions."""
     rewards_N: Tensor
-    """float32 [N]."""
+    """float32 [N]: reward of each completion."""
     group_ids_N: Tensor
-    """int64 [N]."""
+    """int64 [N]: index of each completion's group."""
     columns: Mapping[Column, Tensor]
-    """float32 [T] each."""
+    """Values per token by name, float32 [T] each."""
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [N]: sampled tokens."""
-        return self.sums(torch.ones_like(self.mask_T, dtype=torch.float32)).long()
+        """Number of sampled tokens of each completion, int64 [N]."""
+        return self.sequence_sums(torch.ones_like(self.mask_T, dtype=torch.float32)).long()
 
-    def sums(self, values_T: Tensor) -> Tensor:
-        """[N] over each completion's sampled tokens."""
+    def sequence_sums(self, values_T: Tensor) -> Tensor:
+        """Return the sum over the sampled tokens of each completion, float32 [N]."""
         masked_T = torch.where(self.mask_T, values_T, 0.0).double()
         total_T = torch.cat([masked_T.new_zeros(1), masked_T.cumsum(0)])
         return (total_T[self.cu_seqlens_N[1:]] - total_T[self.cu_seqlens_N[:-1]]).float()
 
-    def at_ends(self, values_N: Tensor) -> Tensor:
-        """[T]: each completion's value at its last sampled token, 0 elsewhere."""
+    def at_last_token(self, values_N: Tensor) -> Tensor:
+        """Return [T] values: each completion's value at its last sampled token, 0 elsewhere."""
         owner_T = torch.repeat_interleave(self.cu_seqlens_N.diff())
         last_N = torch.full((len(values_N),), -1).scatter_reduce(
             0, owner_T[self.mask_T], self.mask_T.nonzero()[:, 0], "amax"
@@ -57,96 +58,101 @@ class StepTokens:
         out_T[last_N[sampled_N]] = values_N[sampled_N].float()
         return out_T
 
-    def rewards(self, penalty_T: Tensor | None = None) -> Tensor:
-        """[T]: each completion's reward at its last sampled token, less the penalty of every sampled one."""
-        rewards_T = self.at_ends(self.rewards_N)
+    def token_rewards(self, penalty_T: Tensor | None = None) -> Tensor:
+        """Return [T] rewards: a completion's reward at its last sampled token, minus the penalty at sampled tokens."""
+        rewards_T = self.at_last_token(self.rewards_N)
         return rewards_T if penalty_T is None else rewards_T - torch.where(self.mask_T, penalty_T, 0.0)
 
-    def totals(self, penalty_T: Tensor | None = None) -> Tensor:
-        """[N]: each completion's reward, less the penalty of its sampled tokens."""
-        return self.rewards_N if penalty_T is None else self.rewards_N - self.sums(penalty_T)
+    def sequence_rewards(self, penalty_T: Tensor | None = None) -> Tensor:
+        """Return [N] rewards: each completion's reward minus the sum of the penalty over its sampled tokens."""
+        return self.rewards_N if penalty_T is None else self.rewards_N - self.sequence_sums(penalty_T)
 
-    def mean(self, values_T: Tensor) -> float:
-        """Over all sampled tokens."""
+    def masked_mean(self, values_T: Tensor) -> float:
+        """Return the mean over all sampled tokens; 0 if there are none."""
         return float(values_T[self.mask_T].double().mean()) if bool(self.mask_T.any()) else 0.0
 
     def explained_variance(self, values_T: Tensor, returns_T: Tensor) -> float:
-        """1 - Var(returns - values) / Var(returns) over sampled tokens; 0 where all returns are equal."""
+        """Return 1 - Var(returns - values) / Var(returns) over sampled tokens; 0 if all returns are equal."""
         returns_K, values_K = returns_T[self.mask_T].double(), values_T[self.mask_T].double()
         variance = float(returns_K.var(correction=0)) if len(returns_K) else 0.0
         return 1 - float((returns_K - values_K).var(correction=0)) / variance if variance > 0 else 0.0
 
-    def with_advantages(self, advantages_T: Tensor, metrics: Mapping[str, float], **columns: Tensor) -> Estimates:
-        """Estimates of them; the completions' means are what people look at.
+    def with_advantages(self, advantages_T: Tensor, metrics: Mapping[str, float], **columns: Tensor) -> EstimatorOutput:
+        """Return an output with the advantages (0 at tokens that were not sampled) and their mean per completion.
 
         Args:
-            columns: further ones, by name.
+            columns: further columns of the output by name, [T] each.
         """
         advantages_T = torch.where(self.mask_T, advantages_T, 0.0)
-        means_N = self.sums(advantages_T) / self.lengths.clamp(min=1)
+        means_N = self.sequence_sums(advantages_T) / self.lengths.clamp(min=1)
         found: dict[Column, Tensor] = {"advantages": advantages_T}
         for name, column_T in columns.items():
             found[cast("Column", name)] = column_T
-        return Estimates(columns=found, scalars={"advantages": means_N}, metrics=metrics)
+        return EstimatorOutput(columns=found, scalars={"advantages": means_N}, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimates:
-    """What was found out about a step's completions."""
+class EstimatorOutput:
+    """Result of an estimator for the completions of a step."""
 
     columns: Mapping[Column, Tensor] = field(default_factory=dict)
-    """float32 [T] each."""
+    """Values per token by name, float32 [T] each."""
     scalars: Mapping[Column, Tensor] = field(default_factory=dict)
-    """[N] each."""
+    """Values per completion by name, [N] each."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-Estimator = Callable[..., Estimates]
-"""`(tokens: StepTokens, *arguments) -> Estimates`, a function of a module."""
+Estimator = Callable[..., EstimatorOutput]
+"""Module-level function `(tokens: TokenBatch, *arguments) -> EstimatorOutput`; sent to workers by reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateJob:
-    """What a rollout worker is to compute."""
+    """An estimator call for a rollout worker."""
 
     estimator: Estimator
     arguments: tuple[Any, ...]
     rewards: tuple[float, ...]
-    """[N]."""
+    """Reward of each completion, N values."""
     columns: Mapping[Column, Payload[TokenColumn]]
-    gives: tuple[Column, ...]
-    """Columns that the estimator gives."""
+    outputs: tuple[Column, ...]
+    """Names of the columns of `EstimatorOutput` to return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """What the controller reads of `Estimates`."""
+class EstimateSummary:
+    """The part of `EstimatorOutput` that is sent to the controller: values per completion and metrics."""
 
     scalars: Mapping[Column, list[float]]
     metrics: Mapping[str, float]
 
 
-def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[Findings, list[TokenColumn]]:
-    """The numbers, and the columns of `job.gives` in the form in which they travel."""
+def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[EstimateSummary, list[TokenColumn]]:
+    """Run the estimator; return the summary for the controller and the columns of `job.outputs` as `TokenColumn`s."""
     keys = [(p, i) for p, group in enumerate(groups) for i in range(len(group))]
-    columns = {name: _concatenated(payload.fetch(), keys) for name, payload in job.columns.items()}
-    tokens = step_tokens(groups, job.rewards, columns)
-    found = job.estimator(tokens, *job.arguments)
-    scalars: dict[Column, list[float]] = {name: values_N.tolist() for name, values_N in found.scalars.items()}
+    columns = {name: _concatenate(payload.fetch(), keys) for name, payload in job.columns.items()}
+    tokens = make_token_batch(groups, job.rewards, columns)
+    output = job.estimator(tokens, *job.arguments)
+    scalars: dict[Column, list[float]] = {name: values_N.tolist() for name, values_N in output.scalars.items()}
     bounds = tokens.cu_seqlens_N.tolist()
-    given: list[TokenColumn] = []
-    for name in job.gives:
-        whole = found.columns[name].float().numpy()
-        given.append([{key: whole[a:b] for key, a, b in zip(keys, bounds, bounds[1:], strict=False)}])
-    return Findings(scalars=scalars, metrics=found.metrics), given
+    columns_out: list[TokenColumn] = []
+    for name in job.outputs:
+        values = output.columns[name].float().numpy()
+        columns_out.append([{key: values[a:b] for key, a, b in zip(keys, bounds, bounds[1:], strict=False)}])
+    return EstimateSummary(scalars=scalars, metrics=output.metrics), columns_out
 
 
-def step_tokens(
+def make_token_batch(
     groups: Sequence[Sequence[Trajectory]], rewards: Sequence[float], columns: Mapping[Column, Tensor]
-) -> StepTokens:
-    """All trajectories of the groups."""
+) -> TokenBatch:
+    """Concatenate all trajectories of the groups, in order, into one batch.
+
+    Args:
+        rewards: one per trajectory.
+        columns: float32 [T] each.
+    """
     trajectories = [trajectory for group in groups for trajectory in group]
-    return StepTokens(
+    return TokenBatch(
         mask_T=torch.from_numpy(np.concatenate([t.loss_mask for t in trajectories])),
         cu_seqlens_N=torch.tensor([0, *np.cumsum([t.num_tokens for t in trajectories])]),
         rewards_N=torch.tensor(rewards, dtype=torch.float32),
@@ -155,6 +161,6 @@ def step_tokens(
     )
 
 
-def _concatenated(column: TokenColumn, keys: Sequence[Key]) -> Tensor:
+def _concatenate(column: TokenColumn, keys: Sequence[SampleKey]) -> Tensor:
     merged = ChainMap(*map(dict, column))
     return torch.from_numpy(np.concatenate([merged[key] for key in keys]))

@@ -1,4 +1,7 @@
-"""Rollout workers as the controller calls them: prompts in, finished groups out, their tokens left where they are."""
+"""The controller's handle on the rollout workers: sends prompts, yields finished groups, and restarts workers.
+
+Tokens stay in Ray's object store: the controller receives summaries and references.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +19,35 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.groups.engine_group import EngineGroup
-from megarl.groups.estimation import EstimateJob, Findings
+from megarl.groups.estimation import EstimateJob, EstimateSummary
 from megarl.groups.remote_engine import RemoteEngine
-from megarl.groups.rollout_actor import Rewards, RolloutProcess
+from megarl.groups.rollout_actor import RolloutActor, TrajectoryReward
 from megarl.megatron.requests import TokenColumn
 from megarl.placement.nodes import light_nodes
 from megarl.process.startup_trace import ProcessStart
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
-from megarl.supervision.engine_supervisor import LOOK_SECONDS
-from megarl.supervision.liveness_probe import SIGNS, WorkerPulse
+from megarl.supervision.engine_supervisor import POLL_INTERVAL_SECONDS
+from megarl.supervision.liveness_probe import LIVENESS_GROUP, WorkerLivenessProbe
 from megarl.workers.failures import check_deadline, raise_failure, translate, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.worker_host import AsyncShell
 
-DEATHS = (RayActorError, ActorUnschedulableError)
-"""What calls to a worker end in that has died, or whose machine was lost before it was there."""
+WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
+"""Errors of a call to a worker that has died, or whose node was lost before the worker was created."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """One prompt's scored samples."""
+    """The scored samples of one prompt."""
 
     summary: GroupSummary
     payload: StoredPayload[list[Trajectory]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A job that a worker has been given."""
+class _InFlightJob:
+    """A job that a worker is processing."""
 
     job: GroupJob
     worker: int
@@ -52,8 +55,8 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
-    """Rollouts that a worker has been told to write."""
+class _PendingRecord:
+    """A call that writes rollouts to disk and has not finished."""
 
     index: int
     worker: Any
@@ -61,63 +64,63 @@ class _Recording:
 
 
 class RolloutGroup:
-    """Spreads prompts over the rollout workers, each of which balances over all engines.
+    """Distributes prompts over the rollout workers, each of which balances its requests over all engines.
 
-    A worker that dies is replaced, and its jobs are asked again under the same request ids; one that stands still is
-    killed. Engines are supervised while groups are waited for; workers hear of those that have come back.
+    A worker that dies is replaced, and its jobs are submitted again under the same request ids; a worker that hangs is
+    killed. Engines are supervised while the group waits; workers are notified of engines that are lost or restarted.
     """
 
     def __init__(self, config: RunConfig, engines: EngineGroup) -> None:
         self._config = config
         self._timeout = config.rollout.request_timeout_seconds * 2
         self._start_seconds = config.placement.start_timeout_seconds
-        self._engines, self._supervision = engines, engines.supervision
-        self.asked = time.time()
-        """When Ray was asked for the workers' processes."""
+        self._engines, self._supervisor = engines, engines.supervisor
+        self.requested_at = time.time()
+        """Unix time at which the workers' processes were requested from Ray."""
         self._workers = [self._launch(index) for index in range(config.rollout.workers)]
-        self._pulses = [self._pulse(worker) for worker in self._workers]
-        self._looked = time.monotonic()
-        self._known: list[RemoteEngine | None] = []
-        """By engine, what the workers take for it."""
-        self._records: dict[Any, _Recording] = {}
-        """What is being written."""
+        self._probes = [self._make_probe(worker) for worker in self._workers]
+        self._last_check = time.monotonic()
+        self._known_engines: list[RemoteEngine | None] = []
+        """Handle of each engine that the workers currently use, by replica; None for an engine that does not serve."""
+        self._records: dict[Any, _PendingRecord] = {}
+        """Unfinished calls that write rollouts, by Ray reference."""
 
     def start(self) -> None:
-        """Build the workers; the engines must be up. Raises as `stream` does."""
-        self._known = self._engines.remote_engines()
+        """Build the workers; the engines must have started. Raises as `stream` does."""
+        self._known_engines = self._engines.remote_engines()
         for index, building in enumerate([self._build(worker) for worker in self._workers]):
             self._restart(index, building)
 
-    def came_up(self) -> list[ProcessStart]:
-        """How each worker's process did."""
-        refs = [worker.came_up.remote() for worker in self._workers]
+    def startup_timing(self) -> list[ProcessStart]:
+        """Return the startup timing of each worker's process."""
+        refs = [worker.startup_timing.remote() for worker in self._workers]
         return wait_all(refs, what="start", names=self._names(refs))
 
     def actors(self) -> dict[str, Any]:
-        """Ray actors by their names for people."""
+        """Return the Ray actors by their names in messages."""
         return {f"rollout worker {index}": worker for index, worker in enumerate(self._workers)}
 
-    def first_completion(self) -> float:
-        """See `EngineGroup`."""
-        return self._engines.first_completion()
+    def first_completion_time(self) -> float:
+        """Return the Unix time of the first completion on any engine."""
+        return self._engines.first_completion_time()
 
     def stream(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
     ) -> Iterator[FinishedGroup]:
-        """Groups as they finish; `group_id` is the prompt's place in `prompts`.
+        """Yield groups as they finish; `group_id` is the index of the prompt in `prompts`.
 
-        What has not come when the stream ends is given up: the engines may then have other weights.
+        Groups that are unfinished when the stream is closed are cancelled: by then the engines may have other weights.
 
         Args:
-            label: names the requests: `<label>-<group>-<sample>`.
-            seed: what the samples' randomness follows from.
+            label: prefix of the request ids, `<label>-<group>-<sample>`.
+            seed: seed of the samples.
 
         Raises:
-            RewardError, WorkerError: as the worker raised it, or a process was lost that may not be restarted; the
-                first ends the stream.
+            RewardError, WorkerError: as the worker raised it, or a process was lost that must not be restarted; the
+                first error ends the stream.
         """
-        self._tend_engines()
-        asked: dict[Any, _Asked] = {}
+        self._poll_engines()
+        in_flight: dict[Any, _InFlightJob] = {}
         for group_id, prompt in enumerate(prompts):
             job = GroupJob(
                 prompt=prompt,
@@ -127,176 +130,181 @@ class RolloutGroup:
                 request_id=f"{label}-{group_id}",
                 seed=seed,
             )
-            self._ask(job, group_id % len(self._workers), asked)
+            self._submit(job, group_id % len(self._workers), in_flight)
         replayed = 0
         try:
-            for summary, payload in self._finished(asked, label):
+            for summary, payload in self._iter_finished(in_flight, label):
                 replayed += summary.replayed
                 yield FinishedGroup(summary, payload)
         finally:
-            for ref in asked:
+            for ref in in_flight:
                 ray.cancel(ref, recursive=False)
         if replayed:
-            self._supervision.restarts.say(f"{label}: {replayed} of {len(prompts)} groups are from the journal")
+            self._supervisor.restart_budget.notify(
+                f"{label}: replayed {replayed} of {len(prompts)} groups from the journal"
+            )
 
-    def _finished(
-        self, asked: dict[Any, _Asked], label: str
+    def _iter_finished(
+        self, in_flight: dict[Any, _InFlightJob], label: str
     ) -> Iterator[tuple[GroupSummary, StoredPayload[list[Trajectory]]]]:
-        """The groups of `asked`, which are taken out as they finish; raises as `stream` does."""
-        patience = _Patience(self._timeout)
-        while asked:
-            done = self._wait(asked)
-            if self._tend_engines():
-                patience.renew()
-            if not done and patience.is_over:
-                raise WorkerError(f"{label}: {len(asked)} groups were not done after {self._timeout:g} s")
+        """Yield the groups of `in_flight` as they finish, and remove them from it; raises as `stream` does."""
+        idle = _IdleTimeout(self._timeout)
+        while in_flight:
+            done = self._wait_any(in_flight)
+            if self._poll_engines():
+                idle.reset()
+            if not done and idle.is_expired:
+                raise WorkerError(f"{label}: {len(in_flight)} groups did not finish within {self._timeout:g} s")
             for summary in done:
-                patience.renew()
-                if self._has_died(summary):
-                    self._replace_worker(asked[summary].worker, summary, asked)
+                idle.reset()
+                if self._is_worker_dead(summary):
+                    self._replace_worker(in_flight[summary].worker, summary, in_flight)
                     break
-                raise_failure(summary, what="rollout", name=f"rollout worker {asked[summary].worker}")
-                yield ray.get(summary), StoredPayload(asked.pop(summary).payload)
+                raise_failure(summary, what="rollout", name=f"rollout worker {in_flight[summary].worker}")
+                yield ray.get(summary), StoredPayload(in_flight.pop(summary).payload)
 
-    def _ask(self, job: GroupJob, worker: int, asked: dict[Any, _Asked]) -> None:
+    def _submit(self, job: GroupJob, worker: int, in_flight: dict[Any, _InFlightJob]) -> None:
         summary, payload = self._workers[worker].invoke.options(num_returns=2).remote("rollout_group", job)
-        asked[summary] = _Asked(job, worker, payload)
+        in_flight[summary] = _InFlightJob(job, worker, payload)
 
-    def _wait(self, asked: Mapping[Any, _Asked]) -> list[Any]:
-        """One of them that is done; none after a while, or when an engine has something to tell."""
-        done, _ = ray.wait([*asked, *self._supervision.refs()], num_returns=1, timeout=LOOK_SECONDS)
-        found = [ref for ref in done if ref in asked]
-        if not found or time.monotonic() - self._looked > LOOK_SECONDS:
-            self._look_after({each.worker for each in asked.values()})
+    def _wait_any(self, in_flight: Mapping[Any, _InFlightJob]) -> list[Any]:
+        """Return one finished job in a list; empty after a timeout or if the state of an engine may have changed."""
+        done, _ = ray.wait([*in_flight, *self._supervisor.refs()], num_returns=1, timeout=POLL_INTERVAL_SECONDS)
+        found = [ref for ref in done if ref in in_flight]
+        if not found or time.monotonic() - self._last_check > POLL_INTERVAL_SECONDS:
+            self._kill_hung_workers({each.worker for each in in_flight.values()})
         return found
 
     def _wait_for(self, ref: Any, worker: int) -> None:
-        """Until this call to the worker is over, well or not."""
-        while not ray.wait([ref], timeout=LOOK_SECONDS)[0]:
-            self._look_after({worker})
+        """Block until this call to the worker has returned or failed."""
+        while not ray.wait([ref], timeout=POLL_INTERVAL_SECONDS)[0]:
+            self._kill_hung_workers({worker})
 
-    def _look_after(self, workers: Iterable[int]) -> None:
-        """Kill those of the workers that stand still, so that their calls end; raises as a `deadline` does."""
-        self._looked = time.monotonic()
+    def _kill_hung_workers(self, workers: Iterable[int]) -> None:
+        """Kill the workers that hang, so that their calls end; raises as `deadline` in megarl.workers.failures does."""
+        self._last_check = time.monotonic()
         check_deadline(sorted(f"rollout worker {index}" for index in workers))
         for index in workers:
-            if self._pulses[index].stands_still():
+            if self._probes[index].is_hung():
                 seconds = self._config.recovery.engine_stall_seconds
-                self._supervision.restarts.say(
-                    f"rollout worker {index} has given no sign of life for {seconds:g} s "
+                self._supervisor.restart_budget.notify(
+                    f"rollout worker {index} has not answered a ping for {seconds:g} s "
                     "(recovery.engine_stall_seconds); killing it"
                 )
                 ray.kill(self._workers[index])
-                self._pulses[index] = self._pulse(self._workers[index])  # its death takes a while to be known
+                self._probes[index] = self._make_probe(self._workers[index])  # its death is reported with a delay
 
-    def _tend_engines(self) -> bool:
-        """Look after the engines, and tell the workers of those lost or come back; whether there were, or none serves.
+    def _poll_engines(self) -> bool:
+        """Poll the engines and notify the workers of those that were lost or restarted.
 
-        Raises as `Supervision.tend` does.
+        Returns whether an engine was lost or restarted, or none serves. Raises as `EngineSupervisor.poll` does.
         """
-        self._supervision.tend()
+        self._supervisor.poll()
         changed = False
         for number, engine in enumerate(self._engines.remote_engines()):
-            if engine == self._known[number]:
+            if engine == self._known_engines[number]:
                 continue
-            self._known[number] = engine
+            self._known_engines[number] = engine
             changed = True
             lost = LostEngineError(f"{self._engines.name(number)} was lost")
             for worker in self._workers:
                 if engine is None:
-                    worker.invoke.remote("lose_engine", number, lost)
+                    worker.invoke.remote("mark_engine_lost", number, lost)
                 else:
                     worker.invoke.remote("replace_engine", number, engine)
-        return changed or not self._supervision.serving
+        return changed or not self._supervisor.serving
 
-    def _replace_worker(self, index: int, failed: Any, asked: dict[Any, _Asked]) -> None:
-        """Start a worker anew that has died, which the call `failed` tells, and ask it for what the old one had."""
+    def _replace_worker(self, index: int, failed: Any, in_flight: dict[Any, _InFlightJob]) -> None:
+        """Restart a worker whose death the call `failed` has reported, and submit its jobs to the new one."""
         self._restart(index, failed)
-        for ref, old in list(asked.items()):
+        for ref, old in list(in_flight.items()):
             if old.worker == index:
-                del asked[ref]
-                self._ask(old.job, index, asked)
+                del in_flight[ref]
+                self._submit(old.job, index, in_flight)
 
     def _restart(self, index: int, call: Any) -> None:
-        """Start a worker anew where `call` has ended with its process, until one is built; raises what else it raised.
+        """Wait for `call`, and restart the worker as long as calls fail because of its death.
 
         Raises:
-            WorkerError: it may not be restarted.
+            MegarlError: `call` failed for another reason.
+            WorkerError: the worker must not be restarted, or did not start in time.
         """
-        name, restarts = f"rollout worker {index}", self._supervision.restarts
+        name, restart_budget = f"rollout worker {index}", self._supervisor.restart_budget
         while True:
             try:
                 wait_any([call], what="rollout worker start", names={call: name}, timeout=self._start_seconds)
             except WorkerError:
-                ray.kill(self._workers[index])  # or it would be taken for built
+                ray.kill(self._workers[index])  # otherwise it would later pass as built
                 raise
             try:
                 ray.get(call)
-            except DEATHS as error:
+            except WORKER_DEATHS as error:
                 cause = translate(error, what="rollout", name=name)
-                time.sleep(restarts.take("rollout worker", cause, restarts.step, who=name))
+                time.sleep(restart_budget.spend("rollout worker", cause, restart_budget.step, worker=name))
             except RayError as error:
                 raise translate(error, what="rollout worker start", name=name) from error
             else:
                 return
-            ray.kill(self._workers[index])  # where Ray has but lost sight of it
+            ray.kill(self._workers[index])  # Ray may only have lost contact with it
             self._workers[index] = self._launch(index)
-            self._pulses[index] = self._pulse(self._workers[index])
+            self._probes[index] = self._make_probe(self._workers[index])
             call = self._build(self._workers[index])
 
     def _launch(self, index: int) -> Any:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         nodes = light_nodes()
         here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
-        actor = ray.remote(concurrency_groups={SIGNS: 1})(AsyncShell)
+        actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncShell)
         options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
         worker = options.remote(environment)
-        worker.expect.remote(RolloutProcess, time.time())  # it imports for seconds, while engines start
+        worker.expect.remote(
+            RolloutActor, time.time()
+        )  # imports take seconds and overlap with the start of the engines
         return worker
 
-    def _pulse(self, worker: Any) -> WorkerPulse:
-        return WorkerPulse(worker, self._config.recovery.engine_stall_seconds)
+    def _make_probe(self, worker: Any) -> WorkerLivenessProbe:
+        return WorkerLivenessProbe(worker, self._config.recovery.engine_stall_seconds)
 
     def _build(self, worker: Any) -> Any:
-        return worker.build.remote(RolloutProcess, (self._config, self._known), {}, time.time())
+        return worker.build.remote(RolloutActor, (self._config, self._known_engines), {}, time.time())
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
     ) -> list[FinishedGroup]:
-        """All groups, in the order of the prompts."""
+        """Sample like `stream` and return all groups, in the order of the prompts."""
         groups = self.stream(prompts, num_samples=num_samples, sampling=sampling, label=label, seed=seed)
         return sorted(groups, key=lambda group: group.summary.group_id)
 
     def estimate(
         self, job: EstimateJob, groups: Sequence[FinishedGroup]
-    ) -> tuple[Findings, dict[Column, StoredPayload[TokenColumn]]]:
-        """What `job` finds out of the groups' trajectories; its columns stay where they are."""
+    ) -> tuple[EstimateSummary, dict[Column, StoredPayload[TokenColumn]]]:
+        """Run `job` on the trajectories of the groups in a worker; its columns stay in the object store."""
         while True:
-            call = self._workers[0].invoke.options(num_returns=1 + len(job.gives))
+            call = self._workers[0].invoke.options(num_returns=1 + len(job.outputs))
             refs = call.remote("estimate", job, *[group.payload.ref for group in groups])
-            found, *columns = refs if job.gives else [refs]
-            self._wait_for(found, 0)
-            if not self._has_died(found):
+            summary_ref, *columns = refs if job.outputs else [refs]
+            self._wait_for(summary_ref, 0)
+            if not self._is_worker_dead(summary_ref):
                 break
-            self._restart(0, found)
-        (findings,) = wait_all([found], what="estimate", names=self._names([found]))
-        return findings, {name: StoredPayload(ref) for name, ref in zip(job.gives, columns, strict=True)}
+            self._restart(0, summary_ref)
+        (summary,) = wait_all([summary_ref], what="estimate", names=self._names([summary_ref]))
+        return summary, {name: StoredPayload(ref) for name, ref in zip(job.outputs, columns, strict=True)}
 
     def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float]) -> None:
-        """Have a worker write the step's rollouts to Parquet, while the run goes on."""
-        self.finish_records()
+        """Begin to write the step's rollouts to Parquet in a worker; blocks until the previous ones are on disk."""
+        self.flush_records()
         refs = [group.payload.ref for group in groups]
-        rewards = [Rewards(t.reward, t.rewards) for group in groups for t in group.summary.trajectories]
+        rewards = [TrajectoryReward(t.reward, t.rewards) for group in groups for t in group.summary.trajectories]
         self._record(step % len(self._workers), (step, rewards, list(advantages), *refs))
 
-    def finish_records(self) -> None:
-        """Block until what `record` began is on disk."""
+    def flush_records(self) -> None:
+        """Block until the rollouts of all `record` calls are on disk."""
         while self._records:
             ref, recording = next(iter(self._records.items()))
             index, name = recording.index, f"rollout worker {recording.index}"
             self._wait_for(ref, index)
             del self._records[ref]
-            if not self._has_died(ref):
+            if not self._is_worker_dead(ref):
                 raise_failure(ref, what="record rollouts", name=name)
                 continue
             if self._workers[index] is recording.worker:
@@ -305,13 +313,13 @@ class RolloutGroup:
 
     def _record(self, index: int, arguments: tuple[Any, ...]) -> None:
         worker = self._workers[index]
-        self._records[worker.invoke.remote("record", *arguments)] = _Recording(index, worker, arguments)
+        self._records[worker.invoke.remote("record", *arguments)] = _PendingRecord(index, worker, arguments)
 
-    def _has_died(self, ref: Any) -> bool:
-        """Whether the finished call `ref` has ended with its worker's process."""
+    def _is_worker_dead(self, ref: Any) -> bool:
+        """Return whether the finished call `ref` failed because its worker's process died."""
         try:
             ray.get(ref)
-        except DEATHS:
+        except WORKER_DEATHS:
             return True
         except RayError:
             return False
@@ -321,17 +329,17 @@ class RolloutGroup:
         return {ref: f"rollout worker {i}" for i, ref in enumerate(refs)}
 
 
-class _Patience:
-    """How long nothing may come."""
+class _IdleTimeout:
+    """Longest time without progress."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._since = seconds, time.monotonic()
 
-    def renew(self) -> None:
-        """Something came."""
+    def reset(self) -> None:
+        """Restart the timeout after progress."""
         self._since = time.monotonic()
 
     @property
-    def is_over(self) -> bool:
-        """Nothing came for too long."""
+    def is_expired(self) -> bool:
+        """Whether the timeout has passed without progress."""
         return time.monotonic() - self._since > self._seconds

@@ -1,4 +1,4 @@
-"""The Megatron trainer ranks as the controller calls them."""
+"""The controller's handles on groups of Megatron ranks: frozen models and trainers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from megarl.batch.balance import SequenceCost
 from megarl.config import RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.requests import (
-    ADD_UP,
-    EvaluationWork,
-    Invitation,
-    Key,
+    SUM_SYNC_STATS,
+    ForwardRequest,
     LoadReport,
     ModelSpec,
-    SavedPart,
-    SaveOrder,
+    RendezvousInfo,
+    SampleKey,
+    SavedShard,
+    SaveRequest,
     SaveStats,
     SyncSetup,
     TokenColumn,
     TrainerSpec,
+    TrainRequest,
     TrainStats,
-    TrainWork,
-    evaluation_transfer,
-    train_transfer,
+    forward_dispatch,
+    train_dispatch,
 )
-from megarl.megatron.trainer_worker import Evaluator, FrozenWorker, TrainerWorker
+from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import BROADCAST, Transfer, from_first, to_all
@@ -40,39 +40,39 @@ from megarl.workers.payload import Payload
 if TYPE_CHECKING:
     from megarl.megatron.runtime.offload import OffloadStats
     from megarl.reshard.planning.strategy import SyncStats
-    from megarl.reshard.transfer.process_groups import Meeting
+    from megarl.reshard.transfer.process_groups import TransferGroup
 
-W = TypeVar("W", bound=Evaluator)
+W = TypeVar("W", bound=ForwardWorker)
 
 
 class ModelGroup(Generic[W]):
-    """A model that can be evaluated, on every rank of a group; see `Evaluator`."""
+    """A model on the ranks of a group, which can run forward passes (`ForwardWorker`)."""
 
     def __init__(self, group: Group[W], *, cost: SequenceCost) -> None:
-        """`cost`: what micro-batches are balanced by."""
+        """`cost`: cost model by which micro-batches are balanced."""
         self.group = group
-        self._evaluated = evaluation_transfer(cost)
+        self._forward_dispatch = forward_dispatch(cost)
 
     @property
     def grid(self) -> RankGrid:
-        """Which rank does what."""
+        """Parallel layout of the ranks."""
         return self.group.grid
 
-    def logprobs(self, work: EvaluationWork) -> Payload[TokenColumn]:
-        """The tokens' log-probabilities."""
-        return self.group.keep(Evaluator.logprobs, work, via=self._evaluated)
+    def logprobs(self, request: ForwardRequest) -> Payload[TokenColumn]:
+        """Return the log-probability of each token; the values stay with the ranks."""
+        return self.group.keep(ForwardWorker.logprobs, request, via=self._forward_dispatch)
 
-    def values(self, work: EvaluationWork) -> Payload[TokenColumn]:
-        """Of a value model: what it expects before each token."""
-        return self.group.keep(Evaluator.values, work, via=self._evaluated)
+    def values(self, request: ForwardRequest) -> Payload[TokenColumn]:
+        """Return the value before each token, of a value model; the values stay with the ranks."""
+        return self.group.keep(ForwardWorker.values, request, via=self._forward_dispatch)
 
-    def scores(self, work: EvaluationWork) -> Mapping[Key, float]:
-        """Of a value model: what it says of each trajectory as a whole."""
-        return self.group.call(Evaluator.scores, work, via=self._evaluated)
+    def scores(self, request: ForwardRequest) -> Mapping[SampleKey, float]:
+        """Return one score per trajectory, of a value model."""
+        return self.group.call(ForwardWorker.scores, request, via=self._forward_dispatch)
 
 
 class FrozenGroup(ModelGroup[FrozenWorker]):
-    """A model that never changes."""
+    """A model that is not trained."""
 
     def start_workers(self, spec: ModelSpec) -> Pending[None]:
         """Build the model on every rank."""
@@ -80,80 +80,80 @@ class FrozenGroup(ModelGroup[FrozenWorker]):
 
 
 class TrainerGroup(ModelGroup[TrainerWorker]):
-    """A model that trains."""
+    """A model that is trained."""
 
-    def __init__(self, group: Group[TrainerWorker], *, cost: SequenceCost, offloaded: OffloadConfig) -> None:
-        """`offloaded`: resolved."""
+    def __init__(self, group: Group[TrainerWorker], *, cost: SequenceCost, offload_config: OffloadConfig) -> None:
+        """`offload_config`: as `OffloadConfig.resolved` returns it."""
         super().__init__(group, cost=cost)
-        self._split_by_dp = train_transfer(cost)
-        self.offloaded = offloaded
-        """What `offload` moves."""
+        self._train_dispatch = train_dispatch(cost)
+        self.offload_config = offload_config
+        """Which tensors `offload` moves to host memory."""
 
     def start_workers(self, spec: TrainerSpec) -> Pending[None]:
         """Build model and optimizer on every rank."""
         return self.group.start(TrainerWorker, (spec,))
 
-    def train_step(self, work: TrainWork) -> TrainStats:
-        """Train on the work, split over the data-parallel replicas."""
-        return self.group.call(TrainerWorker.train_step, work, via=self._split_by_dp)
+    def train_step(self, request: TrainRequest) -> TrainStats:
+        """Run the optimizer steps of the request, split over the data-parallel replicas."""
+        return self.group.call(TrainerWorker.train_step, request, via=self._train_dispatch)
 
-    def begin_train_step(self, work: TrainWork) -> Pending[TrainStats]:
-        """As `train_step`, returning at once where ranks are other processes; steps run in the order of beginning."""
-        return self.group.begin(TrainerWorker.train_step, work, via=self._split_by_dp)
+    def begin_train_step(self, request: TrainRequest) -> Pending[TrainStats]:
+        """Begin `train_step`; return at once if the ranks are other processes. Steps run in the order of the calls."""
+        return self.group.begin(TrainerWorker.train_step, request, via=self._train_dispatch)
 
-    def prepare_sync(self, setup: SyncSetup) -> Invitation | None:
-        """Plan how weights travel from now on; what engines need to know that receive them themselves."""
+    def prepare_sync(self, setup: SyncSetup) -> RendezvousInfo | None:
+        """Plan the next pushes of weights; return the rendezvous for disaggregated engines, None for colocated ones."""
         return self.group.call(TrainerWorker.prepare_sync, setup, via=_PREPARE)
 
-    def begin_join(self, meeting: Meeting) -> Pending[None]:
-        """Connect with engines that receive the weights themselves, and which have to join at the same time."""
-        return self.group.begin(TrainerWorker.join_engines, meeting, via=BROADCAST)
+    def begin_connect(self, transfer_group: TransferGroup) -> Pending[None]:
+        """Begin to connect to disaggregated engines, which must join at the same time."""
+        return self.group.begin(TrainerWorker.connect_engines, transfer_group, via=BROADCAST)
 
     def push_weights(self) -> SyncStats:
-        """Deliver the current weights."""
+        """Push the current weights to the engines."""
         return self.begin_push().result()
 
     def begin_push(self) -> Pending[SyncStats]:
-        """As `push_weights`, returning at once: engines that receive the weights themselves do so meanwhile."""
-        return self.group.begin(TrainerWorker.push_weights, None, via=ADD_UP)
+        """Begin `push_weights`; returns at once, so that disaggregated engines can receive at the same time."""
+        return self.group.begin(TrainerWorker.push_weights, None, via=SUM_SYNC_STATS)
 
     def offload(self) -> OffloadStats:
-        """Free the devices of what training alone needs; of all ranks together."""
-        return self.group.call(TrainerWorker.offload, self.offloaded, via=_OFFLOAD)
+        """Move what only training needs to host memory; return the totals of all ranks."""
+        return self.group.call(TrainerWorker.offload, self.offload_config, via=_OFFLOAD)
 
     def onload(self) -> OffloadStats:
-        """Bring it back; of all ranks together."""
+        """Move it back to the devices; return the totals of all ranks."""
         return self.group.call(TrainerWorker.onload, None, via=_ONLOAD)
 
     def save_hf(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
+        """Write the model to `folder` in Hugging Face format."""
         self.group.call(TrainerWorker.save_hf, folder, via=BROADCAST)
 
-    def begin_save(self, order: SaveOrder) -> SaveStats:
-        """Save the training state, and return when training may go on; `finish_save` has to follow."""
-        return self.group.call(TrainerWorker.begin_save, order, via=_BEGIN_SAVE)
+    def begin_save(self, request: SaveRequest) -> SaveStats:
+        """Begin to save the training state; returns when training may continue. `finish_save` must follow."""
+        return self.group.call(TrainerWorker.begin_save, request, via=_BEGIN_SAVE)
 
-    def save_is_written(self) -> bool:
-        """`finish_save` need not wait."""
-        return self.group.call(TrainerWorker.save_is_written, None, via=_IS_WRITTEN)
+    def is_save_written(self) -> bool:
+        """Return whether all files are written, so that `finish_save` will not block."""
+        return self.group.call(TrainerWorker.is_save_written, None, via=_IS_WRITTEN)
 
-    def finish_save(self) -> SavedPart:
-        """Wait until all is written; every rank's files."""
+    def finish_save(self) -> SavedShard:
+        """Block until all files are written; return the files of all ranks."""
         return self.group.call(TrainerWorker.finish_save, None, via=_FINISH_SAVE)
 
     def load_training(self, folder: str) -> LoadReport:
-        """Go on from the training state in `folder`, which may be of another layout."""
+        """Load the training state from `folder`, which may have been saved in another parallel layout."""
         return self.group.call(TrainerWorker.load_training, folder, via=_LOAD)
 
 
-_PREPARE: Transfer[SyncSetup, Invitation | None] = Transfer(to_all, from_first)
+_PREPARE: Transfer[SyncSetup, RendezvousInfo | None] = Transfer(to_all, from_first)
 
 
-def _total(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
+def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
     return reduce(add, results)
 
 
-def _began(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
+def _sum_save_stats(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
     return SaveStats(
         staging_bytes=sum(r.staging_bytes for r in results),
         bytes=sum(r.bytes for r in results),
@@ -161,39 +161,39 @@ def _began(results: Sequence[SaveStats], _: RankGrid) -> SaveStats:
     )
 
 
-def _written(results: Sequence[SavedPart], _: RankGrid) -> SavedPart:
+def _merge_saved_shards(results: Sequence[SavedShard], _: RankGrid) -> SavedShard:
     files = tuple(file for result in results for file in result.files)
-    return SavedPart(files=files, write_seconds=max(r.write_seconds for r in results))
+    return SavedShard(files=files, write_seconds=max(r.write_seconds for r in results))
 
 
-def _loaded(results: Sequence[LoadReport], _: RankGrid) -> LoadReport:
+def _merge_load_reports(results: Sequence[LoadReport], _: RankGrid) -> LoadReport:
     return LoadReport(same_layout=all(r.same_layout for r in results), bytes=sum(r.bytes for r in results))
 
 
-_BEGIN_SAVE: Transfer[SaveOrder, SaveStats] = Transfer(to_all, _began)
+_BEGIN_SAVE: Transfer[SaveRequest, SaveStats] = Transfer(to_all, _sum_save_stats)
 _IS_WRITTEN: Transfer[None, bool] = Transfer(to_all, lambda results, _: all(results))
-_FINISH_SAVE: Transfer[None, SavedPart] = Transfer(to_all, _written)
-_LOAD: Transfer[str, LoadReport] = Transfer(to_all, _loaded)
-_OFFLOAD: Transfer[OffloadConfig, OffloadStats] = Transfer(to_all, _total)
-_ONLOAD: Transfer[None, OffloadStats] = Transfer(to_all, _total)
+_FINISH_SAVE: Transfer[None, SavedShard] = Transfer(to_all, _merge_saved_shards)
+_LOAD: Transfer[str, LoadReport] = Transfer(to_all, _merge_load_reports)
+_OFFLOAD: Transfer[OffloadConfig, OffloadStats] = Transfer(to_all, _sum_offload_stats)
+_ONLOAD: Transfer[None, OffloadStats] = Transfer(to_all, _sum_offload_stats)
 
 
-def trainer_on(config: StageConfig, processes: Processes) -> TrainerGroup:
-    """The stage's trainer, as the role `trainer` in `processes`."""
-    model, _ = read_model(config.model.path)
+def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGroup:
+    """Create the stage's trainer group, as the role `trainer` in `processes`."""
+    model, _ = load_architecture_and_dtype(config.model.path)
     group = processes.group("trainer", RankGrid.of(config.trainer.parallel, processes.size))
-    shared = not (isinstance(config, RunConfig) and config.engines_apart)
-    offloaded = config.trainer.offload.resolved(processes.device, shared=shared)
-    return TrainerGroup(group, cost=sequence_cost(model), offloaded=offloaded)
+    shared = not (isinstance(config, RunConfig) and config.disaggregated)
+    offload_config = config.trainer.offload.resolved(processes.device, shared=shared)
+    return TrainerGroup(group, cost=sequence_cost(model), offload_config=offload_config)
 
 
-def rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:
-    """A process for Megatron ranks on every slot; `name` is for errors."""
+def make_rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:
+    """Create a process for Megatron ranks on each slot of the pool; `name` is used in error messages."""
     return WorkerProcesses(name, pool, rank_environment(pool.device))
 
 
 def rank_environment(device: str) -> dict[str, str]:
-    """Variables of the process of a Megatron rank."""
-    # One thread a rank: more would fight over the cores that other ranks have, and a result that depends on the
-    # number of threads is not reproducible. Sequence parallelism on CUDA overlaps as intended with one queue only.
+    """Return the environment variables of a Megatron rank's process."""
+    # One thread per rank: more would compete for the cores of other ranks, and results that depend on the number of
+    # threads are not reproducible. On CUDA, sequence parallelism overlaps as intended only with one queue.
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if device == "cuda" else {"OMP_NUM_THREADS": "1"}

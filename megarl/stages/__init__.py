@@ -1,0 +1,1 @@
+"""Training stages without engines: supervised fine-tuning, reward models, direct preference optimization."""

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a policy from pairs of answers."""
+"""Direct preference optimization (DPO): trains a policy on preference pairs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
 from megarl.data.sampler import PromptSampler
 from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
-from megarl.megatron.requests import DirectPreferenceLoss, TrainWork
+from megarl.megatron.loss_specs import DpoLoss
+from megarl.megatron.requests import TrainRequest
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog, Phase
-from megarl.stages.pairwise import PairsRun, Rewards, answers_of, evaluation_chunks, pair_work
+from megarl.run.events import EventLog, PhaseEvent
+from megarl.stages.pairwise import PairRewards, PairwiseRun, flatten_pairs, iter_forward_requests, make_pair_request
 
 
-class DpoRun(PairsRun):
-    """Asks the reference once, before the first step, and keeps nothing of it but the log-probabilities.
+class DpoRun(PairwiseRun):
+    """DPO with reference log-probabilities that are computed once, before the first step.
 
-    Where no other model is given, the trainer itself is the reference at that moment: there is no second copy. A run
-    that goes on from a checkpoint asks again, before it loads it.
+    Without a separate reference model the trainer itself computes them, as it still has the initial weights: there is
+    no second copy. A resumed run recomputes them before it loads the checkpoint.
     """
 
     def __init__(
@@ -35,21 +37,21 @@ class DpoRun(PairsRun):
         checkpoints: Checkpointer | None = None,
         resume: Path | None = None,
     ) -> None:
-        """`reference`: None where it is the model that training starts from, and which `trainer` still is."""
+        """`reference`: separate reference model; None: the initial weights, which `trainer` still has."""
         super().__init__(config, events, trainer, safety=False, checkpoints=checkpoints, resume=resume)
         self._config, self._reference = config, reference
-        self._loss = DirectPreferenceLoss(beta=config.dpo.beta, nll=config.dpo.nll)
+        self._loss = DpoLoss(beta=config.dpo.beta, nll=config.dpo.nll)
         self._ref_logprobs: Mapping[int, tuple[PerToken, PerToken]] = {}
         self._held_out_ref: Sequence[float] = ()
 
-    def begin(self) -> None:
-        """Ask the reference."""
+    @override
+    def prepare(self) -> None:
         with self.phase("reference"):
-            self._ask_reference()
+            self._compute_reference_logprobs()
 
-    def work(self, rows: Sequence[int]) -> TrainWork:
-        """See `SupervisedRun`."""
-        return pair_work(
+    @override
+    def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
+        return make_pair_request(
             [self.pairs[i] for i in rows],
             self.trainer,
             self._loss,
@@ -57,48 +59,51 @@ class DpoRun(PairsRun):
             ref_logprobs=[of for i in rows for of in self._ref_logprobs[i]],
         )
 
-    def held_out_rewards(self) -> Rewards:
-        """Of each answer, beta * (log pi - log pi_reference)."""
-        answers = answers_of(self.held_out)
-        found = self._logprobs(self.trainer, answers)
+    @override
+    def compute_held_out_rewards(self) -> PairRewards:
+        """Return beta * (log pi - log pi_reference) of the chosen and of the rejected answer of each held-out pair."""
+        answers = flatten_pairs(self.held_out)
+        found = self._compute_logprobs(self.trainer, answers)
         rewards = [
-            self._config.dpo.beta * (answer_logprob(answer, of) - ref)
+            self._config.dpo.beta * (sum_answer_logprobs(answer, of) - ref)
             for answer, of, ref in zip(answers, found, self._held_out_ref, strict=True)
         ]
         return list(zip(rewards[::2], rewards[1::2], strict=True))
 
-    def _ask_reference(self) -> None:
-        """Of the pairs that the run will train on, and of those held out."""
+    def _compute_reference_logprobs(self) -> None:
+        """Compute the reference log-probabilities of the pairs that the run trains on and of the held-out pairs."""
         config, model = self._config, self._reference or self.trainer
-        rows = rows_used(config, len(self.pairs))
-        held_out = answers_of(self.held_out)
-        found = self._logprobs(model, answers_of([self.pairs[i] for i in rows]) + held_out, what="reference")
+        rows = select_rows(config, len(self.pairs))
+        held_out = flatten_pairs(self.held_out)
+        found = self._compute_logprobs(model, flatten_pairs([self.pairs[i] for i in rows]) + held_out, what="reference")
         self._ref_logprobs = {row: (found[2 * i], found[2 * i + 1]) for i, row in enumerate(rows)}
-        of_held_out = found[2 * len(rows) :]
-        self._held_out_ref = [answer_logprob(answer, of) for answer, of in zip(held_out, of_held_out, strict=True)]
+        held_out_ref = found[2 * len(rows) :]
+        self._held_out_ref = [
+            sum_answer_logprobs(answer, of) for answer, of in zip(held_out, held_out_ref, strict=True)
+        ]
 
-    def _logprobs(
+    def _compute_logprobs(
         self, model: TrainerGroup | FrozenGroup, answers: Sequence[Trajectory], *, what: str | None = None
     ) -> list[PerToken]:
-        """By answer; `what`: say how far it is."""
+        """Return the log-probabilities of each answer; `what`: label under which progress is reported, None: silent."""
         logprobs: list[PerToken] = []
-        for chunk in evaluation_chunks(answers, model, self.max_tokens):
+        for chunk in iter_forward_requests(answers, model, self.max_tokens):
             found = {key: of for part in model.logprobs(chunk).fetch() for key, of in part.items()}
-            # copies: what came through shared memory would stay there
+            # copied, because views would keep the shared memory allocated
             logprobs += [found[ref.key].copy() for ref in chunk.samples]
             if what is not None:
-                self._events.add(Phase(self.step, f"{what} {len(logprobs):,}/{len(answers):,} answers"))
+                self._events.add(PhaseEvent(self.step, f"{what} {len(logprobs):,}/{len(answers):,} answers"))
         return logprobs
 
 
-def rows_used(config: DpoConfig, num_rows: int) -> list[int]:
-    """The rows that the run will take."""
+def select_rows(config: DpoConfig, num_rows: int) -> list[int]:
+    """Return the indices of the rows that the run trains on, in ascending order."""
     needed = config.trainer.steps * config.trainer.batch_size
     if needed >= num_rows:
         return list(range(num_rows))
     return sorted(PromptSampler(num_rows, config.seed, config.data.shuffle).take(needed))
 
 
-def answer_logprob(answer: Trajectory, logprobs: PerToken) -> float:
-    """Of the answer as a whole, given the prompt."""
+def sum_answer_logprobs(answer: Trajectory, logprobs: PerToken) -> float:
+    """Return the log-probability of the answer given the prompt: the sum over its sampled tokens."""
     return float(np.sum(logprobs, where=answer.loss_mask, dtype=np.float64))

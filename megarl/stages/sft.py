@@ -1,9 +1,11 @@
-"""Supervised fine-tuning."""
+"""Supervised fine-tuning (SFT) on demonstrations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
+from typing_extensions import override
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import SftConfig
@@ -12,14 +14,14 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import Denominators
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.families.model_folder import read_hf_config
-from megarl.megatron.requests import MiniBatch, SampleRef, TrainWork
+from megarl.megatron.requests import MiniBatch, SampleRef, TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog
 from megarl.stages.supervised import SupervisedRun
 
 
 class SftRun(SupervisedRun):
-    """Demonstrations in, one optimizer step a batch."""
+    """A supervised run on demonstrations, with one optimizer step per batch."""
 
     def __init__(
         self,
@@ -30,23 +32,23 @@ class SftRun(SupervisedRun):
         checkpoints: Checkpointer | None = None,
         resume: Path | None = None,
     ) -> None:
-        """See `SupervisedRun`."""
+        """Arguments as for `SupervisedRun`."""
         context = int(read_hf_config(Path(config.model.path))["max_position_embeddings"])
         tokenizer = load_tokenizer(config.model.path)
         self._config = config
         self._rows = load_demonstrations(config.data, tokenizer, max_tokens=context)
         super().__init__(config, events, trainer, num_rows=len(self._rows), checkpoints=checkpoints, resume=resume)
 
-    def work(self, rows: Sequence[int]) -> TrainWork:
-        """See `SupervisedRun`."""
-        return demonstration_work(self._config, [self._rows[i] for i in rows], self.trainer)
+    @override
+    def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
+        return make_sft_request(self._config, [self._rows[i] for i in rows], self.trainer)
 
 
-def demonstration_work(config: SftConfig, rows: Sequence[Trajectory], trainer: TrainerGroup) -> TrainWork:
-    """One optimizer step of `trainer` on `rows`."""
+def make_sft_request(config: SftConfig, rows: Sequence[Trajectory], trainer: TrainerGroup) -> TrainRequest:
+    """Return the request for one optimizer step of `trainer` on `rows`."""
     samples = tuple(SampleRef(payload=0, index=i, num_tokens=row.num_tokens) for i, row in enumerate(rows))
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
-    return TrainWork(
+    return TrainRequest(
         mini_batches=(
             MiniBatch(samples=samples, denominators=Denominators(num_tokens=tokens, num_sequences=len(rows))),
         ),

@@ -1,4 +1,4 @@
-"""Learning from the rows of a file, batch by batch: the loop that fine-tuning and learning from pairs share."""
+"""The training loop over the rows of a file that all stages without engines share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config import StageConfig
 from megarl.groups.trainer_group import TrainerGroup
-from megarl.megatron.requests import TrainStats, TrainWork
+from megarl.megatron.requests import TrainRequest, TrainStats
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.events import EventLog
 from megarl.run.run_state import RunState
@@ -20,11 +20,11 @@ from megarl.tracking.progress import StepLine
 from megarl.workers.group import Pending
 
 STEPS_AHEAD = 2
-"""Steps sent to the trainer before the oldest is waited for: it never idles between steps, save for a checkpoint."""
+"""Steps in flight at the trainer: it does not idle between steps, except for evaluations and checkpoints."""
 
 
 class SupervisedRun(StageRun, ABC):
-    """Rows in, one optimizer step a batch; an evaluation before the first, now and then, and after the last."""
+    """Trains with one optimizer step per batch of rows; evaluates before the first step, periodically, and last."""
 
     def __init__(
         self,
@@ -37,61 +37,61 @@ class SupervisedRun(StageRun, ABC):
         resume: Path | None = None,
     ) -> None:
         """Args:
-        checkpoints: where the run is saved.
-        resume: the checkpoint that it goes on from; `train` loads its model.
+        checkpoints: saves checkpoints; None: the run is not saved.
+        resume: folder of the checkpoint to resume from; `train` loads its model.
         """
         resumed = None if resume is None else RunState.read(resume)
         super().__init__(config, events, PhaseTimer(), num_rows=num_rows, checkpoints=checkpoints, resumed=resumed)
         self.trainer, self._resume = trainer, resume
-        self._books.logprob_abs_max = None
+        self.totals.logprob_abs_max = None
         self._finished_at = 0.0
 
     @abstractmethod
-    def work(self, rows: Sequence[int]) -> TrainWork:
-        """One optimizer step on the rows of these numbers."""
+    def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
+        """Return the request for one optimizer step on the rows with these indices."""
 
-    def begin(self) -> None:
-        """Ask the model that training starts from, before a checkpoint takes its place."""
+    def prepare(self) -> None:
+        """Compute what depends on the initial model, before a checkpoint is loaded into it."""
 
     def evaluate(self) -> None:
-        """Say how good the model is by now, where there is something to tell by."""
+        """Evaluate the current model, if the stage has held-out data."""
 
     def finish(self) -> None:
-        """Close the books."""
+        """Close the run's metrics and checkpoints."""
         self.close()
 
     def train(self) -> None:
-        """All steps, or those until `ends_early`, then the last checkpoint and the export."""
-        if not self.ends_early():
-            self.begin()
+        """Run steps until the last one or until `should_stop`, then save the last checkpoint and export the model."""
+        if not self.should_stop():
+            self.prepare()
         if self._resume is not None:
-            self.say(f"going on from step {self.step}: {self._resume}")
-            load_models(self._resume, {POLICY: self.trainer}, self.say)
-        elif not self.ends_early():
+            self.notify(f"resuming from step {self.step}: {self._resume}")
+            load_models(self._resume, {POLICY: self.trainer}, self.notify)
+        elif not self.should_stop():
             self.evaluate()
         self._finished_at = time.perf_counter()
-        under_way: deque[Pending[TrainStats]] = deque()
-        for begun in range(self.step + 1, self._stage.trainer.steps + 1):
+        in_flight: deque[Pending[TrainStats]] = deque()
+        for step in range(self.step + 1, self._stage_config.trainer.steps + 1):
             if self._checkpoints is not None:
                 self._checkpoints.poll()
-            if self.ends_early():
+            if self.should_stop():
                 break
-            rows = self._sampler.take(self._stage.trainer.batch_size)
-            under_way.append(self.trainer.begin_train_step(self.work(rows)))
-            pauses = self._is_due(begun) or self._is_saved(begun)
-            while len(under_way) > (0 if pauses else STEPS_AHEAD - 1):
-                self._finish_step(under_way.popleft())
-            if pauses:
-                self._pause()
-        for pending in under_way:
+            rows = self._sampler.take(self._stage_config.trainer.batch_size)
+            in_flight.append(self.trainer.begin_train_step(self.make_train_request(rows)))
+            is_drained = self._is_eval_due(step) or self._is_save_due(step)
+            while len(in_flight) > (0 if is_drained else STEPS_AHEAD - 1):
+                self._finish_step(in_flight.popleft())
+            if is_drained:
+                self._evaluate_and_add_state()
+        for pending in in_flight:
             self._finish_step(pending)
         self.save()
         self.export(self.trainer)
         self.finish()
 
-    def _pause(self) -> None:
-        """After a step, no other being under way."""
-        if self._is_due(self.step):
+    def _evaluate_and_add_state(self) -> None:
+        """Evaluate if due and complete a checkpoint that has begun; called when no step is in flight."""
+        if self._is_eval_due(self.step):
             self.evaluate()
         if self._checkpoints is not None:
             self._checkpoints.add_state(self.state)
@@ -103,21 +103,21 @@ class SupervisedRun(StageRun, ABC):
             stats = pending.result()
         now = time.perf_counter()
         seconds, self._finished_at = now - self._finished_at, now
-        self._books.count_step(tokens=stats.num_tokens, seconds=seconds)
+        self.totals.add_step(tokens=stats.num_tokens, seconds=seconds)
         rate = stats.num_tokens / seconds
         metrics = {**stats.metrics, "time/step_seconds": seconds, "tokens_per_second": rate}
-        if self._checkpoints is not None and self._is_saved(self.step):
+        if self._checkpoints is not None and self._is_save_due(self.step):
             metrics |= self.begin_save(self._checkpoints)
         line = StepLine(step=self.step, seconds=seconds, loss=stats.metrics["loss"], tokens_per_second=rate)
-        self.log(metrics, line if self._is_shown() else None)
+        self.log(metrics, line if self._is_step_shown() else None)
 
-    def _is_due(self, step: int) -> bool:
-        every = self._stage.trainer.eval_every
-        return step == self._stage.trainer.steps or (every > 0 and step % every == 0)
+    def _is_eval_due(self, step: int) -> bool:
+        every = self._stage_config.trainer.eval_every
+        return step == self._stage_config.trainer.steps or (every > 0 and step % every == 0)
 
-    def _is_saved(self, step: int) -> bool:
+    def _is_save_due(self, step: int) -> bool:
         return self._checkpoints is not None and self._checkpoints.is_due(step)
 
-    def _is_shown(self) -> bool:
-        every = max(1, self._stage.trainer.steps // 20)
-        return self.step % every == 0 or self.step == self._stage.trainer.steps
+    def _is_step_shown(self) -> bool:
+        every = max(1, self._stage_config.trainer.steps // 20)
+        return self.step % every == 0 or self.step == self._stage_config.trainer.steps

@@ -1,12 +1,12 @@
-"""Sees to it that a run's engines live, and starts those anew that have died or stand still.
+"""Detects dead or hung rollout engines and restarts them with backoff.
 
-                watch raises, or no beat for recovery.engine_stall_seconds
-    serving ------------------------------------------------------------> waiting (back-off)
+                watch raises, or no ping answered for recovery.engine_stall_seconds
+    serving ------------------------------------------------------------> backoff
        ^                                                                     |
-       | weights given                                                       v
-       '-------------------------- up <--------------------------------- starting
+       | weights loaded                                                      v
+       '------------------------- ready <-------------------------------- starting
 
-It does nothing by itself: whoever waits for engines calls `tend` meanwhile.
+The supervisor has no thread of its own: whoever waits for engines calls `poll` meanwhile.
 """
 
 from __future__ import annotations
@@ -19,312 +19,316 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from megarl.config import RunConfig
-from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
-from megarl.supervision.restart_budget import Restarts
+from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
+from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import check_deadline, translate
 
-LOOK_SECONDS = 1.0
-"""How often it is looked whether an engine is late."""
+POLL_INTERVAL_SECONDS = 1.0
+"""Longest time between two checks for engines that do not answer."""
 
 GRACE_SECONDS = 2.0
-"""How long the end of an engine may take to be known after what it has caused."""
+"""Time allowed for Ray to report an engine's death after a call to it has failed."""
 
-STOP_SECONDS = 3.0
-"""How long a lost engine may take to end what is left of it in order."""
+STOP_TIMEOUT_SECONDS = 3.0
+"""Time allowed for a lost engine to shut down what is left of it gracefully."""
 
-KILLED_SECONDS = 6.0
-"""How long Ray takes to end a process that does not answer, and a second."""
+KILL_WAIT_SECONDS = 6.0
+"""How long Ray takes to kill a process that does not answer, plus a margin of one second."""
 
-State = Literal["serving", "waiting", "starting", "up", "gone"]
-"""`gone`: with its machine."""
+State = Literal["serving", "backoff", "starting", "ready", "gone"]
+"""State of a replica. `ready`: started, but without the current weights. `gone`: its node is lost."""
 
 
-class Startable(Protocol):
-    """The engines' processes."""
+class EngineProcesses(Protocol):
+    """The processes of a run's engines, by replica index."""
 
     def name(self, replica: int) -> str:
-        """For people."""
+        """Return the engine's name for messages."""
         ...
 
     def handle(self, replica: int) -> Any:
-        """The Ray actor, an AsyncShell."""
+        """Return the engine's Ray actor, an AsyncShell."""
         ...
 
-    def has_machine(self, replica: int) -> bool:
-        """Whether the machine of its slots is there."""
+    def has_live_node(self, replica: int) -> bool:
+        """Return whether the node of the engine's slots is alive."""
         ...
 
     def start(self, replica: int) -> Any:
-        """Put a new process in the place of an engine's; a reference that is ready once it is up, or has failed."""
+        """Start a new process for the engine; return a Ray reference that resolves when it has started or failed."""
         ...
 
 
-class Pulse:
-    """The signs of life of one engine: a call that ends when it does, and calls that end soon."""
+class EngineLivenessProbe:
+    """Liveness of one engine, from a call that returns when the engine ends and from periodic pings."""
 
-    def __init__(self, handle: Any, name: str, stall_seconds: float) -> None:
-        self._handle, self._name, self._limit = handle, name, stall_seconds
-        self._pause = min(stall_seconds / 4, 5.0)
+    def __init__(self, handle: Any, name: str, timeout_seconds: float) -> None:
+        self._handle, self._name, self._timeout = handle, name, timeout_seconds
+        self._ping_interval = min(timeout_seconds / 4, 5.0)
         self.watch = handle.invoke.remote("watch")
-        self._looked = self._answered = time.monotonic()
-        self._silent = 0.0
-        self._beat: Any = None
+        self._last_poll = self._last_answer = time.monotonic()
+        self._silent_seconds = 0.0
+        self._pending_ping: Any = None
 
     def refs(self) -> list[Any]:
-        """What tells of its end."""
-        return [self.watch] if self._beat is None else [self.watch, self._beat]
+        """Return the Ray references that become ready when the engine ends or answers."""
+        return [self.watch] if self._pending_ping is None else [self.watch, self._pending_ping]
 
-    def failure(self, grace_seconds: float = 0.0) -> MegarlError | None:
-        """Why it is lost; None: it lives, as far as is known.
+    def find_failure(self, grace_seconds: float = 0.0) -> MegarlError | None:
+        """Return why the engine is lost, or None if it is alive as far as is known.
 
-        Only time counts in which it was looked.
+        Only time during which this method is called regularly counts towards the timeout.
         """
         now = time.monotonic()
-        since, self._looked = now - self._looked, now
+        since, self._last_poll = now - self._last_poll, now
         ended, _ = ray.wait(self.refs(), num_returns=1, timeout=grace_seconds)
         for ref in ended:
-            if (error := _error_of(ref, self._name)) is not None:
+            if (error := _get_error(ref, self._name)) is not None:
                 return error
-            self._beat, self._answered, self._silent = None, now, 0.0
-        if self._beat is None:
-            if now - self._answered >= self._pause:
-                self._beat = self._handle.invoke.remote("beat")
+            self._pending_ping, self._last_answer, self._silent_seconds = None, now, 0.0
+        if self._pending_ping is None:
+            if now - self._last_answer >= self._ping_interval:
+                self._pending_ping = self._handle.invoke.remote("ping")
             return None
-        self._silent += min(since, 2 * LOOK_SECONDS)
-        if self._silent <= self._limit:
+        self._silent_seconds += min(since, 2 * POLL_INTERVAL_SECONDS)
+        if self._silent_seconds <= self._timeout:
             return None
         return LostEngineError(
-            f"{self._name} has given no sign of life for {self._limit:g} s (recovery.engine_stall_seconds)"
+            f"{self._name} has not answered a ping for {self._timeout:g} s (recovery.engine_stall_seconds)"
         )
 
-    def ask(self) -> None:
-        """Have it give a sign of life now."""
-        self._silent, self._looked = 0.0, time.monotonic()
-        if self._beat is None:
-            self._beat = self._handle.invoke.remote("beat")
+    def ping(self) -> None:
+        """Ping the engine now, unless a ping is pending, and restart the timeout."""
+        self._silent_seconds, self._last_poll = 0.0, time.monotonic()
+        if self._pending_ping is None:
+            self._pending_ping = self._handle.invoke.remote("ping")
 
     @property
-    def is_asked(self) -> bool:
-        """It has been asked for a sign of life, and has given none yet."""
-        return self._beat is not None
+    def is_ping_pending(self) -> bool:
+        """Whether the engine has been pinged and has not answered yet."""
+        return self._pending_ping is not None
 
 
-class Replica:
-    """One engine, whichever process it is."""
+class EngineReplica:
+    """State machine of one engine, across the processes that it has had."""
 
-    def __init__(self, number: int, engines: Startable, config: RunConfig, restarts: Restarts) -> None:
-        self.number, self._engines = number, engines
+    def __init__(self, index: int, engines: EngineProcesses, config: RunConfig, restart_budget: RestartBudget) -> None:
+        self.index, self._engines = index, engines
         self._stall_seconds = config.recovery.engine_stall_seconds
         self._start_seconds = config.rollout.engine.start_timeout_seconds
-        self.restarts = restarts
-        self.state: State = "waiting"
-        self.pulse: Pulse | None = None
-        self._starting: Any = None
-        self._until = self._lost_at = time.monotonic()
-        self._was_up = False
+        self.restart_budget = restart_budget
+        self.state: State = "backoff"
+        self.probe: EngineLivenessProbe | None = None
+        self._start_ref: Any = None
+        self._deadline = self._lost_at = time.monotonic()
+        self._has_served = False
 
     @property
     def name(self) -> str:
-        """For people."""
-        return self._engines.name(self.number)
+        """Name of the engine in messages."""
+        return self._engines.name(self.index)
 
-    def served(self) -> None:
-        """It has the weights that it is to serve."""
-        if self.state == "up" and self._was_up:
+    def mark_serving(self) -> None:
+        """Move from `ready` to `serving`: the engine has the weights that it is to serve."""
+        if self.state == "ready" and self._has_served:
             seconds = time.monotonic() - self._lost_at
-            self.restarts.say(f"{self.name} serves again, {seconds:.1f} s after it was found lost")
-        if self.state == "up":
-            self.state, self._was_up = "serving", True
+            self.restart_budget.notify(f"{self.name} is serving again, {seconds:.1f} s after its loss was detected")
+        if self.state == "ready":
+            self.state, self._has_served = "serving", True
 
     def refs(self) -> list[Any]:
-        """What is worth waiting for."""
-        return self.pulse.refs() if self.pulse is not None else [] if self._starting is None else [self._starting]
+        """Return the Ray references that become ready when the replica's state may change."""
+        return self.probe.refs() if self.probe is not None else [] if self._start_ref is None else [self._start_ref]
 
-    def tend(self, grace_seconds: float = 0.0) -> None:
-        """Look at it, and do what is due.
+    def poll(self, grace_seconds: float = 0.0) -> None:
+        """Check the engine and make the state transition that is due.
 
         Raises:
-            MegarlError: it is lost, and may not be restarted; or it did not come up for the first time, other than by
-                the death of a process.
+            MegarlError: the engine is lost and must not be restarted, or its first start failed for a reason other
+                than the death of a process.
         """
         match self.state:
-            case "serving" | "up":
-                assert self.pulse is not None
-                if (error := self.pulse.failure(grace_seconds)) is not None:
-                    self._lose(error)
-            case "waiting":
+            case "serving" | "ready":
+                assert self.probe is not None
+                if (error := self.probe.find_failure(grace_seconds)) is not None:
+                    self._handle_loss(error)
+            case "backoff":
                 self._start_if_due()
             case "starting":
-                self._look_at_start()
+                self._check_start()
 
     def _start_if_due(self) -> None:
-        if time.monotonic() < self._until:
+        if time.monotonic() < self._deadline:
             return
-        if not self._engines.has_machine(self.number):
+        if not self._engines.has_live_node(self.index):
             self.state = "gone"
-            self.restarts.say(f"the machine of {self.name} is lost; the run goes on without this engine")
+            self.restart_budget.notify(f"the node of {self.name} is lost; the run continues without this engine")
             return
-        self._starting = self._engines.start(self.number)
-        self._until = time.monotonic() + self._start_seconds
+        self._start_ref = self._engines.start(self.index)
+        self._deadline = time.monotonic() + self._start_seconds
         self.state = "starting"
 
-    def _look_at_start(self) -> None:
-        done, _ = ray.wait([self._starting], timeout=0)
-        if done and (error := _error_of(self._starting, self.name)) is not None:
-            self._lose(error)
+    def _check_start(self) -> None:
+        done, _ = ray.wait([self._start_ref], timeout=0)
+        if done and (error := _get_error(self._start_ref, self.name)) is not None:
+            self._handle_loss(error)
         elif done:
-            self._listen()
-            self.state = "up"
-        elif time.monotonic() > self._until:
+            self._attach_probe()
+            self.state = "ready"
+        elif time.monotonic() > self._deadline:
             seconds = f"{self._start_seconds:g} s (rollout.engine.start_timeout_seconds)"
-            self._lose(WorkerError(f"{self.name} was not up after {seconds}"))
+            self._handle_loss(WorkerError(f"{self.name} did not start within {seconds}"))
 
-    def _listen(self) -> None:
-        self.pulse = Pulse(self._engines.handle(self.number), self.name, self._stall_seconds)
-        self._starting = None
+    def _attach_probe(self) -> None:
+        self.probe = EngineLivenessProbe(self._engines.handle(self.index), self.name, self._stall_seconds)
+        self._start_ref = None
 
-    def _lose(self, error: MegarlError) -> None:
-        if not self._was_up and not isinstance(error, LostEngineError):
+    def _handle_loss(self, error: MegarlError) -> None:
+        if not self._has_served and not isinstance(error, LostEngineError):
             raise error
-        if self.state in ("serving", "up"):
+        if self.state in ("serving", "ready"):
             self._lost_at = time.monotonic()
-        seconds = self.restarts.take("engine", error, self.restarts.step, who=self.name)
-        self.pulse = self._starting = None
-        self.state, self._until = "waiting", time.monotonic() + max(seconds, self._end())
+        seconds = self.restart_budget.spend("engine", error, self.restart_budget.step, worker=self.name)
+        self.probe = self._start_ref = None
+        self.state, self._deadline = "backoff", time.monotonic() + max(seconds, self._stop_process())
         self._start_if_due()
 
-    def _end(self) -> float:
-        """End what is left of its process, and of the schedulers below it; how long that takes yet."""
-        handle = self._engines.handle(self.number)
+    def _stop_process(self) -> float:
+        """Stop what is left of the engine's process and its schedulers; return the seconds until Ray has killed it."""
+        handle = self._engines.handle(self.index)
         stopping = handle.stop.remote()
-        answered, _ = ray.wait([stopping], timeout=STOP_SECONDS)
-        ray.kill(handle)  # the system ends schedulers together with their parent
-        return 0.0 if answered else KILLED_SECONDS
+        answered, _ = ray.wait([stopping], timeout=STOP_TIMEOUT_SECONDS)
+        ray.kill(handle)  # the operating system ends schedulers together with their parent
+        return 0.0 if answered else KILL_WAIT_SECONDS
 
 
-class Supervision:
-    """Of all engines."""
+class EngineSupervisor:
+    """Monitors all engines of a run and restarts the lost ones within the restart budget."""
 
-    def __init__(self, engines: Startable, count: int, config: RunConfig, restarts: Restarts) -> None:
-        self.replicas = [Replica(number, engines, config, restarts) for number in range(count)]
-        self.restore: Callable[[int], None] | None = None
-        """Gives an engine that is up anew the weights that the others serve. None: it serves the model's folder."""
-        self._is_over = False
+    def __init__(self, engines: EngineProcesses, count: int, config: RunConfig, restart_budget: RestartBudget) -> None:
+        self.replicas = [EngineReplica(index, engines, config, restart_budget) for index in range(count)]
+        self.resync: Callable[[int], None] | None = None
+        """Loads the current weights into a restarted engine; None: engines serve the weights of the model folder."""
+        self._is_closed = False
 
     @property
-    def restarts(self) -> Restarts:
-        """The budget."""
-        return self.replicas[0].restarts
+    def restart_budget(self) -> RestartBudget:
+        """The restart budget that all replicas share."""
+        return self.replicas[0].restart_budget
 
-    @restarts.setter
-    def restarts(self, restarts: Restarts) -> None:
+    @restart_budget.setter
+    def restart_budget(self, restart_budget: RestartBudget) -> None:
         for replica in self.replicas:
-            replica.restarts = restarts
+            replica.restart_budget = restart_budget
 
     @property
     def serving(self) -> list[int]:
-        """Replicas that serve."""
-        return [replica.number for replica in self.replicas if replica.state == "serving"]
+        """Indices of the replicas that serve requests."""
+        return [replica.index for replica in self.replicas if replica.state == "serving"]
 
     @property
-    def up(self) -> list[int]:
-        """Replicas that can be given weights."""
-        return [replica.number for replica in self.replicas if replica.state in ("serving", "up")]
+    def ready(self) -> list[int]:
+        """Indices of the replicas that can receive weights: those that serve and those that have just started."""
+        return [replica.index for replica in self.replicas if replica.state in ("serving", "ready")]
 
     def start(self) -> None:
-        """Begin to start all of them."""
+        """Begin to start all engines; returns at once."""
         for replica in self.replicas:
-            replica.tend()
+            replica.poll()
 
-    def end(self) -> None:
-        """Restart none from now on."""
-        self._is_over = True
+    def close(self) -> None:
+        """Disable restarts; from now on `poll` raises."""
+        self._is_closed = True
 
     def wait_started(self) -> None:
-        """Block until all are up for the first time, and serve what they have loaded by themselves; raises as `tend`.
+        """Block until every engine has started, and mark all as serving the weights that they have loaded themselves.
 
-        One that dies meanwhile is started anew.
+        An engine that dies meanwhile is restarted. Raises as `poll` does.
         """
-        while len(self.up) < len(self.replicas):
-            self._pause()
-        self.served(self.up)
+        while len(self.ready) < len(self.replicas):
+            self._wait_and_check()
+        self.mark_serving(self.ready)
 
-    def served(self, replicas: Sequence[int]) -> None:
-        """These have the weights that they are to serve."""
-        for number in replicas:
-            self.replicas[number].served()
+    def mark_serving(self, replicas: Sequence[int]) -> None:
+        """Record that these replicas have the weights that they are to serve."""
+        for index in replicas:
+            self.replicas[index].mark_serving()
 
     def refs(self) -> list[Any]:
-        """What is worth waiting for between two calls of `tend`, which may be `LOOK_SECONDS` apart."""
+        """Return the Ray references to wait for between two calls of `poll`, at most `POLL_INTERVAL_SECONDS` apart."""
         return [ref for replica in self.replicas for ref in replica.refs()]
 
-    def tend(self) -> None:
-        """Look at all engines, and do what is due; an engine that is up again gets its weights.
+    def poll(self) -> None:
+        """Check all engines and make the transitions that are due; restarted engines receive their weights.
 
         Raises:
-            MegarlError: one is lost, and may not be restarted; or weights could not be given for another reason.
-            GivenUpError: after `end`.
+            MegarlError: an engine is lost and must not be restarted, or loading weights failed for another reason.
+            RestartLimitError: `close` has been called.
         """
-        self._look()
+        self._check()
         for replica in self.replicas:
-            if replica.state == "up":
-                if self.restore is not None:
-                    self.restore(replica.number)
-                replica.served()
+            if replica.state == "ready":
+                if self.resync is not None:
+                    self.resync(replica.index)
+                replica.mark_serving()
 
-    def wait_up(self) -> list[int]:
-        """`up`, once it is not empty; raises as `tend` does."""
-        while not self.up:
-            self._pause()
-        return self.up
+    def wait_ready(self) -> list[int]:
+        """Block until at least one engine is ready; return `ready`. Raises as `poll` does."""
+        while not self.ready:
+            self._wait_and_check()
+        return self.ready
 
-    def _look(self) -> None:
-        if self._is_over:
-            raise GivenUpError("the engines were shut down")
+    def _check(self) -> None:
+        if self._is_closed:
+            raise RestartLimitError("the engines were shut down")
         for replica in self.replicas:
-            replica.tend()
+            replica.poll()
         if all(replica.state == "gone" for replica in self.replicas):
-            raise WorkerError("the machines of all engines are lost")
+            raise WorkerError("the nodes of all engines are lost")
 
-    def _pause(self) -> None:
-        """Look at the engines, after a while in which something may happen to them."""
+    def _wait_and_check(self) -> None:
+        """Wait until the state of an engine may have changed, then check all engines."""
         refs = self.refs()
         if refs:
-            ray.wait(refs, num_returns=1, timeout=LOOK_SECONDS)
+            ray.wait(refs, num_returns=1, timeout=POLL_INTERVAL_SECONDS)
         else:
-            time.sleep(LOOK_SECONDS / 10)
-        check_deadline([replica.name for replica in self.replicas if replica.state in ("waiting", "starting")])
-        self._look()
+            time.sleep(POLL_INTERVAL_SECONDS / 10)
+        check_deadline([replica.name for replica in self.replicas if replica.state in ("backoff", "starting")])
+        self._check()
 
-    def blame(self, error: MegarlError) -> bool:
-        """Whether an engine is lost that was up when a call to it, or with it, ended in `error`; it is restarted.
+    def attribute_failure(self, error: MegarlError) -> bool:
+        """Return whether a lost engine explains `error`, which a call to or with the engines raised.
+
+        The lost engine is restarted.
 
         Raises:
-            MegarlError: it may not be restarted.
+            MegarlError: the lost engine must not be restarted.
         """
-        before = self.up
+        before = self.ready
         deadline = time.monotonic() + GRACE_SECONDS
-        while self.up == before and time.monotonic() < deadline:
-            for number in before:
-                self.replicas[number].tend(grace_seconds=0.1)
-        if self.up != before:
+        while self.ready == before and time.monotonic() < deadline:
+            for index in before:
+                self.replicas[index].poll(grace_seconds=0.1)
+        if self.ready != before:
             return True
-        # only a sync waits in vain for an engine that stands still
-        return isinstance(error, WeightSyncError) and self._blame_silent(before)
+        # only a weight sync times out because of an engine that hangs
+        return isinstance(error, WeightSyncError) and self._is_any_hung(before)
 
-    def _blame_silent(self, before: Sequence[int]) -> bool:
-        pulses = [pulse for number in before if (pulse := self.replicas[number].pulse) is not None]
-        for pulse in pulses:
-            pulse.ask()
-        while self.up == before and pulses:
-            for number in before:
-                self.replicas[number].tend(grace_seconds=0.1)
-            pulses = [pulse for pulse in pulses if pulse.is_asked]  # once is enough: they are asked again meanwhile
-        return self.up != before
+    def _is_any_hung(self, before: Sequence[int]) -> bool:
+        """Ping these replicas and return whether one of them is lost before all have answered."""
+        probes = [probe for index in before if (probe := self.replicas[index].probe) is not None]
+        for probe in probes:
+            probe.ping()
+        while self.ready == before and probes:
+            for index in before:
+                self.replicas[index].poll(grace_seconds=0.1)
+            # one answer per probe is enough: `poll` pings again meanwhile
+            probes = [probe for probe in probes if probe.is_ping_pending]
+        return self.ready != before
 
 
-def _error_of(ref: Any, name: str) -> MegarlError | None:
-    """What the finished `ref` has found, or has failed with."""
+def _get_error(ref: Any, name: str) -> MegarlError | None:
+    """Return the error that the finished call `ref` has returned or raised, or None."""
     try:
         found: MegarlError | None = ray.get(ref)
     except RayActorError as error:

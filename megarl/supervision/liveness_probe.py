@@ -1,6 +1,7 @@
-"""Whether a rollout worker's process stands still.
+"""Detects rollout workers whose process hangs.
 
-One that is busy answers, since a thread of its own does: what agents and rewards take is bounded elsewhere.
+A busy worker still answers pings, because a thread of its own does. How long agents and rewards may take is limited
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,36 +11,36 @@ from typing import Any
 
 import ray
 
-from megarl.supervision.engine_supervisor import LOOK_SECONDS
+from megarl.supervision.engine_supervisor import POLL_INTERVAL_SECONDS
 
-SIGNS = "signs"
-"""The concurrency group of the actor that answers."""
+LIVENESS_GROUP = "liveness"
+"""Concurrency group of the worker's actor in which pings are answered."""
 
 
-class WorkerPulse:
-    """The signs of life of one worker, a Ray actor (an AsyncShell) that has the concurrency group `SIGNS`."""
+class WorkerLivenessProbe:
+    """Liveness of one rollout worker: a Ray actor (an AsyncShell) with the concurrency group `LIVENESS_GROUP`."""
 
-    def __init__(self, worker: Any, stall_seconds: float) -> None:
-        self._worker, self._limit = worker, stall_seconds
-        self._pause = min(stall_seconds / 4, 5.0)
-        self._looked = self._answered = time.monotonic()
-        self._silent = 0.0
-        self._question: Any = None
+    def __init__(self, worker: Any, timeout_seconds: float) -> None:
+        self._worker, self._timeout = worker, timeout_seconds
+        self._ping_interval = min(timeout_seconds / 4, 5.0)
+        self._last_poll = self._last_answer = time.monotonic()
+        self._silent_seconds = 0.0
+        self._pending_ping: Any = None
 
-    def stands_still(self) -> bool:
-        """Whether it has not answered for `stall_seconds`; one that has died does not stand still.
+    def is_hung(self) -> bool:
+        """Return whether the worker has not answered for `timeout_seconds`; a worker that has died is not hung.
 
-        Only time counts in which it was looked.
+        Only time during which this method is called regularly counts towards the timeout.
         """
         now = time.monotonic()
-        since, self._looked = now - self._looked, now
-        if self._question is None:
-            if now - self._answered >= self._pause:
-                self._question = self._worker.place.options(concurrency_group=SIGNS).remote()
-                self._silent = 0.0
+        since, self._last_poll = now - self._last_poll, now
+        if self._pending_ping is None:
+            if now - self._last_answer >= self._ping_interval:
+                self._pending_ping = self._worker.place.options(concurrency_group=LIVENESS_GROUP).remote()
+                self._silent_seconds = 0.0
             return False
-        if ray.wait([self._question], timeout=0)[0]:
-            self._question, self._answered = None, now
+        if ray.wait([self._pending_ping], timeout=0)[0]:
+            self._pending_ping, self._last_answer = None, now
             return False
-        self._silent += min(since, 2 * LOOK_SECONDS)
-        return self._silent > self._limit
+        self._silent_seconds += min(since, 2 * POLL_INTERVAL_SECONDS)
+        return self._silent_seconds > self._timeout

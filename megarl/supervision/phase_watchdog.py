@@ -1,11 +1,11 @@
-"""Ends phases that take too long, and says where their processes hang.
+"""Aborts phases that exceed their timeout, and records the stacks of all processes.
 
     controller thread      train: waits for the ranks .......................... fails
-    watch's thread                 | timeout | reads every process's stack, writes the file
+    watchdog thread                | timeout | collects all stacks, writes the file
                                              `stacks/step-000012-train.txt`
 
-A wait for worker processes ends by itself (`workers.failure.deadline`). Where the controller's own thread hangs in
-something else, the user is told and the file has its stack too; no Python can end that.
+Only waits for worker processes can be aborted (`deadline` in megarl.workers.failures). If the controller's own thread
+hangs elsewhere, the user is notified and the file contains its stack, but the phase does not end.
 """
 
 from __future__ import annotations
@@ -26,70 +26,71 @@ from megarl.workers.failures import deadline
 STACKS_FOLDER = "stacks"
 
 
-class PhaseWatch:
-    """Of one run's phases, which may nest; an inner one has its time to itself."""
+class PhaseWatchdog:
+    """Timeouts for the phases of a run. Phases may nest: while an inner one is active, the outer one cannot fail."""
 
     def __init__(
-        self, timeout_seconds: float | None, say: Callable[[str], None], stacks: Callable[[], str], folder: Path
+        self, timeout_seconds: float | None, notify: Callable[[str], None], stacks: Callable[[], str], folder: Path
     ) -> None:
         """Args:
-        timeout_seconds: for each phase; None: phases may take any time.
-        say: tells the user a line.
-        stacks: of all worker processes, as text; called on another thread, and back in a bounded time.
-        folder: of the run.
+        timeout_seconds: for each phase; None: no timeout.
+        notify: shows the user a line.
+        stacks: returns the stacks of all worker processes as text; called on another thread, must return in bounded
+            time.
+        folder: the run folder.
         """
-        self._timeout, self._say, self._stacks, self._folder = timeout_seconds, say, stacks, folder
+        self._timeout, self._notify, self._stacks, self._folder = timeout_seconds, notify, stacks, folder
 
     @contextmanager
     def phase(self, step: int, name: str) -> Iterator[None]:
-        """The block is to take `timeout_seconds` at most.
+        """Limit the block to `timeout_seconds`.
 
         Raises:
-            WorkerError: it took longer; the message names the workers that have not answered.
+            WorkerError: the block took longer; the message names the workers that have not answered.
         """
         if self._timeout is None:
             yield
             return
-        late = _LatePhase(f"{name} of step {step}", self._timeout, self._folder / _file_name(step, name))
-        timer = threading.Timer(self._timeout, late.look, (self._stacks, self._say))
-        timer.name, timer.daemon = "phase watch", True
+        late = _PhaseTimeout(f"{name} of step {step}", self._timeout, self._folder / _file_name(step, name))
+        timer = threading.Timer(self._timeout, late.dump_stacks, (self._stacks, self._notify))
+        timer.name, timer.daemon = "phase watchdog", True
         timer.start()
         try:
-            with deadline(late.judge):
+            with deadline(late.check_abort):
                 yield
         finally:
             timer.cancel()
 
 
-class _LatePhase:
-    """A phase, once it is late."""
+class _PhaseTimeout:
+    """What happens when one phase exceeds its timeout."""
 
     def __init__(self, what: str, seconds: float, path: Path) -> None:
         self._what, self._path = f"{what} took longer than {seconds:g} s", path
         self._watched = threading.get_ident()
         self._unanswered: Sequence[str] = ()
-        self._seen, self._outcome = threading.Event(), ""
+        self._dumped, self._outcome = threading.Event(), ""
 
-    def judge(self, late: Sequence[str]) -> MegarlError | None:
-        """See `workers.failure.Judge`."""
+    def check_abort(self, late: Sequence[str]) -> MegarlError | None:
+        """Return the error that aborts the wait, once the stacks are on disk; `late`: workers that are waited for."""
         self._unanswered = late
-        return WorkerError(self._text()) if self._seen.is_set() else None
+        return WorkerError(self._text()) if self._dumped.is_set() else None
 
-    def look(self, stacks: Callable[[], str], say: Callable[[str], None]) -> None:
-        """Write down where everything stands; from then on the phase fails."""
+    def dump_stacks(self, stacks: Callable[[], str], notify: Callable[[str], None]) -> None:
+        """Write all stacks to the file, then let the phase fail."""
         try:
-            say(f"{self._text()}; reading every process's stack")
+            notify(f"{self._text()}; collecting the stacks of all processes")
             self._outcome = self._write(stacks)
-            say(self._text())
+            notify(self._text())
         finally:
-            self._seen.set()
+            self._dumped.set()
 
     def _write(self, stacks: Callable[[], str]) -> str:
-        """Where they are found, for the end of a message."""
+        """Write the file; return the end of the message, which says where it is or why there is none."""
         try:
             found = stacks()
         except (MegarlError, RayError, OSError) as error:
-            found = f"no stacks of workers: {type(error).__name__}: {error}"
+            found = f"could not collect the stacks of workers: {type(error).__name__}: {error}"
         try:
             with replaced(self._path) as draft:
                 draft.write_text(f"{self._text()}\n\n{_stack_of(self._watched)}\n{found}\n")
@@ -107,7 +108,7 @@ def _file_name(step: int, name: str) -> str:
 
 
 def _stack_of(thread: int) -> str:
-    """Where a thread of this process is now, its innermost call last."""
+    """Return the current stack of a thread of this process, innermost call last."""
     frame = sys._current_frames().get(thread)
-    lines = traceback.format_stack(frame) if frame is not None else ["it has ended\n"]
-    return "== controller, its innermost call last ==\n" + "".join(lines)
+    lines = traceback.format_stack(frame) if frame is not None else ["the thread has ended\n"]
+    return "== controller, innermost call last ==\n" + "".join(lines)

@@ -1,4 +1,4 @@
-"""What watches over a run: signs of life for outside monitors, how long phases take, who holds the others up."""
+"""Run monitoring: heartbeat file, phase timeouts, straggler detection."""
 
 from __future__ import annotations
 
@@ -11,92 +11,92 @@ from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.placement.rank_grid import RankGrid
 from megarl.process.stack_dump import ProcessPlace
-from megarl.supervision.phase_watchdog import PhaseWatch
+from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
 from megarl.workers.stack_collector import ask_places, collect_stacks
 from megarl.workers.stragglers import StragglerWatch
 
-ANSWER_SECONDS = 10.0
-"""How long a process may take to say where it is."""
+LOCATE_TIMEOUT_SECONDS = 10.0
+"""Time allowed for a process to report its host and pid."""
 
 
-class Vigil:
-    """Of one run, through all restarts of its processes."""
+class RunMonitor:
+    """Monitors one run through all restarts of its processes."""
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
-        """`say`: shows the user a line."""
+    def __init__(self, config: RunConfig, notify: Callable[[str], None]) -> None:
+        """`notify`: shows the user a line."""
         folder = Path(config.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.heartbeat = Heartbeat(folder / HEARTBEAT_FILE, steps=config.trainer.steps, say=say)
-        self._say = say
+        self.heartbeat = Heartbeat(folder / HEARTBEAT_FILE, steps=config.trainer.steps, notify=notify)
+        self._notify = notify
         seconds = config.recovery.phase_timeout_seconds
-        self._phases = PhaseWatch(seconds, say, self._stacks, folder)
+        self._phase_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
         if seconds is not None:
             seconds += config.placement.start_timeout_seconds + config.rollout.engine.start_timeout_seconds
-        self._starts = PhaseWatch(seconds, say, self._stacks, folder)
+        self._start_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
         self._trainer: WorkerProcesses | None = None
         self._stragglers: StragglerWatch | None = None
-        self._others: Callable[[], Mapping[str, Any]] = dict
-        self._asked: dict[str, Any] = {}
-        """Those of the others that have said where they are."""
+        self._actors: Callable[[], Mapping[str, Any]] = dict
+        self._located: dict[str, Any] = {}
+        """Actors whose entry in `_places` is current."""
         self._places: dict[str, ProcessPlace] = {}
 
     @contextmanager
     def start(self, step: int) -> Iterator[None]:
-        """In the block a run's processes start, for this step, and load; raises as `phase` does.
+        """Monitor the block as the start of the run's processes before this step; raises as `phase` does.
 
-        That may take as long as a phase, beside what processes have to come up.
+        The timeout is that of a phase plus the start timeouts of trainer ranks and engines.
         """
-        with self._starts.phase(step, "start"):
+        with self._start_watchdog.phase(step, "start"):
             yield
 
-    def follow(self, trainer: WorkerProcesses, grid: RankGrid, others: Callable[[], Mapping[str, Any]]) -> None:
-        """Watch these from now on, which are up and idle.
+    def watch(self, trainer: WorkerProcesses, grid: RankGrid, actors: Callable[[], Mapping[str, Any]]) -> None:
+        """Monitor these processes from now on; the trainer must have started and be idle.
 
         Args:
-            others: Ray actors as they are now, by their names for people.
+            actors: returns the other Ray actors of the run as they are now, by their names in messages.
         """
         self._trainer = trainer
         places = trainer.places()
         stages = [grid.coordinates(rank).pp for rank in range(grid.size)]
-        self._stragglers = StragglerWatch([place.host for place in places.values()], self._say, stages=stages)
-        self._places, self._others, self._asked = dict(places), others, {}
-        self._find_others()
+        self._stragglers = StragglerWatch([place.host for place in places.values()], self._notify, stages=stages)
+        self._places, self._actors, self._located = dict(places), actors, {}
+        self._locate_actors()
 
-    def _find_others(self) -> None:
-        """Ask those where they are that have not said so: processes that have been replaced are others."""
-        for name, actor in self._others().items():
-            if self._asked.get(name) is actor:
+    def _locate_actors(self) -> None:
+        """Query the host and pid of the actors that are new or have been replaced since the last call."""
+        for name, actor in self._actors().items():
+            if self._located.get(name) is actor:
                 continue
             self._places.pop(name, None)
-            # one that is lost just now is replaced by whoever needs it next
+            # an actor that is lost at this moment is replaced when it is needed next
             with suppress(WorkerError):
-                self._places |= ask_places({name: actor}, timeout=ANSWER_SECONDS)
-                self._asked[name] = actor
+                self._places |= ask_places({name: actor}, timeout=LOCATE_TIMEOUT_SECONDS)
+                self._located[name] = actor
 
     @contextmanager
     def phase(self, step: int, name: str, *, waiting: bool) -> Iterator[None]:
-        """The block is phase `name` of the step; `waiting`: other processes do the work meanwhile.
+        """Monitor the block as phase `name` of the step; `waiting`: the controller waits for other processes in it.
 
         Raises:
-            WorkerError: they took too long; names who has not answered.
+            WorkerError: a phase with `waiting` exceeded its timeout; the message names who has not answered.
         """
         self.heartbeat.phase(step, name)
-        with self._phases.phase(step, name) if waiting else nullcontext():
+        with self._phase_watchdog.phase(step, name) if waiting else nullcontext():
             yield
 
-    def finished_step(self, seconds: float) -> dict[str, float]:
-        """Metrics of the step that is over, in which the trainer's ranks are idle again."""
+    def record_step(self, seconds: float) -> dict[str, float]:
+        """Record that a step has ended and return its straggler metrics; the trainer's ranks must be idle."""
         self.heartbeat.finished_step(seconds)
         if self._trainer is None or self._stragglers is None:
             return {}
         return self._stragglers.step(self._trainer.take_calls())
 
-    def ended(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the last sign of life; for `ExitStack.push`."""
+    def close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the last heartbeat, `ended` or `failed`; has the signature of `__exit__`, for `ExitStack.push`."""
         self.heartbeat.close("ended" if kind is None else "failed")
 
     def _stacks(self) -> str:
-        self._find_others()
+        self._locate_actors()
         return collect_stacks(self._places)

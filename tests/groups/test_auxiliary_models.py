@@ -14,17 +14,17 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.groups.auxiliary_models import Models, _model_spec
+from megarl.groups.auxiliary_models import AuxiliaryModels, _model_spec
 from megarl.groups.build import trainer_spec
-from megarl.groups.trainer_group import rank_processes, trainer_on
+from megarl.groups.trainer_group import make_rank_processes, make_trainer_group
 from megarl.placement.pool import reserve_pools
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.events import EventLog
-from megarl.run.rollout_batch import Experience
-from tests.algorithms.scripted_run import Asked, Rollout, train_on
+from megarl.run.rollout_batch import RolloutBatch
+from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_on
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
-from tests.run.finished_groups import completion, finished, run_config
+from tests.run.finished_groups import completion, finished_group, run_config
 
 STEPS, PROMPTS, SAMPLES = 2, 2, 4
 
@@ -37,7 +37,7 @@ class Ran:
     """What two steps did."""
 
     grids: dict[str, RankGrid]
-    apart: set[str]
+    dedicated: set[str]
     """Roles that are not in the trainer's processes."""
     metrics: list[dict[str, float]]
     """By step, without what varies."""
@@ -72,17 +72,17 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
     """By placement and the critic's layout, once; no slots are held between two."""
 
     @cache
-    def start(*, swap: bool = False, apart: bool = False, tp: int = 1) -> Ran:
+    def start(*, swap: bool = False, dedicated: bool = False, tp: int = 1) -> Ran:
         folder = tmp_path_factory.mktemp("roles")
-        placement: dict[str, Any] = {"slots_per_node": 2, "swap_idle": swap}
-        if apart:
+        placement: dict[str, Any] = {"slots_per_node": 2, "offload_idle_models": swap}
+        if dedicated:
             placement |= {"pools": {"elsewhere": {"slots_per_node": 2}}, "critic": {"pool": "elsewhere"}}
         config = run_config(
             {
                 "type": "ppo",
                 "prompts_per_step": PROMPTS,
                 "group_size": SAMPLES,
-                "mini_batches": 2,
+                "num_mini_batches": 2,
                 "kl_reward": {"coefficient": 0.05},
                 "critic": {"path": folders["critic"], "parallel": {"tp": tp}, "optimizer": {"lr": 1e-2}},
             },
@@ -100,26 +100,26 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
 
 def two_steps(config: Any, folder: Path) -> Ran:
     pools = reserve_pools(config.placement, config.placement.all_pools)
-    processes = rank_processes(pools["main"], "trainer")
+    processes = make_rank_processes(pools["main"], "trainer")
     of_role: dict[str, Any] = {"policy": processes}
     try:
-        trainer = trainer_on(config, processes)
-        models, starting = Models.start(config, processes, pools)
+        trainer = make_trainer_group(config, processes)
+        models, starting = AuxiliaryModels.start(config, processes, pools)
         groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
         of_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:
             pending.result(120)
-        experience = Experience(groups=[finished(GROUP)])
-        (found,) = map(dict, models.trained["critic"].values(experience.evaluation_work(config)).fetch()[:1])
-        log: list[Asked] = []
-        metrics = train_on(config, trainer, models, Rollout(reward, log, length), log, EventLog()).metrics
+        experience = RolloutBatch(groups=[finished_group(GROUP)])
+        (found,) = map(dict, models.trained["critic"].values(experience.forward_request(config)).fetch()[:1])
+        log: list[Call] = []
+        metrics = train_on(config, trainer, models, FakeRolloutGroup(reward, log, length), log, EventLog()).metrics
         weights = {}
         for name in ("policy", "critic"):
             groups[name].save_hf(str(folder / name))
             weights[name] = load_file(folder / name / "model.safetensors")
         return Ran(
             grids={name: group.grid for name, group in groups.items()},
-            apart={name for name, each in of_role.items() if each is not processes},
+            dedicated={name for name, each in of_role.items() if each is not processes},
             metrics=[{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in metrics],
             values=found,
             weights=weights,
@@ -139,7 +139,7 @@ def test_a_critic_of_another_layout_lives_in_the_trainer_s_processes(run: Run, f
     ran = run(tp=2)
     sizes = {name: (grid.dp, grid.tp) for name, grid in ran.grids.items()}
     assert sizes == {"policy": (2, 1), "critic": (1, 2), "reference": (2, 1)}
-    assert ran.apart == set()
+    assert ran.dedicated == set()
     want = values_of_transformers(folders["critic"])
     assert ran.values.keys() == {(0, i) for i in range(SAMPLES)}
     for (_, i), values in ran.values.items():
@@ -151,7 +151,7 @@ def test_a_critic_of_another_layout_lives_in_the_trainer_s_processes(run: Run, f
         assert len(moved) > len(disk) / 2, name
     first, second = ran.metrics
     assert abs(first["kl/reference"]) < 1e-5 < abs(second["kl/reference"])
-    assert first["mismatch/logprob_abs_max"] > 0
+    assert first["train_infer_mismatch/logprob_abs_max"] > 0
     assert first["critic/loss"] != second["critic/loss"]
 
 
@@ -176,17 +176,26 @@ def test_models_that_wait_in_host_memory_compute_the_same_bits(run: Run) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_critic_with_slots_of_its_own_computes_the_same_bits(tp: int, run: Run) -> None:
-    apart = run(tp=tp, apart=True)
-    assert apart.apart == {"critic"}
-    assert_same_bits(apart, run(tp=tp))
+    dedicated = run(tp=tp, dedicated=True)
+    assert dedicated.dedicated == {"critic"}
+    assert_same_bits(dedicated, run(tp=tp))
 
 
 @pytest.mark.parametrize(
-    ("device", "swap_idle", "want"),
+    ("device", "offload_idle_models", "want"),
     [("cuda", None, True), ("cpu", None, False), ("cpu", True, True), ("cuda", False, False)],
 )
-def test_models_wait_in_host_memory_where_they_share_slots(device: str, swap_idle: bool | None, want: bool) -> None:
-    placement = {"pools": {"elsewhere": {}}, "critic": {"pool": "elsewhere"}, "swap_idle": swap_idle}
+def test_models_wait_in_host_memory_where_they_share_slots(
+    device: str, offload_idle_models: bool | None, want: bool
+) -> None:
+    placement = {
+        "pools": {"elsewhere": {}},
+        "critic": {"pool": "elsewhere"},
+        "offload_idle_models": offload_idle_models,
+    }
     config = run_config({"type": "ppo"}, placement=placement)
-    swaps = {role.name: _model_spec(config, role, device).swaps for role in config.roles}
-    assert swaps == {"reference": want, "critic": False}
+    offload_when_idle = {
+        auxiliary.name: _model_spec(config, auxiliary, device).offload_when_idle
+        for auxiliary in config.auxiliary_models
+    }
+    assert offload_when_idle == {"reference": want, "critic": False}

@@ -11,15 +11,15 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.groups import engine_placement
 from megarl.groups.engine_group import gpu_environment
-from megarl.groups.engine_placement import choose_servers, machines, own_servers
-from megarl.megatron.families.load_architecture import read_model
+from megarl.groups.engine_placement import place_dedicated_engines, place_engines, pool_topology
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.offline.reshard_explain import make_scenario
 from megarl.placement.pool import Slot, SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.analysis.sync_report import explain_auto
-from megarl.reshard.layout.engine_ranks import spanning_group
+from megarl.reshard.layout.engine_ranks import find_cross_node_group
 from megarl.reshard.layout.layout import WeightLayout
 
 HEADS = 12
@@ -62,7 +62,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def layouts(path: str, *, tp: int, device: str, dtype: str) -> list[WeightLayout]:
         assert (device, dtype) == ("cpu", "float32")
         sizes.append(tp)
-        return trainer_layouts(read_model(path)[0], RankGrid(tp=tp), dtype)
+        return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
 
     monkeypatch.setattr(engine_placement, "trace_layouts", layouts)
     return sizes
@@ -85,7 +85,7 @@ def test_where_sizes_divide_engines_are_strided_and_nothing_is_traced(
 ) -> None:
     sizes, expected = CASES[case]
     run = config(model, strategy, **sizes)
-    found = choose_servers(run, pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
+    found = place_engines(run, pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
     assert found == expected
     assert traced == []
 
@@ -106,10 +106,10 @@ def test_elsewhere_a_run_places_engines_as_explain_does(
 ) -> None:
     run = config(model, strategy, **sizes)
     slots = pool(sizes["nodes"], sizes["per_node"])
-    found = choose_servers(run, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
+    found = place_engines(run, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
     assert traced == [sizes["gen_tp"]]
-    assert spanning_group([(group,) for group in found], machines(slots)) is None
-    decoder, _ = read_model(model)
+    assert find_cross_node_group([(group,) for group in found], pool_topology(slots)) is None
+    decoder, _ = load_architecture_and_dtype(model)
     scenario = make_scenario(
         "tiny",
         decoder,
@@ -137,13 +137,13 @@ def test_an_engine_over_two_machines_is_refused(strategy: str, model: str) -> No
     ranks = r"\[0, 2\]" if strategy == "micro_dp" else r"\[0, 1, 2\]"
     says = rf"^weight_sync\.strategy: {strategy} puts engine 0 on the slots of trainer ranks {ranks}, which are on 2 "
     with pytest.raises(ConfigError, match=says):
-        choose_servers(run, split, RankGrid(tp=sizes["tp"], dp=run.dp))
+        place_engines(run, split, RankGrid(tp=sizes["tp"], dp=run.dp))
 
 
 def test_micro_dp_is_refused_where_sizes_do_not_divide(model: str) -> None:
     run = config(model, "micro_dp", nodes=1, per_node=4, tp=2, gen_tp=4, replicas=1)
     with pytest.raises(ConfigError, match=r"tp 2 % 4 = 2"):
-        choose_servers(run, pool(1, 4), RankGrid(tp=2, dp=2))
+        place_engines(run, pool(1, 4), RankGrid(tp=2, dp=2))
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,14 @@ def test_engines_with_slots_of_their_own_take_neighbours_on_one_machine(
     nodes: int, per_node: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
 ) -> None:
     run = config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
-    assert own_servers(run, pool(nodes, per_node)) == expected
+    assert place_dedicated_engines(run, pool(nodes, per_node)) == expected
 
 
 def test_engines_that_a_pool_has_no_room_for_are_refused(model: str) -> None:
     run = config(model, "auto", nodes=2, per_node=3, tp=1, gen_tp=2, replicas=3)
-    says = r"^rollout\.replicas: engines need rollout\.tp = 2 slots of one machine each, .* has for 2, got 3$"
+    says = r"^rollout\.replicas: each engine needs rollout\.tp = 2 slots of one node, .* has for 2 engines, got 3$"
     with pytest.raises(ConfigError, match=says):
-        own_servers(run, pool(2, 3))
+        place_dedicated_engines(run, pool(2, 3))
 
 
 def test_an_engine_sees_its_gpus_in_the_order_of_its_ranks() -> None:

@@ -23,20 +23,16 @@ from megarl.algorithms.reinforce import reinforce_estimates, remax_estimates
 from megarl.algorithms.safe_rlhf import safe_estimates
 from megarl.algorithms.vapo import monte_carlo_estimates, vapo_estimates
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithms.algorithm import (
-    DrGrpoConfig,
-    GrpoConfig,
-    KlRewardConfig,
-    PpoConfig,
-    PrimeConfig,
+from megarl.config.algorithms.actor_critic import PpoConfig, SafeRlhfConfig, VapoConfig
+from megarl.config.algorithms.group_baseline import DrGrpoConfig, GrpoConfig, RlooConfig
+from megarl.config.algorithms.model_advantages import PrimeConfig
+from megarl.config.algorithms.policy import KlRewardConfig
+from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
-    RlooConfig,
-    SafeRlhfConfig,
-    VapoConfig,
 )
-from megarl.groups.estimation import EstimateJob, Findings, StepTokens, estimate, step_tokens
+from megarl.groups.estimation import EstimateJob, EstimateSummary, TokenBatch, estimate, make_token_batch
 from megarl.workers.payload import LocalPayload
 from tests.run.finished_groups import completion
 
@@ -88,17 +84,17 @@ def of(name: str) -> Values:
 
 
 def ask(
-    estimator: Callable[..., Any], *arguments: object, gives: tuple[str, ...]
-) -> tuple[Findings, dict[str, Values]]:
+    estimator: Callable[..., Any], *arguments: object, outputs: tuple[str, ...]
+) -> tuple[EstimateSummary, dict[str, Values]]:
     """Through the form in which it travels, columns in two parts; what stands at tokens that were not sampled is 0."""
     parts: Any = {
         name: LocalPayload([{KEYS[n]: column[n] for n in half} for half in (range(0, N, 2), range(1, N, 2))])
         for name, column in COLUMNS.items()
     }
-    job = EstimateJob(estimator=estimator, arguments=arguments, rewards=tuple(REWARDS), columns=parts, gives=gives)
+    job = EstimateJob(estimator=estimator, arguments=arguments, rewards=tuple(REWARDS), columns=parts, outputs=outputs)
     found, columns = estimate(job, GROUPS)
     out = {}
-    for name, column in zip(gives, columns, strict=True):
+    for name, column in zip(outputs, columns, strict=True):
         merged = {key: values for part in column for key, values in part.items()}
         assert merged.keys() == set(KEYS)
         out[name] = [[float(merged[key][t]) for t in sampled] for key, sampled in zip(KEYS, SAMPLED, strict=True)]
@@ -147,14 +143,14 @@ def token_rewards(kl: Kl, *, rewards: Sequence[float] = REWARDS, factor: float =
     return out
 
 
-def check_metrics(found: Findings, kl: Kl) -> None:
+def check_metrics(found: EstimateSummary, kl: Kl) -> None:
     if kl is None:
         assert "kl/reference" not in found.metrics
     else:
         assert found.metrics["kl/reference"] == pytest.approx(fmean(flat(divergence(kl))), rel=1e-4, abs=1e-6)
 
 
-def check_means(found: Findings, advantages: Values) -> None:
+def check_means(found: EstimateSummary, advantages: Values) -> None:
     means = [fmean(each) if each else 0.0 for each in advantages]
     assert found.scalars["advantages"] == pytest.approx(means, rel=1e-4, abs=1e-5)
 
@@ -187,7 +183,7 @@ def explained(values: Values, returns: Values) -> float:
 @pytest.mark.parametrize("kind", [GrpoConfig, DrGrpoConfig, RlooConfig])
 def test_group_estimates(kind: Any, kl: Kl) -> None:
     section, coefficient = settings(kl)
-    found, _ = ask(group_estimates, kind(kl_loss=None, kl_reward=section), coefficient, gives=())
+    found, _ = ask(group_estimates, kind(kl_loss=None, kl_reward=section), coefficient, outputs=())
     rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, divergence(kl), strict=True)]
     want = []
     for members in MEMBERS:
@@ -209,7 +205,7 @@ def test_group_estimates(kind: Any, kl: Kl) -> None:
 def test_reinforce_pp_estimates(kl: Kl) -> None:
     section, coefficient = settings(kl)
     algorithm = ReinforcePlusPlusConfig(gamma=0.9, kl_reward=section)
-    found, got = ask(reinforce_estimates, algorithm, coefficient, gives=("advantages",))
+    found, got = ask(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
     want = whitened(returns_to_go(token_rewards(kl), 0.9))
     assert_close(got["advantages"], want)
     check_means(found, want)
@@ -220,7 +216,7 @@ def test_reinforce_pp_estimates(kl: Kl) -> None:
 def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
     section, coefficient = settings(kl)
     algorithm = ReinforcePlusPlusBaselineConfig(kl_loss=None, kl_reward=section)
-    found, got = ask(reinforce_estimates, algorithm, coefficient, gives=("advantages",))
+    found, got = ask(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
     rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, divergence(kl), strict=True)]
     means = [fmean(rewards[m] for m in members) for members in MEMBERS for _ in members]
     want = whitened([[rewards[n] - means[n]] * len(SAMPLED[n]) for n in range(N)])
@@ -234,7 +230,7 @@ def test_remax_estimates(kl: Kl) -> None:
     section, coefficient = settings(kl)
     baselines = [0.5 * KEYS[n][0] for n in range(N)]
     algorithm = RemaxConfig(kl_reward=section)
-    found, got = ask(remax_estimates, algorithm, coefficient, baselines, gives=("advantages",))
+    found, got = ask(remax_estimates, algorithm, coefficient, baselines, outputs=("advantages",))
     to_go = returns_to_go(token_rewards(kl), 1.0)
     want = [[r - base for r in each] for each, base in zip(to_go, baselines, strict=True)]
     assert_close(got["advantages"], want)
@@ -247,7 +243,7 @@ def test_remax_estimates(kl: Kl) -> None:
 def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
     section, coefficient = settings(kl)
     algorithm = PpoConfig(gamma=0.97, lam=0.8, whiten=whiten, kl_reward=section)
-    found, got = ask(ppo_estimates, algorithm, coefficient, gives=("advantages", "returns"))
+    found, got = ask(ppo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
     advantages, returns = gae_loop(token_rewards(kl), of("values"), 0.97, [0.8] * N)
     want = whitened(advantages) if whiten else advantages
     assert_close(got["advantages"], want)
@@ -262,7 +258,7 @@ def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
 def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
     section, coefficient = settings(kl)
     algorithm = VapoConfig(gamma=0.97, lam=0.9, whiten=False, length_alpha=alpha, kl_reward=section)
-    found, got = ask(vapo_estimates, algorithm, coefficient, gives=("advantages", "returns"))
+    found, got = ask(vapo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
     rewards = token_rewards(kl)
     advantages, returns = gae_loop(rewards, of("values"), 0.97, [0.9] * N)
     if alpha is not None:
@@ -281,7 +277,7 @@ def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
 def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
     section, coefficient = settings(kl)
     algorithm = VapoConfig(gamma=0.97, lam=0.5, kl_reward=section)
-    found, got = ask(monte_carlo_estimates, algorithm, coefficient, gives=("returns",))
+    found, got = ask(monte_carlo_estimates, algorithm, coefficient, outputs=("returns",))
     returns = returns_to_go(token_rewards(kl), 0.97)
     assert_close(got["returns"], returns)
     assert not found.scalars
@@ -294,8 +290,8 @@ def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
 def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
     section, coefficient = settings(kl)
     algorithm = SafeRlhfConfig(gamma=0.97, lam=0.8, whiten=whiten, kl_reward=section)
-    gives = ("advantages", "returns", "cost_returns")
-    found, got = ask(safe_estimates, algorithm, coefficient, COSTS, 1.7, gives=gives)
+    outputs = ("advantages", "returns", "cost_returns")
+    found, got = ask(safe_estimates, algorithm, coefficient, COSTS, 1.7, outputs=outputs)
     of_reward, returns = gae_loop(token_rewards(kl, factor=-0.5), of("values"), 0.97, [0.8] * N)
     of_cost, cost_returns = gae_loop(token_rewards(kl, rewards=COSTS, factor=0.5), of("cost_values"), 0.97, [0.8] * N)
     pairs = zip(of_reward, of_cost, strict=True)
@@ -313,7 +309,7 @@ def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
 
 def test_prime_estimates() -> None:
     algorithm = PrimeConfig(beta=0.2, process_coefficient=3.0, outcome_coefficient=2.0)
-    found, got = ask(prime_estimates, algorithm, gives=("advantages",))
+    found, got = ask(prime_estimates, algorithm, outputs=("advantages",))
     pairs = zip(of("reward_logprobs"), of("ref_logprobs"), strict=True)
     process = [[0.2 * (a - b) for a, b in zip(new, ref, strict=True)] for new, ref in pairs]
     means = [fmean(each) if each else 0.0 for each in process]
@@ -331,7 +327,7 @@ def test_prime_estimates() -> None:
 
 
 def test_distillation_estimates() -> None:
-    found, got = ask(distillation_estimates, gives=("advantages",))
+    found, got = ask(distillation_estimates, outputs=("advantages",))
     pairs = zip(of("teacher_logprobs"), of("old_logprobs"), strict=True)
     want = [[a - b for a, b in zip(teacher, student, strict=True)] for teacher, student in pairs]
     assert_close(got["advantages"], want)
@@ -340,11 +336,11 @@ def test_distillation_estimates() -> None:
 
 
 @pytest.fixture
-def tokens() -> StepTokens:
-    return step_tokens(GROUPS, REWARDS, {})
+def tokens() -> TokenBatch:
+    return make_token_batch(GROUPS, REWARDS, {})
 
 
-def test_the_tokens_of_a_step(tokens: StepTokens) -> None:
+def test_the_tokens_of_a_step(tokens: TokenBatch) -> None:
     assert tokens.mask_T.tolist() == [bool(m) for t in TRAJECTORIES for m in t.loss_mask]
     assert tokens.cu_seqlens_N.tolist() == [0, *itertools.accumulate(t.num_tokens for t in TRAJECTORIES)]
     assert tokens.group_ids_N.tolist() == [g for g, _ in KEYS]
@@ -352,35 +348,35 @@ def test_the_tokens_of_a_step(tokens: StepTokens) -> None:
     assert tokens.lengths.tolist() == [len(sampled) for sampled in SAMPLED]
 
 
-def test_rewards_stand_at_the_last_sampled_token(tokens: StepTokens) -> None:
+def test_rewards_stand_at_the_last_sampled_token(tokens: TokenBatch) -> None:
     want = np.zeros(len(tokens.mask_T), np.float32)
     starts = tokens.cu_seqlens_N.tolist()
     for start, sampled, reward in zip(starts, SAMPLED, REWARDS, strict=False):
         if sampled:
             want[start + sampled[-1]] = reward
-    assert tokens.rewards().tolist() == want.tolist()
+    assert tokens.token_rewards().tolist() == want.tolist()
     penalty_T = torch.arange(len(want)).float()
-    assert tokens.rewards(penalty_T).numpy() == pytest.approx(want - np.arange(len(want)) * tokens.mask_T.numpy())
+    assert tokens.token_rewards(penalty_T).numpy() == pytest.approx(want - np.arange(len(want)) * tokens.mask_T.numpy())
 
 
-def test_sums_and_means_are_of_sampled_tokens_whatever_stands_elsewhere(tokens: StepTokens) -> None:
+def test_sums_and_means_are_of_sampled_tokens_whatever_stands_elsewhere(tokens: TokenBatch) -> None:
     values_T = torch.where(tokens.mask_T, torch.arange(len(tokens.mask_T)).float(), torch.nan)
     starts = tokens.cu_seqlens_N.tolist()
     want = [sum(start + t for t in sampled) for start, sampled in zip(starts, SAMPLED, strict=False)]
-    assert tokens.sums(values_T).tolist() == want
-    assert tokens.mean(values_T) == pytest.approx(sum(want) / sum(map(len, SAMPLED)))
+    assert tokens.sequence_sums(values_T).tolist() == want
+    assert tokens.masked_mean(values_T) == pytest.approx(sum(want) / sum(map(len, SAMPLED)))
 
 
 def test_short_sums_behind_long_ones_are_exact() -> None:
     """A running sum in float32 would lose them."""
     groups = [[completion([0] + [1] * 5000), completion([0, 1])]]
-    tokens = step_tokens(groups, [0.0, 0.0], {})
+    tokens = make_token_batch(groups, [0.0, 0.0], {})
     values_T = torch.full((5003,), 1e4)
     values_T[-1] = 0.123
-    assert tokens.sums(values_T).tolist() == pytest.approx([5e7, 0.123], rel=1e-6)
+    assert tokens.sequence_sums(values_T).tolist() == pytest.approx([5e7, 0.123], rel=1e-6)
 
 
-def test_variance_is_explained_between_everything_and_less_than_nothing(tokens: StepTokens) -> None:
+def test_variance_is_explained_between_everything_and_less_than_nothing(tokens: TokenBatch) -> None:
     returns_T = torch.from_numpy(np.random.default_rng(4).normal(size=len(tokens.mask_T)))
     assert tokens.explained_variance(returns_T + 3.0, returns_T) == pytest.approx(1.0)
     assert tokens.explained_variance(torch.zeros_like(returns_T), returns_T) == pytest.approx(0.0)
@@ -389,9 +385,9 @@ def test_variance_is_explained_between_everything_and_less_than_nothing(tokens: 
 
 
 def test_a_step_in_which_nothing_was_sampled_says_nothing() -> None:
-    tokens = step_tokens([[completion([0, 0]), completion([0, 0, 0])]], [1.0, 2.0], {})
+    tokens = make_token_batch([[completion([0, 0]), completion([0, 0, 0])]], [1.0, 2.0], {})
     zeros_T = torch.zeros(5)
-    assert tokens.mean(zeros_T) == tokens.explained_variance(zeros_T, zeros_T) == 0.0
-    assert tokens.lengths.tolist() == tokens.sums(zeros_T).tolist() == [0, 0]
-    assert tokens.rewards().tolist() == [0.0] * 5
+    assert tokens.masked_mean(zeros_T) == tokens.explained_variance(zeros_T, zeros_T) == 0.0
+    assert tokens.lengths.tolist() == tokens.sequence_sums(zeros_T).tolist() == [0, 0]
+    assert tokens.token_rewards().tolist() == [0.0] * 5
     assert tokens.with_advantages(torch.ones(5), {}).scalars["advantages"].tolist() == [0.0, 0.0]

@@ -30,7 +30,7 @@ class Handle:
     ("error", "says"),
     [
         (WeightSyncError("norm is no parameter"), "engine 1{rank}: norm is no parameter"),
-        (WorkerError("it died"), "engine 1{rank} did not take a bucket of weights: it died"),
+        (WorkerError("it died"), "engine 1{rank} did not load a bucket of weights: it died"),
     ],
 )
 def test_the_engine_is_named(error: MegarlError, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +69,14 @@ def lost_on_its_way() -> list[RayError]:
 
 
 def test_an_answer_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
     handle = Answers(*lost_on_its_way(), ["completion"])
     assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]  # type: ignore[comparison-overlap]
     assert handle.left == []
 
 
 def test_an_engine_is_lost_once_ray_knows_that_it_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
     handle = Answers(*lost_on_its_way(), ActorDiedError())
     with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))

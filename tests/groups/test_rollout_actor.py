@@ -55,7 +55,7 @@ def process(tmp_path, monkeypatch):
 
     def start(engine, **changes):
         sections = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
-        return rollout_actor.RolloutProcess(RunConfig.model_validate(sections | changes), [engine])
+        return rollout_actor.RolloutActor(RunConfig.model_validate(sections | changes), [engine])
 
     return start
 

@@ -10,14 +10,14 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import GivenUpError, WorkerError
+from megarl.errors import RestartLimitError, WorkerError
 from megarl.groups import rollout_group
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupSummary
 from megarl.supervision import liveness_probe
-from megarl.supervision.liveness_probe import SIGNS
-from megarl.supervision.restart_budget import Restarts
+from megarl.supervision.liveness_probe import LIVENESS_GROUP
+from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers import failures
 
 PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
@@ -64,7 +64,7 @@ class Worker:
         return self.asked[arguments[0].request_id], "payload"
 
     def _place(self) -> Ref:
-        assert self.place.given == {"concurrency_group": SIGNS}
+        assert self.place.given == {"concurrency_group": LIVENESS_GROUP}
         self.signs.append(Ref(is_done=self.answers))
         return self.signs[-1]
 
@@ -85,7 +85,7 @@ class Ray:
     before_waiting: Callable[[], None] = lambda: None
 
     def remote(self, *, concurrency_groups: dict[str, int]) -> Any:
-        assert concurrency_groups == {SIGNS: 1}
+        assert concurrency_groups == {LIVENESS_GROUP: 1}
 
         def launch(environment: Any) -> Worker:
             self.workers.append(Worker(self))
@@ -155,8 +155,10 @@ def started(ray: Ray, workers: int = 2, **recovery: Any) -> Run:
         rollout=SimpleNamespace(request_timeout_seconds=600.0, workers=workers),
         placement=SimpleNamespace(start_timeout_seconds=30.0),
     )
-    supervision = SimpleNamespace(restarts=Restarts(budget, said.append), refs=list, tend=lambda: None, serving=[0])
-    engines: Any = SimpleNamespace(supervision=supervision, remote_engines=lambda: ["engine 0"])
+    supervisor = SimpleNamespace(
+        restart_budget=RestartBudget(budget, said.append), refs=list, poll=lambda: None, serving=[0]
+    )
+    engines: Any = SimpleNamespace(supervisor=supervisor, remote_engines=lambda: ["engine 0"])
     group = RolloutGroup(config, engines)
     group.start()
     return Run(group, said)
@@ -204,7 +206,7 @@ def test_groups_from_the_journal_are_told(ray: Ray) -> None:
 
     ray.before_waiting = answer
     assert sorted(group.summary.group_id for group in run.stream()) == [0, 1, 2, 3]
-    assert run.said == ["step-3: 3 of 4 groups are from the journal"]
+    assert run.said == ["step-3: replayed 3 of 4 groups from the journal"]
     assert not any(ref.was_cancelled for ref in ray.workers[0].asked.values())
     run.said.clear()
     ray.before_waiting = lambda: finish(ray.workers[0], *(f"step-3-{n}" for n in range(4)))
@@ -228,7 +230,7 @@ def test_a_worker_that_stands_still_is_replaced_and_its_groups_asked_again(ray: 
     assert set(ray.killed) == {second}
     assert len(first.signs) >= 3
     assert run.said[0] == (
-        "rollout worker 1 has given no sign of life for 20 s (recovery.engine_stall_seconds); killing it"
+        "rollout worker 1 has not answered a ping for 20 s (recovery.engine_stall_seconds); killing it"
     )
     assert run.said[1].startswith("rollout worker 1 was lost (")
 
@@ -257,7 +259,7 @@ def test_a_worker_that_stands_still_while_it_writes_rollouts_does_not_hold_up_th
             ray.workers[1].asked["record"].end(None)
 
     ray.before_waiting = go_on
-    run.group.finish_records()
+    run.group.flush_records()
     assert ray.killed[0] is ray.workers[0]
     assert run.said[-1].startswith("rollout worker 0 was lost (")
 
@@ -273,7 +275,7 @@ def test_a_worker_whose_machine_is_lost_before_it_is_there_is_started_elsewhere(
 
     ray.before_waiting = go_on
     assert len(list(run.stream())) == 4
-    assert run.said[0].endswith("restarting it, 1 of 20")
+    assert run.said[0].endswith("restarting it (restart 1 of 20)")
 
 
 def test_a_worker_that_does_not_come_up_is_not_waited_for_for_good(ray: Ray) -> None:
@@ -288,5 +290,5 @@ def test_a_worker_that_does_not_come_up_is_not_waited_for_for_good(ray: Ray) -> 
 def test_a_worker_that_dies_again_and_again_ends_the_run(ray: Ray) -> None:
     run = started(ray, workers=1)
     ray.before_waiting = lambda: ray.workers[-1].die()
-    with pytest.raises(GivenUpError, match="rollout worker 0 was lost 3 times for the same reason"):
+    with pytest.raises(RestartLimitError, match="rollout worker 0 was lost 3 times for the same reason"):
         list(run.stream())

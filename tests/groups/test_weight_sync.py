@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import RunConfig
-from megarl.groups.weight_sync import sync_setup
+from megarl.groups.weight_sync import make_sync_setup
 from megarl.placement.pool import Slot, SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
@@ -19,18 +19,20 @@ SPECS = {"norm": TensorSpec((4,), "float32")}
 class Engines:
     """In the place of an EngineGroup: sinks are named by what they lead to."""
 
-    def __init__(self, servers: list[tuple[int, ...]], whole: tuple[str, ...], pool: SlotPool | None = None) -> None:
-        self.servers, self._whole, self.pool = servers, whole, pool
-        self._layouts = [WeightLayout(SPECS, ()) for _ in servers[0]]
+    def __init__(
+        self, engine_slots: list[tuple[int, ...]], whole: tuple[str, ...], pool: SlotPool | None = None
+    ) -> None:
+        self.engine_slots, self._whole, self.pool = engine_slots, whole, pool
+        self._layouts = [WeightLayout(SPECS, ()) for _ in engine_slots[0]]
 
     def layouts(self) -> list[WeightLayout]:
         return self._layouts
 
-    def whole_tensors(self) -> tuple[str, ...]:
+    def full_tensors(self) -> tuple[str, ...]:
         return self._whole
 
     def sinks(self) -> tuple[Any, ...]:
-        return tuple(f"engine {i}" for i in range(len(self.servers)))
+        return tuple(f"engine {i}" for i in range(len(self.engine_slots)))
 
     def rank_sink(self, replica: int, tp_rank: int) -> Any:
         return f"engine {replica} rank {tp_rank}"
@@ -43,14 +45,14 @@ def setup_of(strategy: str, engines: Engines, *, machines: int = 2, placement: A
             "model": {"path": "unused"},
             "data": {"path": "unused"},
             "trainer": {"parallel": {"tp": 4}},
-            "rollout": {"tp": 2, "replicas": len(engines.servers)},
+            "rollout": {"tp": 2, "replicas": len(engines.engine_slots)},
             "reward": {"terms": {"one": {"type": "format", "pattern": "1"}}},
             "weight_sync": {"strategy": strategy},
             "placement": {"nodes": 2, "slots_per_node": 4} | (placement or {}),
         }
     )
     slots = tuple(Slot(i, 1.0, 0.0, f"node {i * machines // 8}", None) for i in range(8))
-    return sync_setup(config, GRID, engines, SlotPool(None, slots, "cpu"))  # type: ignore[arg-type]
+    return make_sync_setup(config, GRID, engines, SlotPool(None, slots, "cpu"))  # type: ignore[arg-type]
 
 
 STRIDED = [(0, 2), (1, 3), (4, 6)]
@@ -61,7 +63,7 @@ def test_every_engine_rank_is_served_by_the_rank_beside_it(strategy: str) -> Non
     engines = Engines(STRIDED, ())
     setup = setup_of(strategy, engines)
     assert setup.config.strategy == ("exact" if strategy == "exact" else "micro_dp")
-    assert {rank: outlets.boxes for rank, outlets in setup.outlets.items()} == {
+    assert {rank: sinks.boxes for rank, sinks in setup.sinks.items()} == {
         0: "engine 0 rank 0",
         2: "engine 0 rank 1",
         1: "engine 1 rank 0",
@@ -69,33 +71,33 @@ def test_every_engine_rank_is_served_by_the_rank_beside_it(strategy: str) -> Non
         4: "engine 2 rank 0",
         6: "engine 2 rank 1",
     }
-    assert not any(outlets.whole for outlets in setup.outlets.values())
-    assert setup.needs.keys() == setup.outlets.keys()
+    assert not any(sinks.full_tensors for sinks in setup.sinks.values())
+    assert setup.needs.keys() == setup.sinks.keys()
     assert all(setup.needs[rank] is engines.layouts()[ranks.index(rank)] for ranks in STRIDED for rank in ranks)
     assert setup.nodes == (0, 0, 0, 0, 1, 1, 1, 1)
     assert bool(setup.groups) == (setup.config.strategy == "micro_dp")
-    assert setup.whole == ()
+    assert setup.full_tensors == ()
 
 
 @pytest.mark.parametrize("strategy", ["micro_dp", "exact"])
 def test_what_engines_compute_with_comes_whole_from_their_first_servers(strategy: str) -> None:
     setup = setup_of(strategy, Engines(STRIDED, ("norm",)))
-    assert setup.whole == ("norm",)
-    assert {rank: outlets.whole for rank, outlets in setup.outlets.items() if outlets.whole} == {
+    assert setup.full_tensors == ("norm",)
+    assert {rank: sinks.full_tensors for rank, sinks in setup.sinks.items() if sinks.full_tensors} == {
         0: ("engine 0",),
         1: ("engine 1",),
         4: ("engine 2",),
     }
-    assert all(outlets.boxes for outlets in setup.outlets.values())
+    assert all(sinks.boxes for sinks in setup.sinks.values())
 
 
 def test_gather_hf_brings_everything_whole() -> None:
     setup = setup_of("gather_hf", Engines([(0, 1), (2, 3)], ("norm",)))
-    assert {rank: (outlets.whole, outlets.boxes) for rank, outlets in setup.outlets.items()} == {
+    assert {rank: (sinks.full_tensors, sinks.boxes) for rank, sinks in setup.sinks.items()} == {
         0: (("engine 0",), None),
         2: (("engine 1",), None),
     }
-    assert (setup.needs, setup.whole) == ({}, ())
+    assert (setup.needs, setup.full_tensors) == ({}, ())
 
 
 def test_auto_is_exact_where_strided_engines_would_span_machines() -> None:
@@ -112,8 +114,8 @@ def test_engines_apart_are_ranks_of_the_trainers_plan(strategy: str) -> None:
     engines = Engines([(0, 1), (3, 4), (6, 7)], ("norm",), pool)
     placement = {"pools": {"b": {"nodes": 4, "slots_per_node": 2}}, "rollout": {"pool": "b"}}
     setup = setup_of(strategy, engines, placement=placement)
-    handover = setup.handover
-    assert (setup.outlets, setup.needs, setup.groups, setup.whole) == ({}, {}, (), ())
-    assert handover.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1)
-    assert list(handover.needs) == engines.layouts()
-    assert (handover.num_engines, handover.whole, handover.sources) == (3, ("norm",), ())
+    transfer_spec = setup.transfer_spec
+    assert (setup.sinks, setup.needs, setup.groups, setup.full_tensors) == ({}, {}, (), ())
+    assert transfer_spec.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1)
+    assert list(transfer_spec.needs) == engines.layouts()
+    assert (transfer_spec.num_engines, transfer_spec.full_tensors, transfer_spec.sources) == (3, ("norm",), ())

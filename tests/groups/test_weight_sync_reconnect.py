@@ -6,15 +6,15 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.groups import weight_sync
-from megarl.megatron.requests import Invitation
+from megarl.megatron.requests import RendezvousInfo
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.process_groups import TransferGroup
 
 STATS = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=2, buckets=1, peak_extra_bytes=3)
 NOTHING = WeightLayout({}, ())
-HANDOVER = Handover(sources=[NOTHING] * 2, needs=[NOTHING], num_engines=1, nodes=(0, 0, 1), bucket_bytes=1)
+HANDOVER = TransferSpec(sources=[NOTHING] * 2, needs=[NOTHING], num_engines=1, nodes=(0, 0, 1), bucket_bytes=1)
 CONFIG = SimpleNamespace(weight_sync=SimpleNamespace(timeout_seconds=9.0))
 
 
@@ -34,24 +34,24 @@ class Trainer:
         return STATS
 
 
-class Supervision:
+class EngineSupervisor:
     """All engines are up, and what fails is not their fault."""
 
-    def wait_up(self):
+    def wait_ready(self):
         return [0]
 
-    def served(self, replicas):
+    def mark_serving(self, replicas):
         assert replicas == [0]
 
-    def blame(self, error):
+    def attribute_failure(self, error):
         return False
 
 
 class Engines:
     def __init__(self):
-        self.calls, self.engines, self.supervision = [], ["engine 0"], Supervision()
+        self.calls, self.engines, self.supervisor = [], ["engine 0"], EngineSupervisor()
 
-    def only(self, replicas):
+    def select(self, replicas):
         assert replicas == [0]
         return self
 
@@ -60,7 +60,7 @@ class Engines:
 
 
 def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkeypatch):
-    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
     trainer, engines = Trainer(), Engines()
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     for version in (0, 1):
@@ -104,10 +104,10 @@ class Call:
 class TrainerApart(Trainer):
     def prepare_sync(self, setup):
         super().prepare_sync(setup)
-        return Invitation(handover=HANDOVER, host="10.0.0.1", port=7000 + len(self.calls))
+        return RendezvousInfo(transfer_spec=HANDOVER, host="10.0.0.1", port=7000 + len(self.calls))
 
-    def begin_join(self, meeting):
-        self.calls.append(meeting)
+    def begin_connect(self, transfer_group):
+        self.calls.append(transfer_group)
         return Call(None)
 
     def begin_push(self):
@@ -117,8 +117,8 @@ class TrainerApart(Trainer):
 
 
 class EnginesApart(Engines):
-    def prepare_receive(self, handover):
-        self.calls.append(handover)
+    def prepare_receive(self, transfer_spec):
+        self.calls.append(transfer_spec)
 
     def begin(self, *call):
         self.calls.append(call)
@@ -126,10 +126,10 @@ class EnginesApart(Engines):
 
 
 def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
-    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
     trainer, engines = TrainerApart(), EnginesApart()
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
-    first = Meeting("10.0.0.1", 7001, "weights", 3, 9.0)
+    first = TransferGroup("10.0.0.1", 7001, "weights", 3, 9.0)
     report = sync.push(0)
     assert report.stats == counted(6, 6, 7)
     assert report.bytes_moved == 6
@@ -140,7 +140,7 @@ def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
     assert sync.policy_version == 0
     trainer.fails = False
     sync.push(1)
-    again = Meeting("10.0.0.1", 7005, "weights", 3, 9.0)
+    again = TransferGroup("10.0.0.1", 7005, "weights", 3, 9.0)
     assert trainer.calls == ["prepare setup", first, "push", "push", "prepare setup", again, "push"]
     receive, begin = ("receive_weights",), ("begin_weights",)
     assert engines.calls == [
@@ -152,20 +152,20 @@ def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
 
 
 def test_an_engine_that_came_back_is_given_its_weights_although_another_one_was_to_blame(monkeypatch):
-    monkeypatch.setattr(weight_sync, "sync_setup", lambda *_: "setup")
+    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
     trainer, engines = Trainer(), Engines()
-    trainer.offloaded = SimpleNamespace(anything=False)
+    trainer.offload_config = SimpleNamespace(is_enabled=False)
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     sync.push(4)
     engines.calls.clear()
-    engines.supervision.up = [0, 1]
+    engines.supervisor.ready = [0, 1]
 
-    def blame(error):
-        engines.supervision.up, trainer.fails = [0], False
+    def attribute_failure(error):
+        engines.supervisor.ready, trainer.fails = [0], False
         return True
 
-    trainer.fails, engines.supervision.blame = True, blame
-    sync.restore(0)
+    trainer.fails, engines.supervisor.attribute_failure = True, attribute_failure
+    sync.resync(0)
     assert engines.calls == [("begin_weights",), ("begin_weights",), ("end_weights", 4)]
-    sync.restore(1)  # the one that was lost
+    sync.resync(1)  # the one that was lost
     assert len(engines.calls) == 3

@@ -81,7 +81,7 @@ def train(
     """
     from megarl.controller.run_stage import begin_run
     from megarl.controller.spmd_stage import NOTHING
-    from megarl.run.events import EventLog, Note
+    from megarl.run.events import EventLog, MessageEvent
     from megarl.stages import build_stages
 
     events = EventLog()
@@ -90,7 +90,7 @@ def train(
         if ranks.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)
-        work, begun = run.work, run.step
+        work, begun = run.make_train_request, run.step
 
         def watched(rows: list[int]) -> Any:
             nonlocal begun
@@ -99,12 +99,12 @@ def train(
                 at_step[1](events)
             return work(rows)
 
-        run.work = watched
+        run.make_train_request = watched
         try:
             run.train()
         except DiedError:
             run._checkpoints._thread.shutdown()
-    return [event.text for event in events.since(0)[0] if isinstance(event, Note)]
+    return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
 
 
 def train_whole(stage: str, config: StageConfig) -> list[str]:

@@ -21,8 +21,8 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.placement.rank_grid import RankGrid
 from megarl.preflight.run_checks import check_run
-from megarl.stages.dpo import answer_logprob, rows_used
-from megarl.stages.pairwise import evaluation_chunks, pair_scalars, preference_accuracy
+from megarl.stages.dpo import select_rows, sum_answer_logprobs
+from megarl.stages.pairwise import iter_forward_requests, make_pair_scalars, preference_accuracy
 from megarl.workers.payload import LocalPayload
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
@@ -113,15 +113,15 @@ def test_a_tie_is_half_a_pair() -> None:
 
 def test_signs_say_where_harm_is() -> None:
     pair = PreferencePair(chosen=answer(4), rejected=answer(5), margin=0.5)
-    assert pair_scalars(pair) == ({"margins": 0.5}, {"margins": 0.5})
-    chosen, rejected = pair_scalars(replace(pair, safe=(True, False)))
+    assert make_pair_scalars(pair) == ({"margins": 0.5}, {"margins": 0.5})
+    chosen, rejected = make_pair_scalars(replace(pair, safe=(True, False)))
     assert (chosen, rejected) == ({"margins": 0.5, "signs": -1.0}, {"margins": 0.5, "signs": 1.0})
 
 
 def test_chunks_hold_every_answer_in_order() -> None:
     model: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload), grid=RankGrid(dp=2))
     answers = [answer(n) for n in range(10, 60)]
-    chunks = list(evaluation_chunks(answers, model, max_tokens=20))
+    chunks = list(iter_forward_requests(answers, model, max_tokens=20))
     assert len(chunks) > 2
     assert [a for chunk in chunks for a in chunk.payloads[0].fetch()] == answers
     for chunk in chunks:
@@ -129,16 +129,16 @@ def test_chunks_hold_every_answer_in_order() -> None:
         assert [(ref.key, ref.num_tokens) for ref in chunk.samples] == [((0, i), n) for i, n in enumerate(lengths)]
         # full micro-batches on both replicas, but for the last answer
         assert sum(lengths[:-1]) < 2 * 16 * 20
-    assert list(evaluation_chunks([], model, max_tokens=20)) == []
+    assert list(iter_forward_requests([], model, max_tokens=20)) == []
 
 
 @pytest.mark.parametrize(("steps", "used"), [(2, 6), (4, 10)])
 def test_the_reference_is_asked_of_the_rows_that_will_be_taken(steps: int, used: int, tree: dict[str, Any]) -> None:
     config = make_config(DpoConfig, tree | {"trainer": {"steps": steps, "batch_size": 3}, "seed": 5})
-    rows = rows_used(config, 10)
+    rows = select_rows(config, 10)
     assert len(rows) == used
     assert set(rows) >= set(PromptSampler(10, 5, shuffle=True).take(3 * steps))
 
 
 def test_an_answers_log_probability_leaves_the_prompt_out() -> None:
-    assert answer_logprob(answer(4), np.array([0, -1, -2, -4], np.float32)) == -6
+    assert sum_answer_logprobs(answer(4), np.array([0, -1, -2, -4], np.float32)) == -6

@@ -73,7 +73,7 @@ def test_one_that_died_comes_to_the_same(stage: str, reference: Any, world: Path
     sections = {"dpo": {"reference": {"path": str(world / "model"), **reference}}} if reference else {}
     whole, parts = (stage_config(stage, world, tmp_path / name, **sections) for name in ("whole", "parts"))
     said = run_ranks(train_both, 2, tmp_path, stage, whole, parts)
-    assert re.fullmatch(r"going on from step [36]: .*/parts/checkpoints/step-00000[36]", said[0])
+    assert re.fullmatch(r"resuming from step [36]: .*/parts/checkpoints/step-00000[36]", said[0])
     assert_same(tmp_path / "parts", tmp_path / "whole")
     assert list(losses(tmp_path / "whole")) == list(range(1, 9))
     assert steps_saved(tmp_path / "whole") == steps_saved(tmp_path / "parts") == [3, 6, 8]
@@ -84,14 +84,14 @@ def test_one_that_died_comes_to_the_same(stage: str, reference: Any, world: Path
 
 def end_and_go_on(ends: StageConfig, config: StageConfig) -> list[str]:
     ranks = join()
-    train(ranks, "sft", ends, at_step=(4, lambda events: events.finish_early()))
+    train(ranks, "sft", ends, at_step=(4, lambda events: events.request_stop()))
     return train(ranks, "sft", config, resume="auto")
 
 
 def test_asked_to_end_it_saves_the_step_before(world: Path, tmp_path: Path, undisturbed: Path) -> None:
     rarely = stage_config("sft", world, tmp_path / "run", checkpoint={"every": 100, "keep_last": 9})
     said = run_ranks(end_and_go_on, 2, tmp_path, rarely, stage_config("sft", world, tmp_path / "run"))
-    assert said[0].startswith("going on from step 4: ")
+    assert said[0].startswith("resuming from step 4: ")
     assert steps_saved(tmp_path / "run") == [4, 6, 8]
     assert_same(tmp_path / "run", undisturbed)
 
@@ -147,7 +147,7 @@ def test_another_layout_goes_on_with_the_same_loss(world: Path, tmp_path: Path, 
     saved = undisturbed / "checkpoints/step-000003"
     said = run_ranks(go_on, 2, tmp_path, config, str(saved))
     assert said[:2] == [
-        f"going on from step 3: {saved}",
+        f"resuming from step 3: {saved}",
         "policy: saved in another layout; the random numbers of its ranks begin anew",
     ]
     found, expected = losses(tmp_path / "run"), losses(undisturbed)
@@ -163,6 +163,6 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(world: Path, tmp_path: P
         part = next((tmp_path / f"run/checkpoints/step-00000{step}/policy").glob("__1_*.distcp"))
         part.write_bytes(part.read_bytes()[:-1] + b"?")
     said = run_ranks(go_on, 2, tmp_path, stage_config("sft", world, tmp_path / "run"), "auto")
-    assert said[0].startswith("going on from step 3: ")
+    assert said[0].startswith("resuming from step 3: ")
     assert_same(tmp_path / "run", undisturbed)
     assert len(metrics(tmp_path / "run")) == 8

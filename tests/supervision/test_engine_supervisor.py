@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import RayError
 
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import GivenUpError, LostEngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.supervision import engine_supervisor
-from megarl.supervision.engine_supervisor import KILLED_SECONDS, Supervision
-from megarl.supervision.restart_budget import Restarts
+from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, EngineSupervisor
+from megarl.supervision.restart_budget import RestartBudget
 
 DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
 
@@ -52,7 +52,7 @@ class Handle:
     def _invoke(self, method):
         if method == "watch":
             return self.watch
-        assert method == "beat"
+        assert method == "ping"
         self.beats.append(Ref(self.answers))
         return self.beats[-1]
 
@@ -85,7 +85,7 @@ class Engines:
         self.starting = []
         self.lost_machines = set()
 
-    def has_machine(self, replica):
+    def has_live_node(self, replica):
         return replica not in self.lost_machines
 
     def name(self, replica):
@@ -104,14 +104,14 @@ class Engines:
 class World:
     clock: Clock
     engines: Engines
-    supervision: Supervision
+    supervisor: EngineSupervisor
     said: list[str]
     restored: list[int]
 
     def pass_time(self, seconds):
         for _ in range(round(seconds)):
             self.clock.now += 1.0
-            self.supervision.tend()
+            self.supervisor.poll()
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def make(monkeypatch):
             rollout=SimpleNamespace(engine=SimpleNamespace(start_timeout_seconds=300.0)),
         )
         engines = Engines(count)
-        found = Supervision(engines, count, config, Restarts(config.recovery, said.append))
-        found.restore = restored.append
+        found = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, said.append))
+        found.resync = restored.append
         found.start()
         if is_up:
             for ref in engines.starting:
@@ -146,27 +146,27 @@ def test_an_engine_that_died_gets_its_weights_before_it_serves(make):
     world = make()
     first = world.engines.handles[1]
     world.pass_time(100)
-    assert world.supervision.serving == world.supervision.up == [0, 1]
+    assert world.supervisor.serving == world.supervisor.ready == [0, 1]
     end(first)
-    world.supervision.tend()
+    world.supervisor.poll()
     assert first.was_killed
-    assert world.supervision.serving == [0]
+    assert world.supervisor.serving == [0]
     world.pass_time(20)
     (starting,) = world.engines.starting
     assert world.engines.handles[1] is not first
-    assert (world.supervision.up, world.restored) == ([0], [])
+    assert (world.supervisor.ready, world.restored) == ([0], [])
 
-    def restore(replica):
-        assert (world.supervision.serving, world.supervision.up) == ([0], [0, 1])
+    def resync(replica):
+        assert (world.supervisor.serving, world.supervisor.ready) == ([0], [0, 1])
         world.restored.append(replica)
 
-    world.supervision.restore = restore
+    world.supervisor.resync = resync
     starting.is_done = True
-    world.supervision.tend()
-    assert (world.supervision.serving, world.restored) == ([0, 1], [1])
+    world.supervisor.poll()
+    assert (world.supervisor.serving, world.restored) == ([0, 1], [1])
     assert world.said == [
-        "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it, 1 of 20",
-        "engine 1 serves again, 20.0 s after it was found lost",
+        "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it (restart 1 of 20)",
+        "engine 1 is serving again, 20.0 s after its loss was detected",
     ]
 
 
@@ -175,12 +175,14 @@ def test_an_engine_that_is_killed_while_it_starts_is_started_again(make):
     first, second = world.engines.starting
     second.is_done = True
     first.value, first.is_done = LostEngineError("the engine did not start: scheduler died"), True
-    world.supervision.tend()
-    assert world.supervision.up == [1]
+    world.supervisor.poll()
+    assert world.supervisor.ready == [1]
     world.engines.starting[-1].is_done = True
-    world.supervision.wait_started()
-    assert world.supervision.serving == [0, 1]
-    assert world.said == ["engine 0 was lost (the engine did not start: scheduler died); restarting it, 1 of 20"]
+    world.supervisor.wait_started()
+    assert world.supervisor.serving == [0, 1]
+    assert world.said == [
+        "engine 0 was lost (the engine did not start: scheduler died); restarting it (restart 1 of 20)"
+    ]
 
 
 def test_an_engine_that_fails_by_itself_at_its_first_start_would_fail_again(make):
@@ -188,16 +190,16 @@ def test_an_engine_that_fails_by_itself_at_its_first_start_would_fail_again(make
     (ref,) = world.engines.starting
     ref.value, ref.is_done = WorkerError("the engine did not start: no such model"), True
     with pytest.raises(WorkerError, match="no such model"):
-        world.supervision.wait_started()
+        world.supervisor.wait_started()
     assert world.said == []
 
 
 def test_engines_that_are_shut_down_are_not_lost(make):
     world = make()
-    world.supervision.end()
+    world.supervisor.close()
     end(world.engines.handles[0], LostEngineError("the engine was shut down"))
-    with pytest.raises(GivenUpError, match="the engines were shut down"):
-        world.supervision.tend()
+    with pytest.raises(RestartLimitError, match="the engines were shut down"):
+        world.supervisor.poll()
     assert world.said == []
 
 
@@ -220,11 +222,11 @@ def test_an_engine_that_stands_still_is_lost_and_given_time_to_be_killed(make):
     while not handle.was_killed:
         assert not world.engines.starting
         world.pass_time(1)
-    assert world.said[0].startswith("engine 0 was lost (engine 0 has given no sign of life for 20 s (recovery.engine_s")
+    assert world.said[0].startswith("engine 0 was lost (engine 0 has not answered a ping for 20 s (recovery.engine_s")
     lost = world.clock.now
     while not world.engines.starting:
         world.pass_time(1)
-    assert world.clock.now - lost >= KILLED_SECONDS - 3
+    assert world.clock.now - lost >= KILL_WAIT_SECONDS - 3
 
 
 def test_time_in_which_nobody_looked_is_not_held_against_an_engine(make):
@@ -241,37 +243,39 @@ def test_time_in_which_nobody_looked_is_not_held_against_an_engine(make):
 
 
 def test_a_start_that_fails_is_tried_again_later_and_given_up_at_last(make):
-    world = make(1, same_failure=3, backoff_seconds=4)
+    world = make(1, max_identical_failures=3, backoff_seconds=4)
     end(world.engines.handles[0])
     world.pass_time(1)
     failure = WorkerError("the engine did not start: out of memory")
     for wait, count in ((4, 2), (8, 3)):
         world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
-        world.supervision.tend()
-        assert world.said[-1].endswith(f"; restarting it in {wait} s, {count} of 20")
+        world.supervisor.poll()
+        assert world.said[-1].endswith(f"; restarting it in {wait} s (restart {count} of 20)")
         world.pass_time(wait - 1)
         assert len(world.engines.starting) == count - 1
         world.pass_time(1)
         assert len(world.engines.starting) == count
     world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
     with pytest.raises(WorkerError, match=r"engine 0 was lost 3 times for the same reason.*out of memory"):
-        world.supervision.tend()
+        world.supervisor.poll()
 
 
 def test_a_start_that_takes_too_long_failed(make):
     world = make(1)
     end(world.engines.handles[0])
     world.pass_time(302)
-    assert world.said[-1].startswith("engine 0 was lost (engine 0 was not up after 300 s (rollout.engine.start_timeout")
+    assert world.said[-1].startswith(
+        "engine 0 was lost (engine 0 did not start within 300 s (rollout.engine.start_timeout"
+    )
 
 
 def test_a_push_that_fails_is_an_engine_s_fault_only_if_one_is_lost(make):
     world = make()
-    assert not world.supervision.blame(WeightSyncError("trainer rank 1 is late"))
-    assert not world.supervision.blame(WorkerError("trainer rank 1 died"))
+    assert not world.supervisor.attribute_failure(WeightSyncError("trainer rank 1 is late"))
+    assert not world.supervisor.attribute_failure(WorkerError("trainer rank 1 died"))
     end(world.engines.handles[1])
-    assert world.supervision.blame(WorkerError("begin_weights: ..."))
-    assert world.supervision.wait_up() == [0]
+    assert world.supervisor.attribute_failure(WorkerError("begin_weights: ..."))
+    assert world.supervisor.wait_ready() == [0]
     assert world.restored == []
 
 
@@ -279,9 +283,9 @@ def test_a_push_that_an_engine_holds_up_by_standing_still_is_its_fault(make):
     world = make(engine_stall_seconds=20)
     world.engines.handles[0].answers = False
     began = world.clock.now
-    assert world.supervision.blame(WeightSyncError("nothing from rank 2 within 8 s"))
+    assert world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
     assert world.clock.now - began < 40
-    assert world.supervision.up == [1]
+    assert world.supervisor.ready == [1]
 
 
 def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_however_many_there_are(make):
@@ -300,14 +304,14 @@ def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_howeve
         return wait(refs, **given)
 
     engine_supervisor.ray.wait = waits
-    assert not world.supervision.blame(WeightSyncError("nothing from rank 2 within 8 s"))
+    assert not world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
     assert 60 < world.clock.now - began < 120
 
 
 def test_what_no_engine_is_up_for_waits(make):
     world = make(1)
     end(world.engines.handles[0])
-    world.supervision.tend()
+    world.supervisor.poll()
     start = world.engines.start
 
     def quick(replica):
@@ -316,17 +320,17 @@ def test_what_no_engine_is_up_for_waits(make):
         return ref
 
     world.engines.start = quick
-    assert world.supervision.wait_up() == [0]
-    assert (world.supervision.serving, world.restored) == ([], [])
-    world.supervision.served([0])
-    assert world.supervision.serving == [0]
+    assert world.supervisor.wait_ready() == [0]
+    assert (world.supervisor.serving, world.restored) == ([], [])
+    world.supervisor.mark_serving([0])
+    assert world.supervisor.serving == [0]
 
 
 def test_where_nothing_may_be_restarted_the_engine_s_last_words_are_the_error(make):
     world = make(max_restarts=0)
     end(world.engines.handles[0])
     with pytest.raises(LostEngineError, match=r"(?s)ended by SIGKILL; the end of x\.log:\nlast"):
-        world.supervision.tend()
+        world.supervisor.poll()
 
 
 def test_an_engine_whose_machine_is_lost_is_gone(make):
@@ -334,10 +338,10 @@ def test_an_engine_whose_machine_is_lost_is_gone(make):
     world.engines.lost_machines.add(0)
     end(world.engines.handles[0])
     world.pass_time(10)
-    assert world.supervision.serving == world.supervision.up == [1]
-    assert world.said[-1] == "the machine of engine 0 is lost; the run goes on without this engine"
+    assert world.supervisor.serving == world.supervisor.ready == [1]
+    assert world.said[-1] == "the node of engine 0 is lost; the run continues without this engine"
     assert world.engines.starting == []
     world.engines.lost_machines.add(1)
     end(world.engines.handles[1])
-    with pytest.raises(WorkerError, match=r"^the machines of all engines are lost$"):
+    with pytest.raises(WorkerError, match=r"^the nodes of all engines are lost$"):
         world.pass_time(10)

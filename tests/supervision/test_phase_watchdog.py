@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import WorkerError
-from megarl.supervision.phase_watchdog import PhaseWatch
+from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import failures
 
 
@@ -42,7 +42,7 @@ def test_a_late_phase_fails_naming_ranks_and_its_stacks_are_on_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    watch = PhaseWatch(0.3, said.append, lambda: "the workers' stacks", tmp_path)
+    watch = PhaseWatchdog(0.3, said.append, lambda: "the workers' stacks", tmp_path)
     file = tmp_path / "stacks" / "step-000012-train.txt"
     with pytest.raises(WorkerError) as error, watch.phase(12, "train"):
         wait(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
@@ -65,20 +65,20 @@ def test_the_file_is_there_before_the_phase_fails(monkeypatch: pytest.MonkeyPatc
         read.set()
         return "stacks"
 
-    with pytest.raises(WorkerError), PhaseWatch(0.1, print, slowly, tmp_path).phase(1, "train"):
+    with pytest.raises(WorkerError), PhaseWatchdog(0.1, print, slowly, tmp_path).phase(1, "train"):
         wait(monkeypatch, {"0": 60.0})
     assert read.is_set()
 
 
 def test_phases_in_time_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: list[str] = []
-    watch = PhaseWatch(0.3, said.append, lambda: "", tmp_path)
+    watch = PhaseWatchdog(0.3, said.append, lambda: "", tmp_path)
     for _ in range(3):
         with watch.phase(1, "train"):
             assert wait(monkeypatch, {"0": 0.15, "1": 0.2}) == ["0", "1"]
     time.sleep(0.4)
     assert said == []
-    assert "phase watch" not in {thread.name for thread in threading.enumerate()}
+    assert "phase watchdog" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(WorkerError, match=r"^train: no answer within 0\.2 s from rank 1$"):
         wait(monkeypatch, {"0": 0.0, "1": 60.0}, timeout=0.2)
 
@@ -86,13 +86,13 @@ def test_phases_in_time_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_shorter_timeout_of_a_call_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (
         pytest.raises(WorkerError, match=r"^train: no answer within 0\.12 s from rank 0$"),
-        PhaseWatch(60, print, lambda: "", tmp_path).phase(1, "train"),
+        PhaseWatchdog(60, print, lambda: "", tmp_path).phase(1, "train"),
     ):
         wait(monkeypatch, {"0": 60.0}, timeout=0.12)
 
 
 def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with PhaseWatch(None, print, lambda: "", tmp_path).phase(1, "train"):
+    with PhaseWatchdog(None, print, lambda: "", tmp_path).phase(1, "train"):
         assert wait(monkeypatch, {"0": 0.3}) == ["0"]
 
 
@@ -102,13 +102,14 @@ def test_stacks_that_cannot_be_had_or_written_do_not_keep_the_phase(
     def fail() -> str:
         raise WorkerError("no node answers")
 
-    with pytest.raises(WorkerError, match="stacks: "), PhaseWatch(0.1, print, fail, tmp_path).phase(1, "train"):
+    with pytest.raises(WorkerError, match="stacks: "), PhaseWatchdog(0.1, print, fail, tmp_path).phase(1, "train"):
         wait(monkeypatch, {"0": 60.0})
     assert (
-        "no stacks of workers: WorkerError: no node answers" in (tmp_path / "stacks/step-000001-train.txt").read_text()
+        "could not collect the stacks of workers: WorkerError: no node answers"
+        in (tmp_path / "stacks/step-000001-train.txt").read_text()
     )
     (tmp_path / "file").write_text("")
-    watch = PhaseWatch(0.1, print, lambda: "", tmp_path / "file")
+    watch = PhaseWatchdog(0.1, print, lambda: "", tmp_path / "file")
     with (
         pytest.raises(WorkerError, match="no answer from rank 0; stacks could not be written: "),
         watch.phase(1, "train"),
@@ -117,8 +118,8 @@ def test_stacks_that_cannot_be_had_or_written_do_not_keep_the_phase(
 
 
 def test_the_outer_phase_is_watched_again_after_an_inner_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outer = PhaseWatch(0.2, print, lambda: "", tmp_path)
-    inner = PhaseWatch(60, print, lambda: "", tmp_path)
+    outer = PhaseWatchdog(0.2, print, lambda: "", tmp_path)
+    inner = PhaseWatchdog(60, print, lambda: "", tmp_path)
 
     def step() -> None:
         with inner.phase(1, "train"):

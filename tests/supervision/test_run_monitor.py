@@ -14,13 +14,13 @@ from megarl.errors import WorkerError
 from megarl.placement.rank_grid import RankGrid
 from megarl.supervision import run_monitor
 from megarl.supervision.phase_watchdog import STACKS_FOLDER
-from megarl.supervision.run_monitor import Vigil
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.workers.failures import check_deadline
 from tests.run.finished_groups import run_config
 
 
 @pytest.fixture
-def vigil(tmp_path: Path) -> Iterator[Vigil]:
+def monitor(tmp_path: Path) -> Iterator[RunMonitor]:
     config = run_config(
         {"type": "grpo"},
         run_dir=str(tmp_path),
@@ -28,13 +28,13 @@ def vigil(tmp_path: Path) -> Iterator[Vigil]:
         placement={"start_timeout_seconds": 0.1},
         rollout={"engine": {"start_timeout_seconds": 0.2}},
     )
-    one = Vigil(config, lambda _: None)
+    one = RunMonitor(config, lambda _: None)
     yield one
-    one.ended(None)
+    one.close(None)
 
 
 def test_processes_that_have_replaced_others_are_read_in_their_place(
-    vigil: Vigil, monkeypatch: pytest.MonkeyPatch
+    monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
@@ -48,19 +48,19 @@ def test_processes_that_have_replaced_others_are_read_in_their_place(
     monkeypatch.setattr(run_monitor, "collect_stacks", lambda places: str(sorted(places.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
     trainer: Any = SimpleNamespace(places=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
-    vigil.follow(trainer, RankGrid(), lambda: engines)
+    monitor.watch(trainer, RankGrid(), lambda: engines)
     trainer_place = str(next(iter(trainer.places().items())))
-    assert vigil._stacks() == f"[('engine 0', 'place of first'), ('engine 1', 'place of second'), {trainer_place}]"
+    assert monitor._stacks() == f"[('engine 0', 'place of first'), ('engine 1', 'place of second'), {trainer_place}]"
     engines |= {"engine 0": "starts", "engine 1": "third"}
-    assert vigil._stacks() == vigil._stacks() == f"[('engine 1', 'place of third'), {trainer_place}]"
+    assert monitor._stacks() == monitor._stacks() == f"[('engine 1', 'place of third'), {trainer_place}]"
     assert asked == ["first", "second", "starts", "third", "starts"]
 
 
-def test_a_start_that_hangs_ends_after_what_processes_and_a_phase_may_take(vigil: Vigil, tmp_path: Path) -> None:
+def test_a_start_that_hangs_ends_after_what_processes_and_a_phase_may_take(monitor: RunMonitor, tmp_path: Path) -> None:
     began = time.monotonic()
 
     def start() -> None:
-        with vigil.start(13):
+        with monitor.start(13):
             while time.monotonic() < began + 30:
                 check_deadline(["rank 1"])
                 time.sleep(0.01)
