@@ -1,0 +1,1 @@
+"""The driver and the controller actor: start, watch, resume and recover a run."""

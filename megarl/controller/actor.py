@@ -1,4 +1,4 @@
-"""The controller actor: runs a stage as plain Python, and answers the driver's questions meanwhile."""
+"""The controller actor: runs a stage in one thread and answers the driver's calls in others."""
 
 from __future__ import annotations
 
@@ -9,123 +9,133 @@ from pathlib import Path
 
 import ray
 
-from megarl import IMPORTED_SINCE
+from megarl import IMPORT_STARTED_AT
 from megarl.checkpoint.run_lock import RunLock
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
-from megarl.controller.detached import waited_for
-from megarl.controller.recovery import train_through
+from megarl.controller.detached import acquire_when_free
+from megarl.controller.recovery import train_with_recovery
 from megarl.errors import MegarlError, WorkerError
 from megarl.groups.build import build_evaluation, stage_processes
 from megarl.run.evaluation import greedy_score
-from megarl.run.events import Event, EventLog, Note
+from megarl.run.events import Event, EventLog, MessageEvent
 from megarl.stages.build_stages import make_dpo, make_rm, make_sft
 from megarl.tracking.startup import Startup
 
 LINGER_SECONDS = 60.0
-"""How long a run that belongs to its cluster can be asked how it ended."""
+"""How long the actor of a detached run stays alive after its end, so that `outcome` can still be read."""
 
-TELL_SECONDS = 2.0
-"""How long an answer may take to its asker."""
+REPLY_SECONDS = 2.0
+"""Time left for the reply of `outcome` to reach its caller before the actor is killed."""
 
 
 class Controller:
-    """Hosted by a Ray actor with three threads: one runs the stage, others answer `events` and so on meanwhile."""
+    """Run one training or evaluation stage.
 
-    def __init__(self, startup: Startup, asked: float, alone: tuple[RunConfig, Path | None] | None = None) -> None:
+    Hosted by a Ray actor with three threads: one runs the stage, the others serve `events`, `finish_early` and `stop`.
+    """
+
+    def __init__(
+        self, startup: Startup, requested_at: float, autostart: tuple[RunConfig, Path | None] | None = None
+    ) -> None:
         """Args:
-        startup: of the command.
-        asked: when Ray was asked for this process, in Unix time.
-        alone: what to `train` without being called, now and wherever Ray has restarted this actor.
+        startup: start-up trace of the command, to which this process adds its own spans.
+        requested_at: when the driver requested this actor from Ray, in Unix seconds.
+        autostart: arguments of `train` for a detached run, which starts at construction, also after Ray has restarted
+            this actor; None: the driver calls the stage's method.
         """
-        startup.add("controller", "ray", [(asked, IMPORTED_SINCE)])
-        startup.add("controller", "imports", [(IMPORTED_SINCE, time.time())])
+        startup.add("controller", "ray", [(requested_at, IMPORT_STARTED_AT)])
+        startup.add("controller", "imports", [(IMPORT_STARTED_AT, time.time())])
         self._startup = startup
         self._events = EventLog()
         self._closing = ExitStack()
-        self._alone: threading.Thread | None = None
-        self._failure: MegarlError | None = WorkerError("the run ended by an error that the controller's log has")
-        self._has_told = threading.Event()
-        if alone is not None:
-            self._alone = threading.Thread(target=self._train_alone, args=alone, name="train")
-            self._alone.start()
+        self._train_thread: threading.Thread | None = None
+        self._failure: MegarlError | None = WorkerError(
+            "the run failed with an unexpected error; see the controller's log"
+        )
+        self._is_outcome_read = threading.Event()
+        if autostart is not None:
+            self._train_thread = threading.Thread(target=self._train_autostarted, args=autostart, name="train")
+            self._train_thread.start()
 
     def events(self, cursor: int) -> tuple[list[Event], int]:
-        """What happened since `cursor`, and the next cursor."""
+        """Return the events since `cursor`, and the cursor for the next call."""
         return self._events.since(cursor)
 
-    def finish_early(self, asked_by: str) -> None:
-        """Have the stage end after the step under way: it raises StoppedEarly, its model written and books closed."""
-        self._events.finish_early(asked_by)
+    def request_stop(self, stop_signal: str) -> None:
+        """End the stage after the current step: it exports the model, writes its totals and raises EarlyStop."""
+        self._events.request_stop(stop_signal)
 
     def has_ended(self) -> bool:
-        """Whether a run has that nobody has called."""
-        assert self._alone is not None, "its caller knows"
-        return not self._alone.is_alive()
+        """Whether the detached run has ended."""
+        assert self._train_thread is not None, "its caller knows"
+        return not self._train_thread.is_alive()
 
     def outcome(self) -> None:
-        """Wait for the end of a run that nobody has called; raises what has ended it."""
-        assert self._alone is not None, "its caller knows"
-        self._alone.join()
-        self._has_told.set()
+        """Wait for the end of the detached run; raise the error that ended it, if any."""
+        assert self._train_thread is not None, "its caller knows"
+        self._train_thread.join()
+        self._is_outcome_read.set()
         if self._failure is not None:
             raise self._failure
 
-    def _train_alone(self, config: RunConfig, resume: Path | None) -> None:
+    def _train_autostarted(self, config: RunConfig, resume: Path | None) -> None:
         try:
-            with waited_for(RunLock(config.run_dir)):
+            with acquire_when_free(RunLock(config.run_dir)):
                 self.train(config, resume)
             self._failure = None
         except MegarlError as error:
             self._failure = error
         finally:
-            threading.Thread(target=self._end, name="end", daemon=True).start()
+            threading.Thread(target=self._exit_actor, name="end", daemon=True).start()
 
-    def _end(self) -> None:
-        """Leave the cluster, once somebody was told how the run ended, or nobody asks."""
-        self._has_told.wait(LINGER_SECONDS)
-        time.sleep(TELL_SECONDS)
+    def _exit_actor(self) -> None:
+        """Kill this actor once `outcome` has been read, or after LINGER_SECONDS."""
+        self._is_outcome_read.wait(LINGER_SECONDS)
+        time.sleep(REPLY_SECONDS)
         ray.kill(ray.get_runtime_context().current_actor)
 
     def stop(self) -> None:
-        """End the processes that leave files behind where they are killed; a stage under way fails."""
+        """Shut down the processes that would leave files behind if they were killed; a running stage fails."""
         with suppress(KeyboardInterrupt), self._closing:
-            raise KeyboardInterrupt  # so that a run's last sign of life is not that of one which came to its end
+            raise KeyboardInterrupt  # so that the last heartbeat does not report a completed run
 
     def train(self, config: RunConfig, resume: Path | None = None) -> None:
-        """Reinforcement learning from start to export; from the checkpoint `resume`, where there is one.
+        """Run reinforcement learning up to the export; `resume`: checkpoint folder to resume from.
 
-        Ray calls it again where it had to restart this actor.
+        Ray calls this method again after it has restarted this actor.
         """
-        self._events.add(Note("starting trainer ranks and rollout engines"))
-        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._events.add(MessageEvent("starting trainer ranks and rollout engines"))
+        restarted = ray.get_runtime_context().was_current_actor_reconstructed
         with self._closing:
-            run = train_through(config, self._events, self._closing, self._startup, resume=resume, again=again)
-        run.require_whole()
+            run = train_with_recovery(
+                config, self._events, self._closing, self._startup, resume=resume, restarted=restarted
+            )
+        run.raise_if_stopped_early()
 
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:
-        """Supervised fine-tuning from start to export; from the checkpoint `resume`, where there is one."""
-        self._events.add(Note("starting trainer ranks"))
+        """Run supervised fine-tuning up to the export; `resume`: checkpoint folder to resume from."""
+        self._events.add(MessageEvent("starting trainer ranks"))
         run = make_sft(config, self._events, stage_processes(config), resume)
         run.train()
-        run.require_whole()
+        run.raise_if_stopped_early()
 
     def rm(self, config: RmConfig, resume: Path | None = None) -> None:
-        """A reward or cost model from pairs, as `sft`."""
-        self._events.add(Note("starting trainer ranks"))
+        """Train a reward or cost model on preference pairs; arguments as in `sft`."""
+        self._events.add(MessageEvent("starting trainer ranks"))
         run = make_rm(config, self._events, stage_processes(config), resume)
         run.train()
-        run.require_whole()
+        run.raise_if_stopped_early()
 
     def dpo(self, config: DpoConfig, resume: Path | None = None) -> None:
-        """Direct preference optimisation, as `sft`."""
-        self._events.add(Note("starting trainer ranks"))
+        """Run direct preference optimization; arguments as in `sft`."""
+        self._events.add(MessageEvent("starting trainer ranks"))
         run = make_dpo(config, self._events, stage_processes(config), resume)
         run.train()
-        run.require_whole()
+        run.raise_if_stopped_early()
 
     def evaluate(self, config: RunConfig) -> float:
-        """The held-out score of the model as it is."""
-        self._events.add(Note("starting rollout engines"))
+        """Return the mean greedy score of the untrained model on the held-out prompts."""
+        self._events.add(MessageEvent("starting rollout engines"))
         with self._closing:
             rollout, held_out = build_evaluation(config, self._closing)
             return greedy_score(config, rollout, held_out, label="evaluate")

@@ -1,4 +1,4 @@
-"""The slots of a run, and the processes on them: a lost trainer is replaced beside engines that live on."""
+"""Builds a run from its slots and processes, and rebuilds the trainer while the engines keep running."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from ray.util import remove_placement_group
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
 from megarl.errors import ConfigError, LostNodeError, MegarlError, WorkerError
-from megarl.groups.auxiliary_models import Models
+from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.build import read_prompts, start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
-from megarl.run.events import EventLog, Note
-from megarl.run.rl_run import PolicyRun
+from megarl.run.events import EventLog, MessageEvent
+from megarl.run.rl_run import RLRun
 from megarl.run.run_state import RunState
-from megarl.supervision.restart_budget import Restarts
-from megarl.supervision.run_monitor import Vigil
+from megarl.supervision.restart_budget import RestartBudget
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.group import WorkerProcesses
 
-LOOK_SECONDS = 1.0
-"""Between two looks whether a machine has come."""
+NODE_POLL_SECONDS = 1.0
+"""Interval between two attempts to reserve slots while waiting for a replacement node."""
 
 
-class Fleet:
-    """Slots once, engines and rollout workers once, and trainer processes as often as they are lost."""
+class RunAssembly:
+    """Holds a run's slots, engines, rollout workers and trainer processes across restarts of the trainer.
+
+    Slots are reserved once, engines and rollout workers started once, trainer processes as often as they are lost.
+    """
 
     def __init__(
         self,
@@ -45,18 +48,18 @@ class Fleet:
         closing: ExitStack,
         startup: Startup,
         *,
-        restarts: Restarts,
-        vigil: Vigil,
+        restart_budget: RestartBudget,
+        monitor: RunMonitor,
     ) -> None:
-        """`closing` ends what must end in order."""
+        """Reserve the slots and read the prompts; `closing` receives the shutdown callbacks of the engines."""
         self._config, self._events, self._closing, self._startup = config, events, closing, startup
-        self._restarts, self._vigil = restarts, vigil
+        self._restart_budget, self._monitor = restart_budget, monitor
         with startup.phase("slots", "ray"):
             self._reserve()
         self._processes: list[WorkerProcesses] = []
         self._rollout: tuple[EngineGroup, RolloutGroup] | None = None
-        self._is_up = False
-        """Engines and rollout workers are; from then on they are supervised."""
+        self._is_rollout_started = False
+        """Whether engines and rollout workers have started; from then on they are supervised."""
         with startup.phase("data"):
             self._prompts, self._held_out = read_prompts(config)
 
@@ -67,47 +70,53 @@ class Fleet:
         self._pools = reserve_pools(placement, placement.all_pools)
         names = {node.id: node.name for node in cluster_nodes()}
         self._nodes = {slot.node: names[slot.node] for pool in self._pools.values() for slot in pool.slots}
-        """Machines by id, as people know them."""
+        """Node id -> node name for messages."""
 
-    def assemble(self, resume: Path | None, *, again: bool) -> PolicyRun:
-        """Trainer, engines and rollout workers, up and idle.
+    def assemble(self, resume: Path | None, *, restarted: bool) -> RLRun:
+        """Start trainer, engines and rollout workers as needed, and return the run, ready to train.
 
         Args:
-            resume: the checkpoint that the run goes on from; None: it begins.
-            again: it has been under way before; what it has logged since is forgotten.
+            resume: checkpoint folder to resume from; None: start from step 0.
+            restarted: the run was in progress before; metrics logged after the step of `resume` are dropped.
 
         Raises:
-            MegarlError: something did not come up.
+            MegarlError: a process failed to start.
         """
         config, startup, timer = self._config, self._startup, PhaseTimer()
         with timer.phase("start", waiting=True):
             pool = self._pools[MAIN_POOL]
-            processes = rank_processes(pool, "trainer")
+            processes = make_rank_processes(pool, "trainer")
             self._processes = [processes]
-            trainer = trainer_on(config, processes)
-            first = not self._is_up
+            trainer = make_trainer_group(config, processes)
+            is_first_start = not self._is_rollout_started
             engines, rollout = self._rollout or self._start_rollout(trainer)
-            fill = resume is None
-            models, starting = Models.start(config, processes, self._pools, fill=fill)
+            load_weights = resume is None
+            models, starting = AuxiliaryModels.start(config, processes, self._pools, load_weights=load_weights)
             self._processes = list(models.processes)
-            starting.append(trainer.start_workers(trainer_spec(config, fill=fill)))
+            starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
             for pending in starting:
                 pending.result(config.placement.start_timeout_seconds)
-            if first:
+            if is_first_start:
                 engines.wait_started()
                 rollout.start()
-                self._is_up = True
-                startup.add_processes("trainer ranks", processes.came_up(), asked=processes.asked, builds="megarl")
-                startup.add_processes("rollout engines", engines.came_up(), asked=engines.asked, builds="sglang")
-                startup.add_processes("rollout workers", rollout.came_up(), asked=rollout.asked, builds="megarl")
-            self._vigil.follow(processes, trainer.grid, lambda: {**engines.actors(), **rollout.actors()})
+                self._is_rollout_started = True
+                startup.add_processes(
+                    "trainer ranks", processes.startup_timing(), asked=processes.requested_at, builds="megarl"
+                )
+                startup.add_processes(
+                    "rollout engines", engines.startup_timing(), asked=engines.requested_at, builds="sglang"
+                )
+                startup.add_processes(
+                    "rollout workers", rollout.startup_timing(), asked=rollout.requested_at, builds="megarl"
+                )
+            self._monitor.watch(processes, trainer.grid, lambda: {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}
-            state = self._load(resume, trained) if resume is not None else RunState() if again else None
+            state = self._load_checkpoint(resume, trained) if resume is not None else RunState() if restarted else None
         with startup.phase("weight sync plan"):
             weights = WeightSync(config, trainer, engines, pool)
-        saved = self._vigil.heartbeat.saved
-        checkpoints = Checkpointer(config, trained, self._say, saved=saved) if config.checkpoint.every else None
-        return PolicyRun(
+        saved = self._monitor.heartbeat.saved
+        checkpoints = Checkpointer(config, trained, self._notify, on_saved=saved) if config.checkpoint.every else None
+        return RLRun(
             config,
             self._events,
             timer,
@@ -120,87 +129,87 @@ class Fleet:
             held_out=self._held_out,
             checkpoints=checkpoints,
             resumed=state,
-            restarts=self._restarts,
-            vigil=self._vigil,
+            restart_budget=self._restart_budget,
+            monitor=self._monitor,
         )
 
-    def end_trainer(self) -> None:
-        """End the trainer's processes, and those of all models: they wait for the one that is lost.
+    def stop_trainer(self) -> None:
+        """Stop the processes of the trainer and of all auxiliary models, which may hang waiting for the lost one.
 
-        Engines and rollout workers that have not come up yet end too: nobody looks after them.
+        Engines and rollout workers that have not finished starting are stopped too: they are not supervised yet.
         """
         for processes in self._processes:
             processes.stop()
         self._processes = []
-        if not self._is_up:
-            self._end_rollout()
+        if not self._is_rollout_started:
+            self._stop_rollout()
 
     def replace_nodes(self) -> None:
-        """Have all slots on machines that are there: another one, which may yet come, gives those of one that is lost.
+        """If nodes are lost, wait for replacements and reserve all slots again.
 
-        Where only engines had slots on it, and other engines live, nothing is waited for.
+        If only engines had slots on the lost nodes and another engine is alive, return without waiting.
 
         Raises:
-            LostNodeError: none has come in time.
+            LostNodeError: no replacement joined within recovery.node_wait_seconds.
         """
-        there = {each.id for each in cluster_nodes()}
-        lost = [name for node, name in self._nodes.items() if node not in there]
-        if not lost or self._can_do_without(there):
+        alive = {each.id for each in cluster_nodes()}
+        lost = [name for node, name in self._nodes.items() if node not in alive]
+        if not lost or self._can_run_without(alive):
             return
         seconds = self._config.recovery.node_wait_seconds
-        self._say(f"lost {', '.join(lost)}; waiting up to {seconds:g} s for as many machines to take their place")
-        self._end_rollout()
+        self._notify(f"lost {', '.join(lost)}; waiting up to {seconds:g} s for as many replacement nodes")
+        self._stop_rollout()
         remove_placement_group(self._pools[MAIN_POOL].group)
         deadline = time.monotonic() + seconds
-        # without GPUs, a run that chose its device by itself would go on with CPUs
+        # keep the device: with placement.device: auto, a cluster left without GPUs would continue the run on CPUs
         device = self._pools[MAIN_POOL].device
-        while (lacking := self._lacking(device)) is not None:
+        while (error := self._try_reserve(device)) is not None:
             if time.monotonic() > deadline:
                 raise LostNodeError(
-                    f"lost {', '.join(lost)}, and no machine took their place within {seconds:g} s "
-                    f"(recovery.node_wait_seconds): {lacking}; --resume auto goes on from the newest checkpoint"
+                    f"lost {', '.join(lost)}, and no node replaced them within {seconds:g} s "
+                    f"(recovery.node_wait_seconds): {error}; --resume auto resumes from the newest checkpoint"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(NODE_POLL_SECONDS)
 
-    def _can_do_without(self, there: Set[str]) -> bool:
-        """Whether the machines with these ids are all that models have slots on, and one engine has its own."""
+    def _can_run_without(self, alive: Set[str]) -> bool:
+        """Whether the nodes with ids `alive` include those of all model slots and of at least one engine."""
         engines = self._rollout[0] if self._rollout is not None else None
-        if engines is None or not any(engines.has_machine(replica) for replica in range(len(engines.servers))):
+        if engines is None or not any(engines.has_live_node(replica) for replica in range(len(engines.engine_slots))):
             return False
         pools = [pool for name, pool in self._pools.items() if name != self._config.placement.rollout.pool]
-        return self._config.engines_apart and all(slot.node in there for pool in pools for slot in pool.slots)
+        return self._config.disaggregated and all(slot.node in alive for pool in pools for slot in pool.slots)
 
-    def _lacking(self, device: str) -> MegarlError | None:
-        """Reserve the slots; what the cluster, as it is now, lacks for that: a machine that came may be lost again."""
+    def _try_reserve(self, device: str) -> MegarlError | None:
+        """Reserve the slots; return the error if the cluster lacks nodes: a node that joined may be lost again."""
         try:
             self._reserve(device)
         except (ConfigError, WorkerError) as error:
             return error
         return None
 
-    def _end_rollout(self) -> None:
-        """End engines and rollout workers."""
+    def _stop_rollout(self) -> None:
+        """Stop and forget the engines and rollout workers."""
         if self._rollout is not None:
             engines, rollout = self._rollout
             engines.shutdown()
             for actor in (*engines.actors().values(), *rollout.actors().values()):
                 ray.kill(actor)
-        self._rollout, self._is_up = None, False
+        self._rollout, self._is_rollout_started = None, False
 
     def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
-        engines = start_engines(self._config, self._pools, trainer.grid, self._restarts)
+        engines = start_engines(self._config, self._pools, trainer.grid, self._restart_budget)
         self._closing.callback(engines.shutdown)
         self._rollout = engines, RolloutGroup(self._config, engines)
         return self._rollout
 
-    def _load(self, folder: Path, trained: dict[str, TrainerGroup]) -> RunState:
-        """The checkpoint's models in the trainer's processes, and the controller's state."""
+    def _load_checkpoint(self, folder: Path, trained: dict[str, TrainerGroup]) -> RunState:
+        """Load the checkpoint's models into the trainer processes; return the controller's state."""
         state = RunState.read(folder)
-        self._say(f"going on from step {state.step}: {folder}")
-        self._restarts.step_done(state.step)
-        self._vigil.heartbeat.saved(state.step)
-        load_models(folder, trained, self._say)
+        self._notify(f"resuming from step {state.step}: {folder}")
+        self._restart_budget.mark_step_done(state.step)
+        self._monitor.heartbeat.saved(state.step)
+        load_models(folder, trained, self._notify)
         return state
 
-    def _say(self, text: str) -> None:
-        self._events.add(Note(text))
+    def _notify(self, text: str) -> None:
+        self._events.add(MessageEvent(text))

@@ -1,4 +1,4 @@
-"""A run that needs no command: its controller belongs to the Ray cluster, and its folder says where that is."""
+"""Detached runs: the controller actor outlives its command; the run folder records where to find it."""
 
 from __future__ import annotations
 
@@ -19,45 +19,46 @@ from megarl.errors import ConfigError, DataError, WorkerError
 from megarl.process.atomic_files import replaced
 from megarl.tracking.heartbeat import HEARTBEAT_FILE
 
-FILE = "controller.json"
+CONTROLLER_FILE = "controller.json"
 
 NAMESPACE = "megarl"
 
-BEGIN_SECONDS = 60.0
-"""How long the controller may take to begin."""
+START_TIMEOUT_SECONDS = 60.0
+"""Timeout for the first reply of the controller actor."""
 
 
 def detached_options(config: StageConfig) -> dict[str, str]:
-    """Of the controller's actor."""
+    """Return the Ray actor options that make the controller outlive its command and findable by name."""
     return {"name": _name(config.run_dir), "namespace": NAMESPACE, "lifetime": "detached"}
 
 
-def leave(config: StageConfig, controller: Any) -> None:
-    """Write down where the controller is, once it has begun.
+def detach_run(config: StageConfig, controller: Any) -> None:
+    """Wait until the controller responds, then write its address to CONTROLLER_FILE in the run folder.
 
     Raises:
-        WorkerError: it does not.
+        WorkerError: the controller does not respond in time; it is killed.
     """
     try:
-        ray.get(controller.events.remote(0), timeout=BEGIN_SECONDS)
+        ray.get(controller.events.remote(0), timeout=START_TIMEOUT_SECONDS)
     except RayError as error:
         ray.kill(controller)
-        raise WorkerError(f"the controller did not begin: {error}") from error
+        raise WorkerError(f"the controller did not start: {error}") from error
     where = {"ray_address": ray.get_runtime_context().gcs_address, "actor": _name(config.run_dir)}
-    with replaced(Path(config.run_dir) / FILE) as draft:
+    with replaced(Path(config.run_dir) / CONTROLLER_FILE) as draft:
         draft.write_text(json.dumps(where) + "\n")
 
 
 @contextmanager
-def waited_for(lock: RunLock) -> Iterator[None]:
-    """The block has the lock, which the command that has begun the run is about to release.
+def acquire_when_free(lock: RunLock) -> Iterator[None]:
+    """Hold the run folder's lock within the block, waiting until its current holder releases it.
 
-    Or which this run's controller had on a machine that is lost, and whose silence has to be long enough.
+    The holder is the command that started the run and is about to exit, or this run's previous controller on a lost
+    node. Its lock expires after SILENT_SECONDS without a refresh.
 
     Raises:
-        ConfigError: another run got it.
+        ConfigError: another run still holds the lock at the deadline.
     """
-    deadline = time.monotonic() + SILENT_SECONDS + BEGIN_SECONDS
+    deadline = time.monotonic() + SILENT_SECONDS + START_TIMEOUT_SECONDS
     while True:
         try:
             lock.acquire()
@@ -74,24 +75,26 @@ def waited_for(lock: RunLock) -> Iterator[None]:
 
 
 def find_controller(run_dir: str | Path) -> Any:
-    """The actor that runs the run of this folder; connects with its cluster.
+    """Connect to the Ray cluster of the folder's detached run and return its controller actor.
 
     Raises:
-        DataError: there is none.
+        DataError: the run is not detached, or its controller no longer exists.
     """
     folder = Path(run_dir)
     try:
-        where = json.loads((folder / FILE).read_text())
+        where = json.loads((folder / CONTROLLER_FILE).read_text())
     except OSError as error:
         raise DataError(
-            f"{folder} has no {FILE}: its run was not started with `megarl train --detach`, and ends with its command"
+            f"{folder} has no {CONTROLLER_FILE}: its run was not started with `megarl train --detach` and ends with "
+            "its command"
         ) from error
     try:
         ray.init(address=where["ray_address"], namespace=NAMESPACE, logging_level="error", log_to_driver=False)
         return ray.get_actor(where["actor"], NAMESPACE)
     except (ConnectionError, ValueError, RayError) as error:
         raise DataError(
-            f"{folder}: no controller is at work in the Ray cluster at {where['ray_address']}; {_last_sign(folder)}"
+            f"{folder}: no controller is running in the Ray cluster at {where['ray_address']}; "
+            f"{_last_heartbeat(folder)}"
         ) from error
 
 
@@ -99,10 +102,10 @@ def _name(run_dir: str) -> str:
     return f"controller-{hashlib.sha256(run_dir.encode()).hexdigest()[:16]}"
 
 
-def _last_sign(folder: Path) -> str:
-    """What the run said last of how it is."""
+def _last_heartbeat(folder: Path) -> str:
+    """Describe the run's last heartbeat for an error message."""
     try:
         beat = json.loads((folder / HEARTBEAT_FILE).read_text())
     except OSError:
         return f"{HEARTBEAT_FILE} cannot be read"
-    return f"its last sign of life, at {beat['time']}: {beat['status']}, step {beat['step']} of {beat['steps']}"
+    return f"last heartbeat at {beat['time']}: {beat['status']}, step {beat['step']} of {beat['steps']}"

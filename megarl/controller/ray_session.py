@@ -1,4 +1,4 @@
-"""The Ray cluster of a command, and how signals end what runs on it."""
+"""The Ray cluster of a command, and the SIGTERM handlers that shut it down gracefully."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from ray.exceptions import RayError
 
 from megarl.config.placement import PlacementConfig
 from megarl.placement.pool import SlotPool, reserve, start_cluster
-from megarl.preflight.cluster.cluster_check import Places, require_sound_nodes
+from megarl.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
 from megarl.workers.failures import translate
 
 
 @contextmanager
-def reserved_slots(placement: PlacementConfig, places: Places, *, what: str, name: str) -> Iterator[SlotPool]:
-    """Slots on the cluster, which ends with the block if it was started here; errors of Ray become megarl's.
+def reserved_slots(placement: PlacementConfig, places: RequiredPaths, *, what: str, name: str) -> Iterator[SlotPool]:
+    """Join or start the Ray cluster and reserve slots on it; a cluster started here is shut down with the block.
+
+    Ray's errors within the block are raised as megarl's.
 
     Args:
-        places: that every node must find, where nodes are checked.
-        what: is being done, for errors.
-        name: of a worker, for errors.
+        places: paths that every node must see, if nodes are checked.
+        what: the command, for error messages.
+        name: what to call a worker in error messages.
     """
-    # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
-    with terminated_is_interrupted():
+    # installed twice: connecting to a cluster replaces the first handler by Ray's own
+    with sigterm_as_interrupt():
         try:
             start_cluster(placement)
-            with terminated_is_interrupted():
-                require_sound_nodes(placement, places)
+            with sigterm_as_interrupt():
+                check_nodes_or_raise(placement, places)
                 yield reserve(placement)
         except RayError as error:
             raise translate(error, what=what, name=name) from error
@@ -39,34 +41,34 @@ def reserved_slots(placement: PlacementConfig, places: Places, *, what: str, nam
             ray.shutdown()
 
 
-class Terminated:
-    """Whether SIGTERM has come, and when."""
+class SigtermFlag:
+    """Records whether and when SIGTERM was received."""
 
     def __init__(self) -> None:
-        self.since: float | None = None
-        """By `time.monotonic`; None: it has not."""
+        self.received_at: float | None = None
+        """Time of the first SIGTERM by `time.monotonic`; None: not received."""
 
 
 @contextmanager
-def terminated_is_noted() -> Iterator[Terminated]:
-    """The first SIGTERM is only noted; the second interrupts, as Ctrl-C does."""
-    noted = Terminated()
+def defer_sigterm() -> Iterator[SigtermFlag]:
+    """Record the first SIGTERM in the yielded flag; the second raises KeyboardInterrupt."""
+    flag = SigtermFlag()
 
-    def note(signum: int, frame: FrameType | None) -> None:
-        if noted.since is not None:
+    def record(signum: int, frame: FrameType | None) -> None:
+        if flag.received_at is not None:
             raise KeyboardInterrupt
-        noted.since = time.monotonic()
+        flag.received_at = time.monotonic()
 
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, record)
     try:
-        yield noted
+        yield flag
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def terminated_is_interrupted() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: in order, with nothing left behind."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, so that the run shuts down gracefully as on Ctrl-C."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,9 +1,9 @@
-"""A run goes on where its processes die: what can be made anew is, and steps since the last checkpoint are done again.
+"""Recovery of a run whose processes die: restart them and repeat the steps since the last checkpoint.
 
-Engines and rollout workers are replaced within a step. A trainer rank takes all others with it, since they wait for it
-in collectives: all are started anew from the newest checkpoint, and the steps behind it are trained again on the
-rollouts in the run's journal, to the same weights. The controller's own actor is restarted by Ray, and then does the
-same with everything.
+- Engines and rollout workers are replaced within a step (`megarl.supervision`).
+- If a trainer rank dies, the others hang in collectives. All trainer ranks are restarted from the newest checkpoint.
+  The steps after it are trained again on the rollouts in the run's journal, which gives the same weights.
+- If the controller's actor dies, Ray restarts it. It then restarts all processes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,66 +14,66 @@ from pathlib import Path
 
 from megarl.algorithms.registry import train
 from megarl.config import RunConfig
-from megarl.controller.assembly import Fleet
-from megarl.controller.resume import newest_whole
-from megarl.errors import GivenUpError, LostEngineError, LostWorkerError, WeightSyncError, WorkerError
-from megarl.run.events import EventLog, Note
-from megarl.run.rl_run import PolicyRun
-from megarl.supervision.restart_budget import Restarts
-from megarl.supervision.run_monitor import Vigil
+from megarl.controller.assembly import RunAssembly
+from megarl.controller.resume import latest_valid
+from megarl.errors import LostEngineError, LostWorkerError, RestartLimitError, WeightSyncError, WorkerError
+from megarl.run.events import EventLog, MessageEvent
+from megarl.run.rl_run import RLRun
+from megarl.supervision.restart_budget import RestartBudget
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
 
 
-def train_through(
-    config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, *, resume: Path | None, again: bool
-) -> PolicyRun:
-    """Train to the end, whatever dies on the way; the run that came to it, its books closed.
+def train_with_recovery(
+    config: RunConfig, events: EventLog, closing: ExitStack, startup: Startup, *, resume: Path | None, restarted: bool
+) -> RLRun:
+    """Train and export, restarting lost processes, and return the finished run.
 
     Args:
-        closing: ends what must end in order.
-        resume: the checkpoint to go on from.
-        again: the controller has died and been restarted: go on from the newest checkpoint.
+        closing: receives the shutdown callbacks of what must end gracefully.
+        resume: checkpoint folder to resume from; None: start from step 0.
+        restarted: Ray has restarted the controller: resume from the run's newest valid checkpoint, if there is one.
 
     Raises:
-        MegarlError: what cannot be mended by starting processes anew, or has been too often.
+        MegarlError: a failure that a restart cannot fix, or the restart budget is spent.
     """
 
-    def say(text: str) -> None:
-        events.add(Note(text))
+    def notify(text: str) -> None:
+        events.add(MessageEvent(text))
 
-    def newest() -> Path | None:
-        saved = newest_whole(config, say)
+    def newest_checkpoint() -> Path | None:
+        saved = latest_valid(config, notify)
         return saved.folder if saved is not None else resume
 
-    restarts = Restarts(config.recovery, say)
-    if again:
-        say("the controller was lost; everything is started anew")
-    vigil = Vigil(config, say)
-    closing.push(vigil.ended)
-    fleet = Fleet(config, events, closing, startup, restarts=restarts, vigil=vigil)
-    start = newest() if again else resume
+    restart_budget = RestartBudget(config.recovery, notify)
+    if restarted:
+        notify("the controller was lost; restarting all processes")
+    monitor = RunMonitor(config, notify)
+    closing.push(monitor.close)
+    assembly = RunAssembly(config, events, closing, startup, restart_budget=restart_budget, monitor=monitor)
+    checkpoint = newest_checkpoint() if restarted else resume
     while True:
-        run: PolicyRun | None = None
+        run: RLRun | None = None
         try:
-            with vigil.start(restarts.step):
-                run = fleet.assemble(start, again=again)
-            vigil.heartbeat.status("running")
+            with monitor.start(restart_budget.step):
+                run = assembly.assemble(checkpoint, restarted=restarted)
+            monitor.heartbeat.status("running")
             train(run)
             run.save()
             run.export(run.trainer)
             run.finish()
-        except GivenUpError:
+        except RestartLimitError:
             raise
         except (WorkerError, WeightSyncError) as error:
-            if run is None and not again and not isinstance(error, LostWorkerError | LostEngineError):
-                raise  # what cannot be built now cannot be built in a second either
-            seconds = restarts.take("trainer", error, run.step if run is not None else 0)
+            if run is None and not restarted and not isinstance(error, LostWorkerError | LostEngineError):
+                raise  # not a lost process: building it again would fail in the same way
+            seconds = restart_budget.spend("trainer", error, run.step if run is not None else 0)
         else:
             return run
-        vigil.heartbeat.status("recovering")
-        fleet.end_trainer()
+        monitor.heartbeat.status("recovering")
+        assembly.stop_trainer()
         if run is not None:
-            run.give_up()
+            run.abort()
         time.sleep(seconds)
-        fleet.replace_nodes()
-        start, again = newest(), True
+        assembly.replace_nodes()
+        checkpoint, restarted = newest_checkpoint(), True

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it may: `megarl train|sft|rm|dpo CONFIG --resume auto|STEP|PATH`."""
+"""Choose and validate the checkpoint of `megarl train|sft|rm|dpo CONFIG --resume auto|STEP|PATH`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.checkpoint.store import CheckpointStore, Saved, shortened
 from megarl.checkpoint.verify import damage_told, hash_file
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.journal.journal import fingerprint_of
-from megarl.rollout.journal.journal_folder import fingerprints_in, steps_in
+from megarl.rollout.journal.journal import journal_fingerprint
+from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints
 
 AUTO = "auto"
 
@@ -21,90 +21,96 @@ JOURNAL = "journal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """How a run begins."""
+class ResumePlan:
+    """What a run resumes from and which paths of its folder to rename first."""
 
     checkpoint: Path | None = None
-    """What it goes on from; None: the model's folder."""
-    stale: tuple[Path, ...] = ()
-    """What it must not find in its folder, to be set aside."""
+    """Checkpoint folder to resume from; None: start from step 0 with the weights in `model.path`."""
+    to_rotate: tuple[Path, ...] = ()
+    """Paths in the run folder that are incompatible with the resumed run and are renamed before it starts."""
 
 
-def find_start(config: StageConfig, which: str, results: tuple[str, ...], say: Callable[[str], None]) -> Start:
-    """Where the run goes on; nothing has been changed yet.
+def plan_resume(
+    config: StageConfig, which: str, artifacts: tuple[str, ...], notify: Callable[[str], None]
+) -> ResumePlan:
+    """Choose and validate the checkpoint to resume from. Changes nothing on disk.
 
     Args:
-        config: with absolute paths.
-        which: `auto`: the newest whole checkpoint, or, where a run has come to none, its beginning; a step; or the
-            folder of a checkpoint, of any run.
-        results: what a run writes into its folder.
+        config: configuration with absolute paths.
+        which: `auto`: the newest valid checkpoint, or step 0 if the run has none; a step number; or the folder of a
+            checkpoint, also of another run.
+        artifacts: names of the files and folders that a run writes into its folder.
+        notify: receives one line of text for each notable finding.
 
     Raises:
-        DataError: there is no such checkpoint, it is damaged, as all are with `auto`, or it is of another model or of
+        DataError: the checkpoint does not exist, is damaged (with `auto`: all are), or belongs to another model or to
             other data.
-        ConfigError: the run that it is of was started by another command, or had other settings that count, or it is of
-            a step behind the last.
+        ConfigError: the checkpoint was written by another command or with incompatible settings, or its step is beyond
+            `trainer.steps`.
     """
     run_dir, store = Path(config.run_dir), CheckpointStore(config.run_dir)
-    saved = newest_whole(config, say) if which == AUTO else store.find(which, say)
+    saved = latest_valid(config, notify) if which == AUTO else store.find(which, notify)
     if saved is None:
-        say(f"{store.folder} has no checkpoint to go on from: the run begins anew")
-        stale = [run_dir / name for name in results if name != JOURNAL]
-        return Start(stale=(*stale, *_other_journal(config, 0, say)))
-    if which != AUTO and reads_all(config) and (found := damage_told(saved.folder, say)):
+        notify(f"{store.folder} has no checkpoint to resume from: the run starts from step 0")
+        to_rotate = [run_dir / name for name in artifacts if name != JOURNAL]
+        return ResumePlan(to_rotate=(*to_rotate, *_incompatible_journal(config, 0, notify)))
+    if which != AUTO and verifies_checksums(config) and (found := damage_told(saved.folder, notify)):
         raise DataError(f"checkpoint {saved.folder} is damaged: {shortened(found)}")
-    _require_same_run(config, saved, say)
+    _require_same_run(config, saved, notify)
     if config.trainer.steps < saved.step:
         raise ConfigError(
-            f"trainer.steps needs to be at least {saved.step}, of which {saved.name} is, got {config.trainer.steps}"
+            f"trainer.steps needs to be at least {saved.step}, the step of {saved.name}, got {config.trainer.steps}"
         )
     if saved.folder.resolve().parent != store.folder.resolve():
-        return Start(checkpoint=saved.folder, stale=tuple(run_dir / name for name in results))
+        return ResumePlan(checkpoint=saved.folder, to_rotate=tuple(run_dir / name for name in artifacts))
     later = [each.folder for each in store.saved() if each.step > saved.step] if which != AUTO else []
-    return Start(checkpoint=saved.folder, stale=(*later, *_other_journal(config, saved.step, say)))
+    return ResumePlan(checkpoint=saved.folder, to_rotate=(*later, *_incompatible_journal(config, saved.step, notify)))
 
 
-def newest_whole(config: StageConfig, say: Callable[[str], None]) -> Saved | None:
-    """The run's newest checkpoint that can be loaded; damaged ones are told. None: there is none, damaged or not.
+def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Saved | None:
+    """Return the run's newest checkpoint that can be loaded; None if the run has no checkpoints.
+
+    Damaged ones are reported to `notify`.
 
     Raises:
-        DataError: all are damaged.
+        DataError: the run has checkpoints and all are damaged.
     """
     store = CheckpointStore(config.run_dir)
-    newest = store.newest_whole(say, deep=reads_all(config))
+    newest = store.newest_whole(notify, deep=verifies_checksums(config))
     if newest is None and (damaged := store.saved()):
         raise DataError(
-            f"{store.folder} has no checkpoint that is whole, of {len(damaged)}: mend one, resume from that of another "
-            "run, or begin anew without --resume, which sets them aside"
+            f"{store.folder} has no valid checkpoint, all {len(damaged)} are damaged: repair one, resume from a "
+            "checkpoint of another run, or start a new run without --resume, which renames this folder"
         )
     return newest
 
 
-def reads_all(config: StageConfig) -> bool:
-    """Whether every byte of a checkpoint is read before it is loaded."""
+def verifies_checksums(config: StageConfig) -> bool:
+    """Whether checkpoints are verified by checksums, which reads every byte, before they are loaded."""
     return config.checkpoint.verify == "checksums"
 
 
-def _other_journal(config: StageConfig, step: int, say: Callable[[str], None]) -> list[Path]:
-    """The journal, where it holds rollouts that the run would not make which goes on from `step`.
+def _incompatible_journal(config: StageConfig, step: int, notify: Callable[[str], None]) -> list[Path]:
+    """Journal paths to rotate: they hold rollouts that a run resumed at `step` would not reproduce.
 
-    They are of another configuration; or a step before theirs is missing, which may come out otherwise this time.
+    Either the journal was written with another configuration, or a step between `step` and its last one is missing: the
+    weights after the missing step may differ this time.
     """
     folder = Path(config.run_dir) / JOURNAL
-    own = {fingerprint_of(config)} if isinstance(config, RunConfig) else set()
-    if fingerprints_in(config.run_dir) - own:
-        say(f"{folder} is of other settings, and is set aside")
+    expected = {journal_fingerprint(config)} if isinstance(config, RunConfig) else set()
+    if read_fingerprints(config.run_dir) - expected:
+        notify(f"{folder} was written with other settings and is renamed")
         return [folder]
-    later = [each for each in steps_in(config.run_dir) if each > step]
+    later = [each for each in list_steps(config.run_dir) if each > step]
     missing = next((each for each in range(step + 1, max(later, default=0)) if each not in later), None)
     if missing is not None:
-        say(f"{folder} has step {max(later)} and not step {missing}, and is set aside")
+        notify(f"{folder} has step {max(later)} but not step {missing} and is renamed")
         return [folder]
     return []
 
 
 def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
-    """Return if the sampler would go on in the rows that it stands in: prompts would be lost and repeated."""
+    """Return if the data file is the one the sampler position refers to; else prompts would be skipped or repeated."""
     if manifest.data is None:
         return
     try:
@@ -115,17 +121,18 @@ def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
     if not same:
         what = "others" if size == manifest.data.bytes else str(size)
         raise DataError(
-            f"data.path {path} holds other rows than those that checkpoint {name} stands in: needs its "
+            f"data.path {path} holds other rows than the data file of checkpoint {name}: needs its "
             f"{manifest.data.bytes} bytes, got {what}"
         )
 
 
-def _require_same_run(config: StageConfig, saved: Saved, say: Callable[[str], None]) -> None:
+def _require_same_run(config: StageConfig, saved: Saved, notify: Callable[[str], None]) -> None:
     before = load_resolved(saved.folder / "config.yaml")
     if type(before) is not type(config):
         raise ConfigError(
-            f"--resume: checkpoint {saved.folder} is of a run of megarl {command_of(before)}, and megarl "
-            f"{command_of(config)} cannot go on from it; a model that it has exported can be model.path"
+            f"--resume: checkpoint {saved.folder} was written by megarl {command_of(before)}, and megarl "
+            f"{command_of(config)} cannot resume from it; to start from its weights, set model.path to its exported "
+            "model"
         )
     manifest = read_manifest(saved.folder)
     require_same_model(manifest.model, Contents.of(config).model, saved.name)
@@ -133,4 +140,4 @@ def _require_same_run(config: StageConfig, saved: Saved, say: Callable[[str], No
     found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     require_no_contradictions(found, saved.name)
     for each in found:
-        say(f"{each.path} was {each.saved!r} in {saved.name}, is {each.now!r}")
+        notify(f"{each.path} was {each.saved!r} in {saved.name}, is {each.now!r}")

@@ -1,4 +1,4 @@
-"""From a checked configuration to a running controller: what the driver process does."""
+"""The driver process: check the configuration, prepare the run folder, start the controller, show its progress."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig, StageConfig, dump_config
-from megarl.config.algorithms.algorithm import FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
 from megarl.controller.actor import Controller
-from megarl.controller.detached import detached_options, leave
-from megarl.controller.ray_session import Terminated, terminated_is_interrupted, terminated_is_noted
-from megarl.controller.resume import Start, find_start
+from megarl.controller.detached import detach_run, detached_options
+from megarl.controller.ray_session import SigtermFlag, defer_sigterm, sigterm_as_interrupt
+from megarl.controller.resume import ResumePlan, plan_resume
 from megarl.errors import ConfigError
 from megarl.placement.pool import start_cluster
-from megarl.preflight.cluster.cluster_check import places_of, require_sound_nodes
-from megarl.preflight.run_checks import require_ready
+from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
+from megarl.preflight.run_checks import check_or_raise
 from megarl.preflight.tiny_model import write_missing_model
 from megarl.process import early_stop_signal
 from megarl.process.torchrun_env import torchrun_world
-from megarl.run.events import Event, Note, Phase
+from megarl.run.events import Event, MessageEvent, PhaseEvent
 from megarl.tracking.progress import RunProgress, StepLine
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import translate
@@ -41,7 +41,7 @@ S = TypeVar("S", bound=Section)
 
 POLL_SECONDS = 0.2
 
-RESULTS = (
+RUN_ARTIFACTS = (
     "metrics.jsonl",
     "tensorboard",
     "wandb-id",
@@ -53,9 +53,10 @@ RESULTS = (
     "dumps",
     "stacks",
 )
-"""What a run writes into its folder step by step; an earlier run's is kept under another name."""
+"""Files and folders that a run writes into `run_dir`. A new run renames those of an earlier run; see `rotate`."""
+
 STOP_SECONDS = 4.0
-"""How long an interrupted run may take to end in order, before Ray ends its processes."""
+"""Time for an interrupted run to shut down gracefully before Ray kills its processes."""
 
 
 def run_stage(
@@ -67,80 +68,86 @@ def run_stage(
     resume: str | None = None,
     detach: bool = False,
 ) -> Any:
-    """Run a method of the controller on the cluster, showing its progress; the cluster ends with it if started here.
+    """Run a method of `Controller` on the Ray cluster, show its progress, and return its result.
+
+    A cluster that was started here is shut down at the end.
 
     Args:
-        method: takes the configuration, and where a run is resumed a checkpoint's folder.
-        begins_run: the results of an earlier run in the folder are set aside.
-        startup: what came before; None: nothing that counts.
-        resume: which run to go on with: see `megarl.controller.resume`; None: a new one begins.
-        detach: return at once, and leave the run to the cluster, which has to be there already; of training.
+        method: takes the configuration and, for a resumed run, a checkpoint folder.
+        begins_run: lock the folder and rename the artifacts of an earlier run; False for a command that trains nothing.
+        startup: start-up trace of the command; None: create one that starts now.
+        resume: `auto`, a step or a checkpoint folder, see `megarl.controller.resume`; None: start a new run.
+        detach: return once the controller has started and leave the run to the cluster; needs RAY_ADDRESS and `train`.
 
     Raises:
-        MegarlError: what ended the run.
+        MegarlError: the error that ended the run.
     """
     if torchrun_world() is not None:
         raise ConfigError(
-            f"{method.__name__} starts processes of its own, on Ray, and cannot be torchrun's: start it with "
+            f"{method.__name__} starts its own processes on Ray and cannot run as a torchrun rank: start it with "
             f"`torchrun --nproc-per-node 1 ... -m megarl launch {method.__name__} ...`, or without torchrun"
         )
     if detach and not os.environ.get("RAY_ADDRESS"):
-        raise ConfigError("--detach leaves the run to a Ray cluster that stays, and needs RAY_ADDRESS to name one")
+        raise ConfigError(
+            "--detach needs RAY_ADDRESS: a detached run continues on a Ray cluster that outlives this command"
+        )
     startup = startup or Startup(time.time())
     with ExitStack() as closing:
         with startup.phase("checks"):
-            config = require_sound(config)
+            config = resolve_and_check(config)
             checkpoint = None
             if begins_run:
                 checkpoint = begin_run(config, method.__name__, resume, closing)
             else:
                 prepare_folder(config, method.__name__, ())
         arguments = (config,) if checkpoint is None else (config, checkpoint)
-        return _on_cluster(config, method, arguments, startup, detach=detach)
+        return _run_on_cluster(config, method, arguments, startup, detach=detach)
 
 
 def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitStack) -> Path | None:
-    """Make the run's folder ready, for this run alone, and return the checkpoint that it goes on from.
+    """Lock and prepare the run folder; return the checkpoint to resume from, None for a run from step 0.
 
     Args:
-        config: with absolute paths.
-        name: what the resolved configuration is called in the folder.
-        resume: see `run_stage`.
-        closing: lets the folder go.
+        config: configuration with absolute paths.
+        name: file name, without suffix, of the resolved configuration in the folder.
+        resume: as in `run_stage`.
+        closing: releases the lock.
 
     Raises:
-        MegarlError: another run has the folder, or there is nothing to go on from; nothing in it has changed.
+        MegarlError: another run holds the folder, or the checkpoint cannot be resumed; the folder is unchanged.
     """
     closing.enter_context(RunLock(config.run_dir))
     CheckpointStore(config.run_dir).clean()
     if resume is None:
-        start = Start(stale=tuple(Path(config.run_dir) / result for result in RESULTS))
+        plan = ResumePlan(to_rotate=tuple(Path(config.run_dir) / result for result in RUN_ARTIFACTS))
     else:
-        start = find_start(config, resume, RESULTS, print)
-    prepare_folder(config, name, start.stale)
-    return start.checkpoint
+        plan = plan_resume(config, resume, RUN_ARTIFACTS, print)
+    prepare_folder(config, name, plan.to_rotate)
+    return plan.checkpoint
 
 
-def _on_cluster(
+def _run_on_cluster(
     config: C, method: Callable[..., Any], arguments: tuple[Any, ...], startup: Startup, *, detach: bool
 ) -> Any:
-    # twice, because connecting to a cluster puts Ray's own handler of SIGTERM in the place of the first
-    with terminated_is_interrupted(), _cluster(config, startup), terminated_is_interrupted():
+    # installed twice: connecting to a cluster replaces the first handler by Ray's own
+    with sigterm_as_interrupt(), _cluster(config, startup), sigterm_as_interrupt():
         with startup.phase("node checks"):
-            checked = require_sound_nodes(config.placement, places_of(config))
+            checked = check_nodes_or_raise(config.placement, required_paths(config))
         if detach:
-            return leave(config, _controller(config, startup, **detached_options(config), alone=arguments))
-        actor = _controller(config, startup)
+            return detach_run(
+                config, _start_controller(config, startup, **detached_options(config), autostart=arguments)
+            )
+        actor = _start_controller(config, startup)
         result = getattr(actor, method.__name__).remote(*arguments)
 
         def has_ended() -> bool:
             return bool(ray.wait([result], timeout=POLL_SECONDS)[0])
 
         try:
-            with RunProgress(config.trainer.steps) as progress, terminated_is_noted() as terminated:
+            with RunProgress(config.trainer.steps) as progress, defer_sigterm() as sigterm:
                 if checked is not None:
                     progress.say(checked)
-                follow(actor, has_ended, progress, Asked(terminated, _grace_seconds(config)))
+                follow(actor, has_ended, progress, StopRequest(sigterm, _grace_seconds(config)))
             return ray.get(result)
         except RayError as error:
             raise translate(error, what=method.__name__, name="the controller") from error
@@ -149,15 +156,18 @@ def _on_cluster(
             raise
 
 
-def _controller(config: StageConfig, startup: Startup, *, alone: tuple[Any, ...] | None = None, **options: Any) -> Any:
-    """Its actor, beside the driver; one that dies is restarted by Ray, and asked again what it was at.
+def _start_controller(
+    config: StageConfig, startup: Startup, *, autostart: tuple[Any, ...] | None = None, **options: Any
+) -> Any:
+    """Create the controller actor on this node. Ray restarts it on failure and re-invokes the running method.
 
     Args:
-        alone: what it trains without being asked.
-        options: of the actor.
+        autostart: arguments of `Controller.train` for a detached run; None: the driver calls the stage's method.
+        options: further options of the Ray actor.
     """
     node = ray.get_runtime_context().get_node_id()
-    here = NodeAffinitySchedulingStrategy(node, soft=alone is not None)  # the machine may be lost, and the run go on
+    # soft: a detached run outlives this node
+    here = NodeAffinitySchedulingStrategy(node, soft=autostart is not None)
     restarts = config.recovery.max_restarts if isinstance(config, RunConfig) else 0
     hosted = ray.remote(Controller).options(
         num_cpus=0,
@@ -167,46 +177,46 @@ def _controller(config: StageConfig, startup: Startup, *, alone: tuple[Any, ...]
         scheduling_strategy=here,
         **options,
     )
-    return hosted.remote(startup, time.time(), None if alone is None else (*alone, None)[:2])
+    return hosted.remote(startup, time.time(), None if autostart is None else (*autostart, None)[:2])
 
 
-def require_sound(config: C) -> C:
-    """`config` with absolute paths, if nothing would stop the run.
+def resolve_and_check(config: C) -> C:
+    """Write the tiny model if configured, run the preflight checks, and return `config` with absolute paths.
 
     Raises:
-        MegarlError: something would.
+        MegarlError: the checks found problems.
     """
     write_missing_model(config)
-    require_ready(config)
+    check_or_raise(config)
     return with_absolute_paths(config)
 
 
-def prepare_folder(config: StageConfig, name: str, stale: Iterable[Path]) -> None:
-    """Make the run's folder ready.
+def prepare_folder(config: StageConfig, name: str, to_rotate: Iterable[Path]) -> None:
+    """Create the run folder, rename old artifacts, and write the resolved configuration.
 
     Args:
-        name: what the resolved configuration is called in the folder.
-        stale: to be set aside where it is there.
+        name: file name, without suffix, of the resolved configuration in the folder.
+        to_rotate: paths to rename if they exist; see `rotate`.
     """
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in stale:
+    for path in to_rotate:
         if path.exists():
-            set_aside(path)
+            rotate(path)
     (folder / f"{name}.yaml").write_text(dump_config(config))
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free `<name>.<n>`, and return that."""
+def rotate(path: Path) -> Path:
+    """Rename a file or folder to the first free `<name>.<n>`; return the new path."""
     n = 1
-    while (aside := path.with_name(f"{path.name}.{n}")).exists():
+    while (rotated := path.with_name(f"{path.name}.{n}")).exists():
         n += 1
-    path.rename(aside)
-    return aside
+    path.rename(rotated)
+    return rotated
 
 
 def with_absolute_paths(config: C) -> C:
-    """The same configuration for processes that run in another folder."""
+    """Return `config` with absolute paths, for processes with another working directory."""
     data = config.data.model_copy(
         update={
             "path": _absolute(config.data.path),
@@ -219,17 +229,17 @@ def with_absolute_paths(config: C) -> C:
         "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
         "data": data,
     }
-    return _with_absolute_folders(config).model_copy(update=update)
+    return _with_absolute_model_paths(config).model_copy(update=update)
 
 
-def _with_absolute_folders(section: S) -> S:
-    """The section with the folders of the models that are described in it."""
+def _with_absolute_model_paths(section: S) -> S:
+    """Return the section with absolute paths of the auxiliary models configured in it and below."""
     update: dict[str, Any] = {}
     for name, value in section:
         if isinstance(value, Section):
-            update[name] = _with_absolute_folders(value)
+            update[name] = _with_absolute_model_paths(value)
         elif isinstance(value, dict):
-            update[name] = {k: _with_absolute_folders(v) if isinstance(v, Section) else v for k, v in value.items()}
+            update[name] = {k: _with_absolute_model_paths(v) if isinstance(v, Section) else v for k, v in value.items()}
     if isinstance(section, FrozenModelConfig | ModelRewardConfig) and section.path is not None:
         update["path"] = _absolute(section.path)
     return section.model_copy(update=update)
@@ -239,20 +249,20 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-class Asked:
-    """By which signal the run was asked to end early."""
+class StopRequest:
+    """Reports which signal, if any, has requested an early end of the run."""
 
-    def __init__(self, terminated: Terminated, grace_seconds: float) -> None:
-        """`grace_seconds`: how long the run may take to end after SIGTERM."""
-        self._terminated, self._grace_seconds = terminated, grace_seconds
+    def __init__(self, sigterm: SigtermFlag, grace_seconds: float) -> None:
+        """`grace_seconds`: time for the run to end after SIGTERM before it is interrupted."""
+        self._sigterm, self._grace_seconds = sigterm, grace_seconds
 
-    def by(self) -> str:
-        """Its name; empty: none has come.
+    def signal_name(self) -> str:
+        """Return `SIGTERM`, `SIGUSR1`, or an empty string if no signal was received.
 
         Raises:
-            KeyboardInterrupt: SIGTERM has, and the run does not end.
+            KeyboardInterrupt: SIGTERM was received more than `grace_seconds` ago.
         """
-        if (since := self._terminated.since) is not None:
+        if (since := self._sigterm.received_at) is not None:
             if time.monotonic() - since >= self._grace_seconds:
                 raise KeyboardInterrupt
             return "SIGTERM"
@@ -260,39 +270,39 @@ class Asked:
 
 
 def _grace_seconds(config: StageConfig) -> float:
-    """How long a run that is told to end may take: no time, where it would not save anything."""
+    """Return the grace period after SIGTERM in seconds; 0 without checkpoints, as nothing would be saved."""
     recovery = config.recovery if isinstance(config, RunConfig) else RecoveryConfig()
     return recovery.grace_seconds if config.checkpoint.every else 0.0
 
 
-def follow(actor: Any, has_ended: Callable[[], bool], progress: RunProgress, asked: Asked) -> None:
-    """Show the controller's events until the run has ended, and tell it where a signal asks for an early end.
+def follow(actor: Any, has_ended: Callable[[], bool], progress: RunProgress, stop_request: StopRequest) -> None:
+    """Show the controller's events until the run has ended, and forward requests to end early.
 
     Args:
-        has_ended: asked again and again, and takes its time.
+        has_ended: polled in a loop; each call waits up to POLL_SECONDS.
     """
-    cursor, ended, ends = 0, False, ""
+    cursor, ended, stop_signal = 0, False, ""
     while not ended:
         ended = has_ended()
-        told, ends = bool(ends), asked.by() or ends
-        if ends and not told:
-            progress.say("asked to end early: the step under way will be the last")
-        if ends:
-            actor.finish_early.remote(ends)  # each time: one that has been restarted has forgotten
+        was_requested, stop_signal = bool(stop_signal), stop_request.signal_name() or stop_signal
+        if stop_signal and not was_requested:
+            progress.say("early end requested: the run stops after the current step")
+        if stop_signal:
+            actor.request_stop.remote(stop_signal)  # on every poll: a restarted controller does not remember it
         try:
             events, cursor = ray.get(actor.events.remote(cursor))
         except RayError:
-            return  # the result says what happened
+            return  # the call for the result raises the cause
         for event in events:
-            show(event, progress)
+            show_event(event, progress)
 
 
-def show(event: Event, progress: RunProgress) -> None:
-    """Tell the user."""
+def show_event(event: Event, progress: RunProgress) -> None:
+    """Show the event in the terminal."""
     match event:
-        case Phase(step, name):
+        case PhaseEvent(step, name):
             progress.phase(step, name)
-        case Note(text):
+        case MessageEvent(text):
             progress.say(text)
         case StepLine():
             progress.done(event)

@@ -1,7 +1,7 @@
-"""A training stage in the processes of torchrun, without Ray: every rank runs the stage's loop and its own worker.
+"""Run a training stage in the processes of torchrun, without Ray: every rank runs the stage's loop and its own worker.
 
-torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows the progress, writes metrics, keeps the run's folder
-         `--> rank 1: loop -> SpmdGroup -> worker    silent, unless it is the first that fails
+torchrun ---> rank 0: loop -> SpmdGroup -> worker    shows progress, writes metrics, locks the run folder
+         `--> rank 1: loop -> SpmdGroup -> worker    prints nothing, unless it is the first rank to fail
 """
 
 from __future__ import annotations
@@ -14,100 +14,106 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from typing_extensions import override
+
 from megarl.config import StageConfig
 from megarl.config.tracking import TrackingConfig
-from megarl.controller.run_stage import STOP_SECONDS, begin_run, require_sound, show
-from megarl.controller.torchrun_ranks import joined_ranks
-from megarl.errors import StoppedEarly
+from megarl.controller.run_stage import STOP_SECONDS, begin_run, resolve_and_check, show_event
+from megarl.controller.torchrun_ranks import join_ranks
+from megarl.errors import EarlyStop
 from megarl.process import early_stop_signal
 from megarl.process.torchrun_env import TorchrunWorld
-from megarl.run.events import Event, EventLog, Note
+from megarl.run.events import Event, EventLog, MessageEvent
 from megarl.tracking.progress import RunProgress
 from megarl.workers.group import Processes
 from megarl.workers.spmd import SpmdWorld
 
 C = TypeVar("C", bound=StageConfig)
 
-NOTHING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
+NO_TRACKING = TrackingConfig(tensorboard=False, jsonl=False, rollouts=False)
 
 
-class Stage(Protocol):
-    """The loop of a training stage, as `megarl.stages.sft.SftRun` is."""
+class StageLoop(Protocol):
+    """The loop of a training stage, such as `megarl.stages.sft.SftRun`."""
 
     def train(self) -> None:
-        """From the first step to the export."""
+        """Run all steps and export the model."""
         ...
 
-    def require_whole(self) -> None:
-        """Return if that was not cut short.
+    def raise_if_stopped_early(self) -> None:
+        """Return if `train` ran all steps.
 
         Raises:
-            StoppedEarly: it was, on every rank.
+            EarlyStop: it ended early, on every rank alike.
         """
         ...
 
 
 def run_spmd_stage(
     config: C,
-    make: Callable[[C, EventLog, Processes, Path | None], Stage],
+    make: Callable[[C, EventLog, Processes, Path | None], StageLoop],
     world: TorchrunWorld,
     *,
     name: str,
     resume: str | None = None,
 ) -> None:
-    """Run a stage on the ranks of `world`, which has one for every slot, this process being one.
+    """Run a stage on the ranks of torchrun; call it on every rank.
 
     Args:
-        make: builds the stage's models in the processes that it is given, and its loop over them, which goes on from
-            a checkpoint where that is given.
-        name: what the resolved configuration is called in the run's folder.
-        resume: which run to go on with: see `megarl.controller.resume`; None: a new one begins.
+        make: builds the stage's loop from configuration, event log, processes and the checkpoint folder to resume from.
+        world: torchrun's ranks, one per slot.
+        name: file name, without suffix, of the resolved configuration in the run folder.
+        resume: `auto`, a step or a checkpoint folder, see `megarl.controller.resume`; None: start a new run.
 
     Raises:
-        MegarlError: what ended the run, on the rank that speaks for all; the others exit with their code.
+        MegarlError: the error that ended the run, on the first rank that failed; the others exit with its exit code.
     """
-    with joined_ranks(config.placement, world) as ranks, ExitStack() as closing:
-        config, checkpoint = ranks.on_first(lambda: _prepared(config, name, resume, closing))
+    with join_ranks(config.placement, world) as ranks, ExitStack() as closing:
+        config, checkpoint = ranks.on_first(lambda: _prepare(config, name, resume, closing))
         if world.rank != 0:
-            config = config.model_copy(update={"tracking": NOTHING})
+            config = config.model_copy(update={"tracking": NO_TRACKING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
-            events = _Shown(progress, ranks)
-            events.add(Note("starting trainer ranks"))
+            events = _DisplayedEventLog(progress, ranks)
+            events.add(MessageEvent("starting trainer ranks"))
             stage = make(config, events, ranks, checkpoint)
             stage.train()
-    with _rank_0_speaks(world):
-        stage.require_whole()
+    with _report_stop_on_rank0(world):
+        stage.raise_if_stopped_early()
 
 
-def _prepared(config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
-    """With absolute paths, and the checkpoint that the run goes on from; `closing` lets the run's folder go."""
-    config = require_sound(config)
+def _prepare(config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
+    """Return the checked configuration and the checkpoint to resume from; `closing` unlocks the run folder."""
+    config = resolve_and_check(config)
     return config, begin_run(config, name, resume, closing)
 
 
-class _Shown(EventLog):
-    """Shows events as they happen, where there is somebody to show them to; any rank may get the signal."""
+class _DisplayedEventLog(EventLog):
+    """Event log that shows events at once, on the rank that has a `progress`, and shares stop signals among ranks."""
 
     def __init__(self, progress: RunProgress | None, ranks: SpmdWorld) -> None:
         super().__init__()
         self._progress, self._ranks = progress, ranks
 
+    @override
     def add(self, event: Event) -> None:
-        """Show it."""
         if self._progress is not None:
-            show(event, self._progress)
+            show_event(event, self._progress)
 
-    def ends_early(self) -> bool:
-        """See `EventLog`; the ranks look at the same moment, and all end where one was asked to."""
+    @override
+    def should_stop(self) -> bool:
+        """Return True on all ranks if any of them has received the stop signal; a collective call."""
         return self._ranks.any(early_stop_signal.is_asked())
 
 
 @contextmanager
-def _rank_0_speaks(world: TorchrunWorld) -> Iterator[None]:
-    """For a block that says on every rank that the run was stopped: torchrun ends all as soon as one rank has ended."""
+def _report_stop_on_rank0(world: TorchrunWorld) -> Iterator[None]:
+    """If the block raises EarlyStop on every rank, let rank 0 report it and the others exit later with the same code.
+
+    torchrun kills all ranks as soon as one has exited, so the others wait for that.
+    """
     try:
         yield
-    except StoppedEarly as stopped:
+    except EarlyStop as stopped:
         if world.rank == 0:
             raise
         code = stopped.exit_code

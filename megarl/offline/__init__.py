@@ -1,0 +1,1 @@
+"""Tools that start no training run: convert checkpoints, score token files, explain weight syncs."""

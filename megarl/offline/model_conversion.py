@@ -1,4 +1,7 @@
-"""Conversions between model folders: everything is checked first, then ranks read one format and write the other."""
+"""Conversion between Hugging Face model folders and Megatron checkpoints.
+
+Everything is checked first; then Megatron ranks read one format and write the other.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +17,36 @@ from pathlib import Path
 from megarl.config import ConvertConfig
 from megarl.controller.ray_session import reserved_slots
 from megarl.errors import ConfigError, DataError
-from megarl.groups.trainer_group import rank_processes
+from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, find_weights, read_index
 from megarl.megatron.convert_worker import ConvertWorker
-from megarl.megatron.families.architecture import Decoder, Head
+from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems
-from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.requests import ModelSpec
 from megarl.model_files.header import itemsize
 from megarl.model_files.weight_index import read_headers
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.preflight.cluster.cluster_check import Places
+from megarl.preflight.cluster.cluster_check import RequiredPaths
 from megarl.workers.dispatch import BROADCAST
 from megarl.workers.group import Pending, WorkerGroup
 
-OF_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
-"""How names of weights begin in a checkpoint, which may hold an optimizer's state too."""
+MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", "mtp.")
+"""Prefixes of the weights' names in a checkpoint, which may also contain optimizer state."""
 
-PATIENCE_SECONDS = 600.0
-SLOWEST_DISK = 10 * 2**20
-"""Bytes per second: how long a rank waits for others to write is reckoned with it."""
+BASE_TIMEOUT_SECONDS = 600.0
+MIN_DISK_BYTES_PER_SECOND = 10 * 2**20
+"""Assumed disk bandwidth in bytes per second, for the timeout of ranks that wait for others to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion that has been found possible."""
+    """A checked conversion, ready to run."""
 
     config: ConvertConfig
     description: Path
-    """Folder with the model's config.json, and what else goes along with the weights."""
+    """Folder with config.json, tokenizer and whatever else accompanies the weights."""
     weights: Path
     read: Callable[[ConvertWorker, str], None]
     write: Callable[[ConvertWorker, str], None]
@@ -51,65 +54,68 @@ class Conversion:
     head: Head
     dtype: str
     num_bytes: int
-    """Of the weights in `dtype`."""
+    """Size of the weights in `dtype`."""
 
-    def run(self, tell: Callable[[str], None]) -> float:
-        """Write `output`, which appears once it is whole; `tell` hears what is being done. Returns seconds.
+    def run(self, report: Callable[[str], None]) -> float:
+        """Write `output`, which appears once it is complete, and return the duration in seconds.
+
+        Args:
+            report: receives the name of each phase.
 
         Raises:
             MegarlError: a rank failed, or the output cannot be written. There is no output then.
         """
         started = time.perf_counter()
-        with _draft(self.output) as draft:
-            tell(f"starting {self.config.sized_placement.slots} ranks")
-            with _ranks(self) as group:
-                tell("reading")
+        with _temporary_output(self.output) as draft:
+            report(f"starting {self.config.sized_placement.slots} ranks")
+            with _started_group(self) as group:
+                report("reading")
                 group.call(self.read, str(self.weights.absolute()), via=BROADCAST)
-                tell("writing")
+                report("writing")
                 group.call(self.write, str(draft.absolute()), via=BROADCAST)
         return time.perf_counter() - started
 
 
 class ConvertGroup(WorkerGroup[ConvertWorker]):
-    """One Megatron rank per slot, that reads and writes weights."""
+    """Megatron ranks, one per slot, that read and write weights."""
 
     def __init__(self, config: ConvertConfig, pool: SlotPool) -> None:
         grid = RankGrid.of(config.trainer.parallel, config.sized_placement.slots)
-        super().__init__("converter", rank_processes(pool, "converter"), grid)
+        super().__init__("converter", make_rank_processes(pool, "converter"), grid)
 
     def start_workers(self, conversion: Conversion) -> Pending[None]:
-        """Build the model on every rank."""
+        """Start building the model on every rank."""
         spec = ModelSpec(
             model_path=str(conversion.description.absolute()),
             dtype=conversion.dtype,
             head=conversion.head,
             parallel=conversion.config.trainer.parallel,
-            timeout_seconds=PATIENCE_SECONDS + conversion.num_bytes / SLOWEST_DISK,
+            timeout_seconds=BASE_TIMEOUT_SECONDS + conversion.num_bytes / MIN_DISK_BYTES_PER_SECOND,
         )
         return self.start(ConvertWorker, (spec,))
 
 
 def plan_import(config: ConvertConfig, folder: Path, output: Path, dtype: str) -> Conversion:
-    """From the model in `folder` to the Megatron checkpoint `output`.
+    """Check and plan the conversion of the model in `folder` to the Megatron checkpoint `output`.
 
     Args:
-        dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that holds every weight as it is stored.
+        dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly.
 
     Raises:
-        ConfigError, DataError: every problem of the folder, the layout and the output.
+        ConfigError, DataError: all problems of the folder, the parallel sizes and the output.
     """
     try:
-        model = read_decoder(folder, head=None)
+        model = load_architecture_from_folder(folder, head=None)
     except (ConfigError, DataError) as e:
         raise type(e)(f"--model: {e}") from e
-    problems = [f"--model: {problem}" for problem in weight_problems(folder, model)]
+    problems = [f"--model: {problem}" for problem in find_weight_problems(folder, model)]
     problems += [*_layout_problems(config, model), *_output_problems(output)]
     if problems:
         raise ConfigError("\n".join(problems))
     stored = {name: tensor.dtype for name, tensor in read_headers(folder).items()}
-    # tensors that have a dtype of their own whatever the model's is stay out of it
+    # leave out tensors with a fixed dtype, independent of the model's
     free = [name for name, spec in model.tensors("bfloat16").items() if spec.dtype == "bfloat16"]
-    dtype = _widest(stored[name] for name in free) if dtype == "auto" else dtype
+    dtype = _smallest_lossless_dtype(stored[name] for name in free) if dtype == "auto" else dtype
     _require_space(output, num_bytes := _num_bytes(model, dtype))
     return Conversion(
         config=config,
@@ -125,21 +131,24 @@ def plan_import(config: ConvertConfig, folder: Path, output: Path, dtype: str) -
 
 
 def plan_export(config: ConvertConfig, root: Path, output: Path, dtype: str) -> Conversion:
-    """From the Megatron checkpoint `root` to the model folder `output`; see `plan_import`."""
+    """Check and plan the conversion of the Megatron checkpoint `root` to the model folder `output`.
+
+    Arguments and errors are those of `plan_import`.
+    """
     description = root / COMPANIONS
     try:
         weights = find_weights(root)
         index = read_index(weights)
-        model = read_decoder(description, head=None)
+        model = load_architecture_from_folder(description, head=None)
     except (ConfigError, DataError) as e:
         raise type(e)(f"--model: {e}") from e
     problems = [*_layout_problems(config, model), *_output_problems(output)]
     if problems:
         raise ConfigError("\n".join(problems))
     if dtype == "auto":
-        # the bias of experts is float32 whatever the model's dtype is
-        weights_only = [name for name in index if name.startswith(OF_MODEL) and not name.endswith("expert_bias")]
-        dtype = _widest(index[name].dtype for name in weights_only)
+        # the expert bias is float32 whatever the model's dtype is
+        weights_only = [name for name in index if name.startswith(MODEL_PREFIXES) and not name.endswith("expert_bias")]
+        dtype = _smallest_lossless_dtype(index[name].dtype for name in weights_only)
     _require_space(output, num_bytes := _num_bytes(model, dtype))
     return Conversion(
         config=config,
@@ -154,7 +163,7 @@ def plan_export(config: ConvertConfig, root: Path, output: Path, dtype: str) -> 
     )
 
 
-def _layout_problems(config: ConvertConfig, model: Decoder) -> Iterator[str]:
+def _layout_problems(config: ConvertConfig, model: ModelArchitecture) -> Iterator[str]:
     return parallel_problems(model, config.trainer.parallel, config.sized_placement.slots)
 
 
@@ -162,9 +171,9 @@ def _output_problems(output: Path) -> Iterator[str]:
     if output.exists() and not output.is_dir():
         yield f"--output: needs a folder that is empty or not there yet, {output} is a file"
         return
-    there = _existing_parent(output)  # the folder is written beside its place
-    if not os.access(there, os.R_OK | os.W_OK | os.X_OK) or not there.is_dir():
-        yield f"--output: {output} needs a folder that can be written, {there} cannot"
+    parent = _existing_parent(output)  # the temporary folder is created in the same parent
+    if not os.access(parent, os.R_OK | os.W_OK | os.X_OK) or not parent.is_dir():
+        yield f"--output: {output} needs a folder that can be written, {parent} cannot"
     elif output.exists() and (num_files := len(list(output.iterdir()))):
         yield f"--output: needs a folder that is empty or not there yet, {output} holds {num_files} files"
 
@@ -179,33 +188,33 @@ def _existing_parent(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
-def _widest(dtypes: Iterable[str]) -> str:
+def _smallest_lossless_dtype(dtypes: Iterable[str]) -> str:
     return "bfloat16" if set(dtypes) == {"bfloat16"} else "float32"
 
 
-def _num_bytes(model: Decoder, dtype: str) -> int:
+def _num_bytes(model: ModelArchitecture, dtype: str) -> int:
     return sum(prod(spec.shape) * itemsize(spec.dtype) for spec in model.tensors(dtype).values())
 
 
 @contextmanager
-def _draft(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`: it becomes `output` when the block ends well, and is removed when it does not."""
+def _temporary_output(output: Path) -> Iterator[Path]:
+    """Create a temporary folder next to `output`, renamed to `output` if the block succeeds and removed otherwise."""
     output = output.absolute()
     draft = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)  # of a conversion that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a conversion that was killed
     try:
-        with _named(output):
+        with _os_error_as_config_error(output):
             draft.mkdir(parents=True)
         yield draft
-        with _named(output):
+        with _os_error_as_config_error(output):
             draft.rename(output)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
-def _named(output: Path) -> Iterator[None]:
-    """Turns an OSError of the block into one about `output`."""
+def _os_error_as_config_error(output: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a ConfigError about --output."""
     try:
         yield
     except OSError as e:
@@ -213,10 +222,10 @@ def _named(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _ranks(conversion: Conversion) -> Iterator[ConvertGroup]:
-    """Ranks with the model."""
+def _started_group(conversion: Conversion) -> Iterator[ConvertGroup]:
+    """Reserve slots and start ranks with the model for the duration of the block."""
     placement = conversion.config.sized_placement
-    places = Places(
+    places = RequiredPaths(
         readable={"the model's folder": str(conversion.weights.absolute())},
         writable={"the output's folder": str(conversion.output.absolute().parent)},
     )

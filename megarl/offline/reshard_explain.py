@@ -1,4 +1,4 @@
-"""From a model's config.json and the sizes of both sides to a scenario, with reasons where there is none."""
+"""Build weight sync scenarios from a model's config.json and the parallel sizes of both sides."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
@@ -18,25 +18,25 @@ from megarl.reshard.layout.engine_stages import split_stages
 from megarl.reshard.layout.layout import WeightLayout
 
 
-class Engine(Protocol):
-    """Where an engine's layouts come from."""
+class EngineLayouts(Protocol):
+    """Function that returns the weight layouts of an engine."""
 
     def __call__(self, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
-        """By tensor rank."""
+        """Return one layout per tensor-parallel rank."""
 
 
 MAX_SIZE = 256
-"""Of an axis, that a refusal suggests."""
+"""Largest size of an axis that an error message suggests."""
 
 TRAIN_AXES = ("pp", "vpp", "tp", "cp", "dp", "ep", "etp")
 GEN_AXES = ("pp", "tp", "ep")
 
 
 def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
-    """`pp=1,tp=4` -> the sizes that are named.
+    """Parse sizes such as `pp=1,tp=4`; axes not named in `text` are absent from the result.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: `text` is malformed; the message names `option`.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -50,7 +50,7 @@ def parse_sizes(option: str, text: str, axes: Sequence[str]) -> dict[str, int]:
 
 
 def model_name(model_path: str) -> str:
-    """The folder's, also where its config.json was given."""
+    """Return the name of the model folder; `model_path` may also be its config.json."""
     path = Path(model_path).resolve()
     return path.parent.name if path.name == "config.json" else path.name
 
@@ -65,11 +65,11 @@ def trace_scenario(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Scenario:
-    """Of a published model: the trainer's layouts by its family's table, the engine's as SGLang lays it out on GPUs.
+    """Build the scenario of a published model, tracing the engine's layouts in SGLang's code for GPUs.
 
-    The arguments are those of `make_scenario`.
+    The other arguments are those of `make_scenario`.
     """
-    model, dtype = read_model(model_path)
+    model, dtype = load_architecture_and_dtype(model_path)
 
     def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
         from megarl.rollout.sglang.weight_layout.offline_trace import (
@@ -93,15 +93,18 @@ def trace_scenario(
 
 
 def explain_scenarios(
-    scenario: Scenario, names: Sequence[str], tell: Callable[[str], None]
+    scenario: Scenario, names: Sequence[str], report: Callable[[str], None]
 ) -> tuple[dict[str, Explanation], dict[str, ConfigError]]:
-    """By strategy in the order of `names`: what it costs, or why it cannot serve these sizes; see `explain`."""
+    """Explain strategies in the order of `names`; returns reports, and the errors of strategies that do not apply.
+
+    `report` receives progress lines; see `explain`.
+    """
     explained: dict[str, Explanation] = {}
     refused: dict[str, ConfigError] = {}
     for name in names:
         try:
             known = list(explained.values())
-            explained[name] = explain_auto(scenario, known) if name == "auto" else explain(name, scenario, tell)
+            explained[name] = explain_auto(scenario, known) if name == "auto" else explain(name, scenario, report)
         except ConfigError as error:
             refused[name] = error
     return explained, refused
@@ -109,37 +112,38 @@ def explain_scenarios(
 
 def make_scenario(
     name: str,
-    model: Decoder,
+    model: ModelArchitecture,
     dtype: str,
     *,
     train: str,
     gen: str,
     nodes: int,
     bucket_bytes: int,
-    engine: Engine,
+    engine: EngineLayouts,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Scenario:
-    """Both sides' layouts.
+    """Build a scenario with the weight layouts of trainer and engine.
 
     Args:
-        name: of the model, in reports.
-        train: as `pp=1,tp=4,dp=2`; `etp` is tp where it is not named, as in Megatron.
-        gen: as `pp=1,tp=2`.
-        first_stage_layers: layers of the trainer's first stage where not as many as of those between.
-        last_stage_layers: likewise, of the last.
+        name: model name for reports.
+        train: trainer sizes such as `pp=1,tp=4,dp=2`; `etp` defaults to `tp`, as in Megatron.
+        gen: engine sizes such as `pp=1,tp=2`.
+        engine: returns the layouts of the engine's tensor-parallel ranks.
+        first_stage_layers: layers of the trainer's first pipeline stage; None: as many as in the middle stages.
+        last_stage_layers: layers of the last pipeline stage, likewise.
 
     Raises:
-        ConfigError: sizes that the model does not divide by.
+        ConfigError: the model is not divisible by the sizes.
     """
     sizes = parse_sizes("--train", train, TRAIN_AXES)
-    split = PipelineSplit(chunks=sizes.pop("vpp", 1), first=first_stage_layers, last=last_stage_layers)
+    split = PipelineSplit(num_chunks=sizes.pop("vpp", 1), first=first_stage_layers, last=last_stage_layers)
     to = dict.fromkeys(GEN_AXES, 1) | parse_sizes("--gen", gen, GEN_AXES)
     try:
         grid = RankGrid(**sizes)
     except ConfigError as e:
         raise ConfigError(f"--train {train}: {e}") from e
-    _require_served(model, grid, split, to)
+    _require_divisible(model, grid, split, to)
     traced = engine(to["tp"], dtype, ep=to["ep"])
     stages = [split_stages(layout, to["pp"]) for layout in traced]
     return Scenario(
@@ -154,22 +158,24 @@ def make_scenario(
     )
 
 
-def _require_served(model: Decoder, grid: RankGrid, split: PipelineSplit, gen: Mapping[str, int]) -> None:
-    """Sizes by which every tensor divides; a vocabulary is padded instead."""
-    _require_stages(model.num_layers, grid.pp, split)
-    _require("--gen pp", gen["pp"], lambda pp: _rest("layers", model.num_layers, pp))
-    _require("--train tp", grid.tp, lambda tp: _indivisible(model, "tp", tp, repeat=False))
-    _require("--gen tp", gen["tp"], lambda tp: _indivisible(model, "tp", tp, repeat=True))
+def _require_divisible(model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, gen: Mapping[str, int]) -> None:
+    """Return if every tensor is divisible by the sizes; a vocabulary is padded instead."""
+    _require_pipeline_stages(model.num_layers, grid.pp, split)
+    _require_size("--gen pp", gen["pp"], lambda pp: _remainder_problem("layers", model.num_layers, pp))
+    _require_size("--train tp", grid.tp, lambda tp: _divisibility_problem(model, "tp", tp, repeat=False))
+    _require_size("--gen tp", gen["tp"], lambda tp: _divisibility_problem(model, "tp", tp, repeat=True))
     if model.num_experts:
-        _require("--train ep", grid.ep, lambda ep: _indivisible(model, "ep", ep, repeat=False))
-        _require("--train etp", grid.expert_tp, lambda etp: _indivisible(model, "etp", etp, repeat=False))
-        _require("--gen ep", gen["ep"], lambda ep: _indivisible(model, "ep", ep, repeat=False))
-        _require("--gen ep", gen["ep"], lambda ep: _rest("tp ranks", gen["tp"], ep))
-        _require("--gen tp/ep", gen["tp"] // gen["ep"], lambda etp: _indivisible(model, "etp", etp, repeat=False))
+        _require_size("--train ep", grid.ep, lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
+        _require_size("--train etp", grid.expert_tp, lambda etp: _divisibility_problem(model, "etp", etp, repeat=False))
+        _require_size("--gen ep", gen["ep"], lambda ep: _divisibility_problem(model, "ep", ep, repeat=False))
+        _require_size("--gen ep", gen["ep"], lambda ep: _remainder_problem("tp ranks", gen["tp"], ep))
+        _require_size(
+            "--gen tp/ep", gen["tp"] // gen["ep"], lambda etp: _divisibility_problem(model, "etp", etp, repeat=False)
+        )
     else:
         for option, ep in (("--train", grid.ep), ("--gen", gen["ep"])):
             if ep > 1:
-                raise ConfigError(f"{option} ep={ep}: {model.architecture} has no experts; it can only be 1")
+                raise ConfigError(f"{option} ep={ep}: {model.name} has no experts; it can only be 1")
     if gen["pp"] * gen["tp"] > grid.size:
         raise ConfigError(
             f"--gen: an engine takes pp {gen['pp']} * tp {gen['tp']} = {gen['pp'] * gen['tp']} ranks, "
@@ -177,12 +183,12 @@ def _require_served(model: Decoder, grid: RankGrid, split: PipelineSplit, gen: M
         )
 
 
-def _require_stages(num_layers: int, pp: int, split: PipelineSplit) -> None:
+def _require_pipeline_stages(num_layers: int, pp: int, split: PipelineSplit) -> None:
     if split == EVEN:
         hint = "; --first-stage-layers and --last-stage-layers give those two a number of their own"
-        _require("--train pp", pp, lambda pp: _rest("layers", num_layers, pp), hint=hint)
+        _require_size("--train pp", pp, lambda pp: _remainder_problem("layers", num_layers, pp), hint=hint)
     else:
-        _require("--train pp", pp, lambda pp: _stage_problem(num_layers, pp, split))
+        _require_size("--train pp", pp, lambda pp: _stage_problem(num_layers, pp, split))
 
 
 def _stage_problem(num_layers: int, pp: int, split: PipelineSplit) -> str | None:
@@ -193,7 +199,7 @@ def _stage_problem(num_layers: int, pp: int, split: PipelineSplit) -> str | None
     return None
 
 
-def _require(option: str, size: int, problem: Callable[[int], str | None], *, hint: str = "") -> None:
+def _require_size(option: str, size: int, problem: Callable[[int], str | None], *, hint: str = "") -> None:
     why = problem(size)
     if why is not None:
         possible = sorted((n for n in range(1, MAX_SIZE + 1) if problem(n) is None), key=lambda n: abs(n - size))
@@ -202,20 +208,20 @@ def _require(option: str, size: int, problem: Callable[[int], str | None], *, hi
         raise ConfigError(f"{option}={size}: {why}{served}{hint}")
 
 
-def _indivisible(model: Decoder, axis: str, size: int, *, repeat: bool) -> str | None:
-    """What `size` ranks cannot share, and why.
+def _divisibility_problem(model: ModelArchitecture, axis: str, size: int, *, repeat: bool) -> str | None:
+    """Return why the model cannot be sharded over `size` ranks of `axis`; None if it can.
 
     Args:
-        repeat: as in SGLang, which gives several ranks the same key-value head.
+        repeat: key-value heads may be replicated over ranks, as in SGLang.
     """
-    for units in model.units():
-        if units.axis != axis or (repeat and units.repeats and size % units.total == 0):
+    for units in model.sharding_units():
+        if units.axis != axis or (repeat and units.can_replicate and size % units.total == 0):
             continue
-        why = _rest(units.what, units.total, size)
+        why = _remainder_problem(units.description, units.total, size)
         if why:
             return why
     return None
 
 
-def _rest(what: str, total: int, size: int) -> str | None:
+def _remainder_problem(what: str, total: int, size: int) -> str | None:
     return f"{what} that do not divide, {total} % {size} = {total % size}" if total % size else None

@@ -1,4 +1,4 @@
-"""Scores of a file of token sequences: checked first, then chunk by chunk over the ranks, in order."""
+"""Score a file of token sequences: check it, then process it in chunks over the ranks, in order."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ from megarl.config import ScoreConfig
 from megarl.controller.ray_session import reserved_slots
 from megarl.data.token_file import TokenFile, TokenLine
 from megarl.errors import ConfigError, DataError, MegarlError
-from megarl.groups.trainer_group import rank_processes
+from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.layout_checks import parallel_problems
-from megarl.megatron.families.load_architecture import read_model
-from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.requests import ModelSpec
-from megarl.megatron.score_worker import SCORE_BY_DP, Scores, ScoreWork, ScoreWorker
+from megarl.megatron.score_worker import SCORE_BY_DP, ScoreRequest, Scores, ScoreWorker
 from megarl.placement.rank_grid import RankGrid
-from megarl.preflight.cluster.cluster_check import Places
+from megarl.preflight.cluster.cluster_check import RequiredPaths
 from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
 from megarl.workers.spmd import SpmdWorld
 
 MICRO_BATCHES_PER_CHUNK = 16
-"""Of each replica, when full: enough to balance the replicas and to fill a pipeline."""
+"""Full micro-batches per chunk and replica: enough to balance the replicas and fill a pipeline."""
 
 LINES_PER_CHUNK = 8192
 
 Sequences = Sequence[NDArray[np.int32]]
-"""[sequence][token]."""
+"""Token ids by sequence and position."""
 
 L = TypeVar("L")
 
 CHUNKS_AHEAD = 2
-"""Chunks sent to the ranks before the oldest is waited for: they never idle while lines are read and written."""
+"""Chunks in flight before the oldest is awaited, so that ranks do not idle while lines are read and written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """How far scoring is."""
+class ScoreProgress:
+    """Progress of scoring a file."""
 
     num_lines: int
     num_tokens: int
     seconds: float
-    """Since the ranks were ready."""
+    """Seconds since the ranks were ready."""
 
 
 class ScoreGroup:
-    """One Megatron rank per slot, that can only score."""
+    """Megatron ranks, one per slot, that only score sequences."""
 
     def __init__(self, config: ScoreConfig, processes: Processes) -> None:
         self.grid = RankGrid.of(config.trainer.parallel, processes.size)
         self._group: Group[ScoreWorker] = processes.group("scorer", self.grid)
         self._config = config
-        model, _ = read_model(config.model.path)
+        model, _ = load_architecture_and_dtype(config.model.path)
         self._cost = sequence_cost(model)
 
     def start_workers(self) -> Pending[None]:
-        """Build the model on every rank."""
+        """Start building the model on every rank."""
         config = self._config
         spec = ModelSpec(
             model_path=str(Path(config.model.path).absolute()),
@@ -76,8 +76,8 @@ class ScoreGroup:
         return self._group.start(ScoreWorker, (spec,))
 
     def begin_score(self, sequences: Sequences) -> Pending[Scores]:
-        """Start to score the sequences, split over the data-parallel replicas."""
-        work = ScoreWork(
+        """Start scoring the sequences, split over the data-parallel replicas."""
+        work = ScoreRequest(
             sequences=self._group.put(sequences),
             lengths=tuple(map(len, sequences)),
             max_tokens_per_micro_batch=self._config.trainer.max_tokens_per_micro_batch,
@@ -87,17 +87,17 @@ class ScoreGroup:
 
 
 def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
-    """The file of tokens in `path`, for the model of `config`.
+    """Check the model folder and the parallel sizes, and return the token file in `path`.
 
     Raises:
-        ConfigError: names every problem of the model folder, and every parallel size that the model does not allow.
+        ConfigError: all problems of the model folder and the parallel sizes.
     """
     folder = Path(config.model.path)
     try:
-        model = read_decoder(folder)
+        model = load_architecture_from_folder(folder)
     except (ConfigError, DataError) as e:
         raise ConfigError(f"model.path: {e}") from e
-    problems = [f"model.path: {problem}" for problem in weight_problems(folder, model)]
+    problems = [f"model.path: {problem}" for problem in find_weight_problems(folder, model)]
     problems += parallel_problems(model, config.trainer.parallel, config.sized_placement.slots)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -105,11 +105,11 @@ def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
 
 
 @contextmanager
-def scorers(config: ScoreConfig) -> Iterator[WorkerProcesses]:
-    """Processes for ranks, on Ray."""
-    places = Places(readable={"model.path": str(Path(config.model.path).absolute())})
+def scorer_processes(config: ScoreConfig) -> Iterator[WorkerProcesses]:
+    """Yield processes for ranks on a Ray cluster, which is joined or started for the block."""
+    places = RequiredPaths(readable={"model.path": str(Path(config.model.path).absolute())})
     with reserved_slots(config.sized_placement, places, what="score", name="a scorer") as pool:
-        yield rank_processes(pool, "scorer")
+        yield make_rank_processes(pool, "scorer")
 
 
 def score_file(
@@ -117,66 +117,68 @@ def score_file(
     processes: Processes,
     tokens: TokenFile,
     out: TextIO,
-    tell: Callable[[Scored], None],
+    report: Callable[[ScoreProgress], None],
     *,
-    share: Callable[[Sequences | None], object] = lambda sequences: None,
+    broadcast: Callable[[Sequences | None], object] = lambda sequences: None,
 ) -> None:
-    """Write a line of scores for every line of `tokens`, in order; `tell` hears of each chunk that is written.
+    """Write a line of scores for every line of `tokens`, in order.
 
     Args:
-        share: lets ranks that `score_with_first` know what to score: nothing at first, each chunk, None at the end.
+        report: receives the progress after each chunk.
+        broadcast: sends the sequences to other ranks, which run `score_with_first`: an empty list once everything is
+            checked, then each chunk, then None.
 
     Raises:
         MegarlError: a rank failed, a line is bad, or `out` cannot be written.
     """
-    share([])
-    group = _started(config, processes)
+    broadcast([])
+    group = _start_group(config, processes)
     per_replica = MICRO_BATCHES_PER_CHUNK * config.trainer.max_tokens_per_micro_batch
 
     def chunks() -> Iterator[tuple[Sequence[TokenLine], Sequences]]:
         for lines in tokens.chunks(max_tokens=group.grid.dp * per_replica, max_lines=LINES_PER_CHUNK):
             sequences = [line.token_ids for line in lines]
-            share(sequences)
+            broadcast(sequences)
             yield lines, sequences
-        share(None)
+        broadcast(None)
 
     started = time.perf_counter()
     num_lines = num_tokens = 0
-    for lines, scores in _scored(group, chunks()):
+    for lines, scores in _score_chunks(group, chunks()):
         _write(out, (line.with_scores(scores[i].logprobs, scores[i].entropy) for i, line in enumerate(lines)))
         num_lines += len(lines)
         num_tokens += sum(len(line.token_ids) for line in lines)
-        tell(Scored(num_lines=num_lines, num_tokens=num_tokens, seconds=time.perf_counter() - started))
+        report(ScoreProgress(num_lines=num_lines, num_tokens=num_tokens, seconds=time.perf_counter() - started))
 
 
 def score_with_first(config: ScoreConfig, ranks: SpmdWorld) -> None:
-    """Score, on a rank that is not the first, what the first one reads and writes in `score_file`."""
-    ranks.from_first(None)  # everything has been checked: from here on it is not another rank's mistake
-    group = _started(config, ranks)
+    """Score on a rank other than the first the sequences that the first one broadcasts in `score_file`."""
+    ranks.from_first(None)  # the first rank has checked everything: errors from here on are this rank's own
+    group = _start_group(config, ranks)
 
     def chunks() -> Iterator[tuple[None, Sequences]]:
         while (sequences := ranks.from_first(None)) is not None:
             yield None, sequences
 
-    deque(_scored(group, chunks()), maxlen=0)
+    deque(_score_chunks(group, chunks()), maxlen=0)
 
 
-def _started(config: ScoreConfig, processes: Processes) -> ScoreGroup:
-    """Ranks with the model."""
+def _start_group(config: ScoreConfig, processes: Processes) -> ScoreGroup:
+    """Start the ranks and build the model on them."""
     group = ScoreGroup(config, processes)
     group.start_workers().result(config.placement.start_timeout_seconds)
     return group
 
 
-def _scored(group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
-    """Every chunk's lines with its scores, in order."""
-    under_way: deque[tuple[L, Pending[Scores]]] = deque()
+def _score_chunks(group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
+    """Yield each chunk's lines with its scores, in order."""
+    in_flight: deque[tuple[L, Pending[Scores]]] = deque()
     for lines, sequences in chunks:
-        under_way.append((lines, group.begin_score(sequences)))
-        if len(under_way) == CHUNKS_AHEAD:
-            oldest, pending = under_way.popleft()
+        in_flight.append((lines, group.begin_score(sequences)))
+        if len(in_flight) == CHUNKS_AHEAD:
+            oldest, pending = in_flight.popleft()
             yield oldest, pending.result()
-    for oldest, pending in under_way:
+    for oldest, pending in in_flight:
         yield oldest, pending.result()
 
 

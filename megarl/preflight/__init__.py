@@ -1,0 +1,1 @@
+"""Checks of a configuration before any worker starts."""

@@ -1,4 +1,4 @@
-"""A random model to rehearse with, where the configuration asks for one."""
+"""The small random model that `model.tiny` configures."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megarl.config import StageConfig
 
 
 def will_write_model(config: StageConfig) -> bool:
-    """True where `model.tiny` is set and `model.path` does not exist yet."""
+    """Whether `model.tiny` is set and `model.path` does not exist yet."""
     return config.model.tiny is not None and not Path(config.model.path).exists()
 
 
 def write_missing_model(config: StageConfig) -> None:
-    """Write the model that `model.tiny` describes, unless the folder exists.
+    """Write the model that `model.tiny` describes to `model.path`, unless that exists.
 
     Raises:
         DataError: `data.path` cannot be read.

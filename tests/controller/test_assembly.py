@@ -1,4 +1,4 @@
-"""Which lost machines a trainer waits for; the cluster is stood in for."""
+"""Which lost nodes a run waits for; with a fake cluster."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from typing import Any
 import pytest
 
 from megarl.controller import assembly
-from megarl.controller.assembly import Fleet
+from megarl.controller.assembly import RunAssembly
 from megarl.errors import ConfigError, LostNodeError, WorkerError
 from megarl.placement.pool import Slot, SlotPool
 from tests.run.finished_groups import run_config
 
-APART = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
+DISAGGREGATED = {"pools": {"engines": {"nodes": 2}}, "rollout": {"pool": "engines"}}
 
 
-def refuse(*_: Any) -> Any:
+def fail_to_reserve(*_: Any) -> Any:
     raise ConfigError("too few")
 
 
-def lacking(
+def aborts(
     lost: set[str],
     patch: pytest.MonkeyPatch,
     placement: dict[str, Any],
     *,
     is_up: bool = True,
-    reserve: Callable[..., Any] = refuse,
+    reserve: Callable[..., Any] = fail_to_reserve,
     wait_seconds: float = 0.0,
 ) -> bool:
-    """Whether a run ends that has a trainer on machine `a`, engines on `b` and `c`, and has lost some of these."""
+    """Whether a run with a trainer on node `a` and engines on `b` and `c` aborts after the nodes in `lost` are lost."""
     there = {"a", "b", "c"} - lost
     patch.setattr(assembly, "cluster_nodes", lambda: [SimpleNamespace(id=node, name=node) for node in sorted(there)])
     patch.setattr(assembly, "remove_placement_group", lambda _: None)
     patch.setattr(assembly, "reserve_pools", reserve)
-    patch.setattr(assembly, "LOOK_SECONDS", 0.0)
-    found: Any = Fleet.__new__(Fleet)
+    patch.setattr(assembly, "NODE_POLL_SECONDS", 0.0)
+    found: Any = RunAssembly.__new__(RunAssembly)
     found._config = run_config({"type": "grpo"}, placement=placement, recovery={"node_wait_seconds": wait_seconds})
-    found._say = lambda text: None
-    found._nodes = {node: f"machine {node}" for node in "abc"}
+    found._notify = lambda text: None
+    found._nodes = {node: f"node {node}" for node in "abc"}
     slots = {"main": "a", "engines": "bc"} if "pools" in placement else {"main": "abc"}
     found._pools = {
         name: SlotPool(None, tuple(Slot(i, 1.0, 0.0, node, None) for i, node in enumerate(nodes)), "cpu")
         for name, nodes in slots.items()
     }
     engines = SimpleNamespace(
-        servers=[(0,), (1,)], has_machine=lambda replica: "bc"[replica] in there, shutdown=lambda: None, actors=dict
+        engine_slots=[(0,), (1,)],
+        has_live_node=lambda replica: "bc"[replica] in there,
+        shutdown=lambda: None,
+        actors=dict,
     )
     found._rollout = (engines, SimpleNamespace(actors=dict)) if is_up else None
     try:
@@ -56,29 +59,29 @@ def lacking(
     return False
 
 
-def test_a_machine_that_engines_alone_had_slots_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not lacking(set(), monkeypatch, APART)
-    assert not lacking({"b"}, monkeypatch, APART)
-    assert not lacking({"c"}, monkeypatch, APART)
+def test_a_lost_node_with_only_engine_slots_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not aborts(set(), monkeypatch, DISAGGREGATED)
+    assert not aborts({"b"}, monkeypatch, DISAGGREGATED)
+    assert not aborts({"c"}, monkeypatch, DISAGGREGATED)
 
 
 @pytest.mark.parametrize("lost", [{"a"}, {"a", "b"}, {"b", "c"}])
-def test_one_is_without_which_no_model_trains_or_no_engine_is_left(
+def test_a_lost_node_with_model_slots_or_the_last_engine_is_waited_for(
     lost: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lacking(lost, monkeypatch, APART)
+    assert aborts(lost, monkeypatch, DISAGGREGATED)
 
 
-def test_engines_that_have_yet_to_start_need_all_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lacking({"b"}, monkeypatch, APART, is_up=False)
+def test_engines_that_have_not_started_need_all_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert aborts({"b"}, monkeypatch, DISAGGREGATED, is_up=False)
 
 
-def test_machines_that_engines_share_with_the_trainer_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lacking({"b"}, monkeypatch, {"nodes": 3})
+def test_nodes_shared_by_engines_and_trainer_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert aborts({"b"}, monkeypatch, {"nodes": 3})
 
 
-def test_a_machine_that_is_lost_again_as_it_has_come_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between being counted and being reserved."""
+def test_a_replacement_node_lost_before_its_slots_are_reserved_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is lost after it was counted and before its placement group is granted."""
     failures = [ConfigError("too few"), WorkerError("not granted"), ConfigError("too few")]
     devices: list[str] = []
 
@@ -88,5 +91,5 @@ def test_a_machine_that_is_lost_again_as_it_has_come_is_waited_for_again(monkeyp
             raise failures.pop(0)
         return {"main": SlotPool(None, (Slot(0, 1.0, 0.0, "b", None),), "cpu")}
 
-    assert not lacking({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=60.0)
+    assert not aborts({"a"}, monkeypatch, {"nodes": 3}, reserve=reserve, wait_seconds=60.0)
     assert devices == ["cpu"] * 4

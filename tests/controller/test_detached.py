@@ -1,4 +1,4 @@
-"""How a controller that its command has left takes the run's folder over."""
+"""How the controller of a detached run acquires the lock of the run folder."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 from megarl.checkpoint.run_lock import SILENT_SECONDS, RunLock
 from megarl.controller import detached
-from megarl.controller.detached import waited_for
+from megarl.controller.detached import acquire_when_free
 
 
-def test_a_machine_that_is_lost_with_the_controller_is_waited_for(
+def test_the_lock_of_a_controller_on_a_lost_node_is_acquired_once_it_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunLock(tmp_path):
         content = json.loads((tmp_path / "lock").read_bytes())
     (tmp_path / "lock").write_text(json.dumps(content | {"host": "n2", "machine": "another boot"}))
     os.utime(tmp_path / "lock", (time.time() - SILENT_SECONDS + 1,) * 2)
-    monkeypatch.setattr(detached, "BEGIN_SECONDS", 0.0)
+    monkeypatch.setattr(detached, "START_TIMEOUT_SECONDS", 0.0)
     lock = RunLock(tmp_path)
-    with waited_for(lock):
+    with acquire_when_free(lock):
         assert lock.is_held()

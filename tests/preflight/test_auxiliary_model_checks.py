@@ -1,4 +1,4 @@
-"""What `megarl check` finds wrong with the models beside the policy."""
+"""Problems of auxiliary models that `megarl check` finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
-from megarl.preflight import run_checks
+from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_run
 from tests.cli.tiny_run import ROWS, write_tiny_run
 
@@ -29,7 +29,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tree(master: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run of its own for each test, and beside its model a copy, `other`, that is another role's."""
+    """A run for each test, with a copy of its model in `other` for an auxiliary model."""
     shutil.copytree(master, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "model", tmp_path / "other")
     content: dict[str, Any] = json.loads((master / "run.json").read_text().replace(str(master), str(tmp_path)))
@@ -44,8 +44,8 @@ def other(tree: dict[str, Any]) -> str:
     return str(Path(tree["model"]["path"]).parent / "other")
 
 
-def into_reward_model(folder: str) -> None:
-    """Make of a language model one that ends in one number."""
+def turn_into_reward_model(folder: str) -> None:
+    """Replace the language-model head in the folder by a scalar head."""
     file, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
     tensors = load_file(file)
     tensors["score.weight"] = np.zeros((1, tensors.pop("lm_head.weight").shape[1]), dtype=np.float32)
@@ -58,8 +58,8 @@ def ppo(folder: str, **critic: Any) -> dict[str, Any]:
     return {"type": "ppo", "kl_reward": None, "critic": {"path": folder} | critic}
 
 
-def test_nothing_wrong(tree: dict[str, Any]) -> None:
-    into_reward_model(other(tree))
+def test_a_valid_configuration_has_no_problems(tree: dict[str, Any]) -> None:
+    turn_into_reward_model(other(tree))
     terms = {"rm": {"type": "model", "path": other(tree)}, "cost": {"type": "model", "path": other(tree)}, "a": {}}
     algorithm = {"type": "safe_rlhf", "critic": {"path": other(tree)}, "cost_critic": {"parallel": {"tp": 2}}}
     sections = {"placement": {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 2}}, "cost_critic": {"pool": "b"}}}
@@ -67,7 +67,7 @@ def test_nothing_wrong(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "vapo", "prime", "remax"])
-def test_models_that_start_as_the_policy_have_its_problems_alone(tree: dict[str, Any], algorithm: str) -> None:
+def test_problems_of_models_in_the_policy_folder_are_reported_once(tree: dict[str, Any], algorithm: str) -> None:
     assert run_problems(tree, algorithm={"type": algorithm}) == []
     Path(tree["model"]["path"], "model.safetensors").unlink()
     assert run_problems(tree, algorithm={"type": algorithm}) == [
@@ -85,7 +85,7 @@ def test_models_that_start_as_the_policy_have_its_problems_alone(tree: dict[str,
         ({"type": "distillation", "teacher": {"path": "none"}}, "algorithm.teacher.path"),
     ],
 )
-def test_folders_that_there_are_not(tree: dict[str, Any], algorithm: dict[str, Any], key: str) -> None:
+def test_missing_folders(tree: dict[str, Any], algorithm: dict[str, Any], key: str) -> None:
     (problem,) = run_problems(tree, algorithm=algorithm, reward={"terms": {"a": {}, "c": {}}})
     assert problem == f"{key}: needs a folder in Hugging Face format, there is no folder none"
 
@@ -95,7 +95,7 @@ def test_reward_model_folder(tree: dict[str, Any]) -> None:
     assert run_problems(tree, reward={"terms": terms}) == [
         "reward.terms.rm.path: needs a reward model, one for sequence classification with 1 label, got Qwen3ForCausalLM"
     ]
-    into_reward_model(other(tree))
+    turn_into_reward_model(other(tree))
     assert run_problems(tree, reward={"terms": terms}) == []
     tensors = load_file(Path(other(tree), "model.safetensors"))
     del tensors["score.weight"]
@@ -106,13 +106,13 @@ def test_reward_model_folder(tree: dict[str, Any]) -> None:
 
 
 def test_a_teacher_needs_logits(tree: dict[str, Any]) -> None:
-    into_reward_model(other(tree))
+    turn_into_reward_model(other(tree))
     (problem,) = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
     assert problem.startswith("algorithm.teacher.path: ")
-    assert "has one value a token and no logits" in problem
+    assert "has a value head and no logits" in problem
 
 
-def test_layout(tree: dict[str, Any]) -> None:
+def test_parallel_sizes_of_an_auxiliary_model(tree: dict[str, Any]) -> None:
     algorithm = ppo(other(tree), parallel={"tp": 3})
     (heads, *_) = run_problems(tree, algorithm=algorithm, placement={"slots_per_node": 3})
     assert heads == (
@@ -121,7 +121,7 @@ def test_layout(tree: dict[str, Any]) -> None:
     )
 
 
-def test_the_trainers_layout_for_another_model(tree: dict[str, Any]) -> None:
+def test_parallel_sizes_inherited_from_the_trainer(tree: dict[str, Any]) -> None:
     config = Path(other(tree), "config.json")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 383}))
     got = run_problems(
@@ -141,12 +141,12 @@ def test_fewer_completions_than_ranks_of_a_critic(tree: dict[str, Any]) -> None:
     placement = {"pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}}
     assert run_problems(tree, algorithm=algorithm, placement=placement) == [
         "algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank of "
-        "algorithm.critic, got prompts_per_step * group_size / mini_batches = 2 * 1 / 1 = 2 < slots / (tp * pp * cp) = "
-        "3 / 1 = 3"
+        "algorithm.critic, got prompts_per_step * group_size / num_mini_batches = 2 * 1 / 1 = 2 < slots / "
+        "(tp * pp * cp) = 3 / 1 = 3"
     ]
 
 
-def test_another_tokenizer(tree: dict[str, Any]) -> None:
+def test_a_different_tokenizer_is_refused(tree: dict[str, Any]) -> None:
     shutil.rmtree(other(tree))
     write_tiny_model(other(tree), ["another corpus altogether, another corpus altogether"] * 20, seed=0)
     (problem,) = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
@@ -157,7 +157,7 @@ def test_another_tokenizer(tree: dict[str, Any]) -> None:
 
 
 def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
-    for rows, told in ((400, False), (258, True)):
+    for rows, is_reported in ((400, False), (258, True)):
         file, config = Path(other(tree), "model.safetensors"), Path(other(tree), "config.json")
         tensors = load_file(file)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -166,13 +166,13 @@ def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
         config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": rows}))
         got = run_problems(tree, algorithm={"type": "distillation", "teacher": {"path": other(tree)}})
         assert [p.startswith("algorithm.teacher.path: needs a row for each token of the policy") for p in got] == (
-            [True] if told else []
+            [True] if is_reported else []
         )
 
 
 def test_gpus_of_all_pools(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(run_checks, "visible_gpus", lambda: ["H200"] * 2)
+    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: ["H200"] * 2)
     placement = {"device": "cuda", "slots_per_node": 2, "pools": {"b": {}}, "critic": {"pool": "b"}}
     assert run_problems(tree, algorithm={"type": "ppo", "kl_reward": None}, placement=placement) == [
         "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2, with placement.pools 3 GPUs, this machine "

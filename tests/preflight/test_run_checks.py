@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from megarl.config import RunConfig, SftConfig
 from megarl.data.prompt_budget import prompt_budget
 from megarl.errors import ConfigError
-from megarl.preflight import run_checks
-from megarl.preflight.run_checks import check_run, require_ready
+from megarl.preflight import machine_checks
+from megarl.preflight.run_checks import check_or_raise, check_run
 from tests.cli.tiny_run import write_rows, write_tiny_run
 from tests.megatron.fidelity.models import save_model
 
@@ -34,7 +34,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tree(master: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run of its own for each test, to damage."""
+    """A run for each test to damage."""
     shutil.copytree(master, tmp_path, dirs_exist_ok=True)
     text = (master / "run.json").read_text().replace(str(master), str(tmp_path))
     content: dict[str, Any] = json.loads(text)
@@ -53,26 +53,26 @@ def hf(tree: dict[str, Any], **values: Any) -> None:
     edit_json(Path(tree["model"]["path"]) / "config.json", **values)
 
 
-def test_nothing_wrong(tree: dict[str, Any]) -> None:
+def test_a_valid_configuration_has_no_problems(tree: dict[str, Any]) -> None:
     tree["rollout"] |= {"tp": 2, "engine": {"base_port": 20_000}}
     tree["reward"] = {"terms": {"a": {"type": "numeric"}, "f": {"type": "format"}, "p": PLACEHOLDER}}
     tree |= {"placement": {"slots_per_node": 4}, "trainer": {"parallel": {"tp": 2, "pp": 2}}}
     assert run_problems(tree) == []
-    require_ready(RunConfig.model_validate(tree))
+    check_or_raise(RunConfig.model_validate(tree))
 
 
-def test_nothing_wrong_with_fine_tuning(tree: dict[str, Any]) -> None:
+def test_a_valid_sft_configuration_has_no_problems(tree: dict[str, Any]) -> None:
     del tree["rollout"]
     assert check_run(SftConfig.model_validate(tree)) == []
 
 
-def test_all_problems_in_one_pass(tree: dict[str, Any]) -> None:
+def test_all_problems_are_found_in_one_pass(tree: dict[str, Any]) -> None:
     hf(tree, num_attention_heads=3, num_key_value_heads=1)
     tree["data"] = {"path": "none.jsonl", "eval_path": "none.parquet"}
     tree["rollout"]["max_new_tokens"] = 128
     config = RunConfig.model_validate(tree | {"placement": {"slots_per_node": 2}, "trainer": {"parallel": {"tp": 2}}})
     with pytest.raises(ConfigError) as error:
-        require_ready(config)
+        check_or_raise(config)
     keys = [line.partition(":")[0] for line in str(error.value).splitlines()]
     assert set(keys) >= {"data.path", "data.eval_path", "trainer.parallel.tp", "rollout.max_new_tokens", "model.path"}
 
@@ -83,7 +83,7 @@ def test_model_folder_missing(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (None, "config.json cannot be read: No such file or directory"),
         ("{", "config.json is not valid JSON"),
@@ -91,12 +91,12 @@ def test_model_folder_missing(tree: dict[str, Any]) -> None:
         ("{}", "config.json needs a positive number under hidden_size, "),
     ],
 )
-def test_model_configuration_unreadable(tree: dict[str, Any], content: str | None, says: str) -> None:
+def test_model_configuration_unreadable(tree: dict[str, Any], content: str | None, message: str) -> None:
     file = Path(tree["model"]["path"]) / "config.json"
     file.unlink() if content is None else file.write_text(content)
     problem = run_problems(tree)[0]
     assert problem.startswith("model.path: ")
-    assert says in problem
+    assert message in problem
 
 
 def test_architecture_unsupported(tree: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def test_weights_of_a_deeper_model(tree: dict[str, Any]) -> None:
     )
 
 
-def test_a_tied_head_may_lie_in_the_folder_all_the_same(tree: dict[str, Any]) -> None:
+def test_weights_of_a_tied_head_are_allowed(tree: dict[str, Any]) -> None:
     hf(tree, tie_word_embeddings=True)
     assert "lm_head.weight" in load_file(weights(tree))
     assert run_problems(tree) == []
@@ -157,7 +157,7 @@ def test_a_tied_head_may_lie_in_the_folder_all_the_same(tree: dict[str, Any]) ->
 
 @pytest.fixture
 def gemma2(tree: dict[str, Any]) -> dict[str, Any]:
-    """The run with a model that the CPU engine runs as another one, under the tokenizer of the first."""
+    """The run with a Gemma 2 model, which the CPU engine does not run faithfully, and the original tokenizer."""
     old = Path(tree["model"]["path"])
     new = save_model("gemma2", old.parent / "families")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -166,7 +166,7 @@ def gemma2(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "address", "told"),
+    ("device", "gpus", "address", "is_reported"),
     [
         ("cpu", ["H200"], None, True),
         ("auto", [], None, True),
@@ -175,31 +175,31 @@ def gemma2(tree: dict[str, Any]) -> dict[str, Any]:
         ("cuda", ["H200"], None, False),
     ],
 )
-def test_engines_that_would_run_another_model(
+def test_an_option_that_the_cpu_engine_ignores_is_refused(
     gemma2: dict[str, Any],
     device: str,
     gpus: list[str],
     address: str | None,
-    told: bool,
+    is_reported: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(run_checks, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     path = gemma2["model"]["path"]
-    assert run_problems(gemma2, placement={"device": device}) == told * [
+    assert run_problems(gemma2, placement={"device": device}) == is_reported * [
         f"placement.device: {path}/config.json: attn_logit_softcapping needs engines on cuda, the CPU engine leaves it "
         "out, got 5.0 on cpu"
     ]
 
 
-def test_fine_tuning_needs_no_engines(gemma2: dict[str, Any]) -> None:
+def test_sft_is_not_checked_for_engines(gemma2: dict[str, Any]) -> None:
     del gemma2["rollout"]
     assert check_run(SftConfig.model_validate(gemma2)) == []
 
 
-def test_index_names_a_file_that_is_absent(tree: dict[str, Any]) -> None:
+def test_weight_index_with_a_missing_file(tree: dict[str, Any]) -> None:
     index = Path(tree["model"]["path"]) / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
     (problem,) = run_problems(tree)
@@ -224,7 +224,7 @@ def test_index_names_a_file_that_is_absent(tree: dict[str, Any]) -> None:
         ),
         (
             {"trainer": {"parallel": {"ep": 2}}},
-            "trainer.parallel.ep: Qwen3ForCausalLM has no experts to deal to ep = 2 ranks",
+            "trainer.parallel.ep: Qwen3ForCausalLM has no experts to distribute over ep = 2 ranks",
         ),
         (
             {"rollout": {"tp": 3, "max_new_tokens": 32}},
@@ -273,7 +273,7 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         (None, "no such data file"),
         ("", "holds no rows"),
@@ -283,24 +283,24 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
         ({"prompt": "1"}, "needs field 'answer' (data.fields.answer), 1 of 1 rows have none, first rows.jsonl:1"),
     ],
 )
-def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, says: str) -> None:
+def test_data_files(tree: dict[str, Any], tmp_path: Path, key: str, row: Any, message: str) -> None:
     file = tmp_path / "rows.jsonl"
     if row is not None:
         file.write_text(row if isinstance(row, str) else json.dumps(row))
     tree["data"][key] = str(file)
     (problem,) = run_problems(tree)
     assert problem.startswith(f"data.{key}: ")
-    assert says in problem
+    assert message in problem
 
 
-def test_data_is_read_even_where_it_cannot_be_tokenized(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_data_is_parsed_even_without_a_tokenizer(tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n")
     tree["data"]["path"] = str(tmp_path / "rows.jsonl")
     got = run_problems(tree, model={"path": "none"})
     assert [line.partition(":")[0] for line in got] == ["model.path", "data.path"]
 
 
-def test_a_section_wide_problem_is_named_once(tree: dict[str, Any]) -> None:
+def test_a_problem_of_the_data_section_has_no_key_prefix(tree: dict[str, Any]) -> None:
     tree["data"]["prompt_template"] = "no placeholder"
     (problem,) = run_problems(tree)
     assert problem.startswith("data.prompt_template needs {prompt}")
@@ -320,7 +320,7 @@ def test_demonstrations(tree: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("term", "says"),
+    ("term", "message"),
     [
         ({"type": "python", "path": "no_such_module:f"}, "reward.terms.x.path: cannot import no_such_module"),
         ({"type": "python", "path": "json"}, "reward.terms.x.path needs package.module:function, got 'json'"),
@@ -328,9 +328,9 @@ def test_demonstrations(tree: dict[str, Any], tmp_path: Path) -> None:
         ({"type": "format", "pattern": "("}, "reward.terms.x.pattern: needs a regular expression, got '('"),
     ],
 )
-def test_rewards(tree: dict[str, Any], term: dict[str, Any], says: str) -> None:
+def test_rewards(tree: dict[str, Any], term: dict[str, Any], message: str) -> None:
     (problem,) = run_problems(tree, reward={"terms": {"x": term}})
-    assert problem.startswith(says)
+    assert problem.startswith(message)
 
 
 def test_port_in_use(tree: dict[str, Any]) -> None:
@@ -351,7 +351,7 @@ def test_port_past_the_last(tree: dict[str, Any]) -> None:
     assert "rollout.engine.base_port: replica 1 needs a port up to 65535, got 65500 + 100 * 1 = 65600" in got
 
 
-def test_folders_that_cannot_be_made(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_folders_that_cannot_be_created(tree: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     got = run_problems(tree, run_dir=f"{file}/run", export_dir=f"{file}/model")
     assert got == [
@@ -361,19 +361,19 @@ def test_folders_that_cannot_be_made(tree: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_folder_that_cannot_be_written(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Root may write anywhere, so permissions alone would make this test pass or fail by user.
-    monkeypatch.setattr(run_checks.os, "access", lambda *_: False)
+    # Root can write anywhere: with real permissions this test would depend on the user.
+    monkeypatch.setattr(machine_checks.os, "access", lambda *_: False)
     assert run_problems(tree)[0].startswith(f"run_dir: {tree['run_dir']} needs a folder that can be written, ")
 
 
 def test_fewer_completions_than_ranks(tree: dict[str, Any]) -> None:
-    algorithm = {"prompts_per_step": 4, "group_size": 2, "mini_batches": 4}
+    algorithm = {"prompts_per_step": 4, "group_size": 2, "num_mini_batches": 4}
     (problem,) = run_problems(
         tree, placement={"slots_per_node": 6}, trainer={"parallel": {"pp": 2}}, algorithm=algorithm
     )
     assert problem == (
         "algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank, got "
-        "prompts_per_step * group_size / mini_batches = 4 * 2 / 4 = 2 < dp = slots / (tp * pp * cp) = 6 / 2 = 3"
+        "prompts_per_step * group_size / num_mini_batches = 4 * 2 / 4 = 2 < dp = slots / (tp * pp * cp) = 6 / 2 = 3"
     )
 
 
@@ -384,9 +384,9 @@ def test_fewer_demonstrations_than_ranks(tree: dict[str, Any]) -> None:
     assert "got 2 < dp = slots / (tp * pp * cp) = 4 / 1 = 4" in problem
 
 
-def test_cuda_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_gpus(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(run_checks, "visible_gpus", lambda: ["H200"])
+    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: ["H200"])
     placement = {"device": "cuda", "slots_per_node": 2}
     (problem,) = run_problems(tree, placement=placement)
     assert problem.startswith(
@@ -396,8 +396,8 @@ def test_cuda_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
     assert run_problems(tree, placement=placement) == []
 
 
-def test_wandb_absent(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_checks, "find_spec", lambda _: None)
+def test_wandb_missing(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "find_spec", lambda _: None)
     (problem,) = run_problems(tree, tracking={"wandb": {"project": "p"}})
     assert problem == "tracking.wandb: needs the package wandb, which is not installed"
 

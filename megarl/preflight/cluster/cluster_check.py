@@ -1,4 +1,4 @@
-"""Start-up checks of a cluster: what is asked for a run, and what is said where something is wrong."""
+"""Check the nodes of a Ray cluster before a run, and report problems."""
 
 from __future__ import annotations
 
@@ -13,80 +13,82 @@ import ray
 from rich.console import Console
 
 from megarl.config import StageConfig
-from megarl.config.algorithms.algorithm import FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.section import Section
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
 from megarl.placement.pool import start_cluster
-from megarl.preflight.cluster.cluster_probe import surveyed
-from megarl.preflight.cluster.findings import ANSWER, GLOO, REACH, REDUCTION, Problem, find_problems, sentences
-from megarl.preflight.cluster.node_report import NodeReport, Question
+from megarl.preflight.cluster.cluster_probe import cluster_probe
+from megarl.preflight.cluster.findings import ANSWER, GLOO, REACH, REDUCTION, Problem, find_problems, messages
+from megarl.preflight.cluster.node_report import NodeReport, ProbeRequest
 from megarl.preflight.cluster.node_table import nodes_table
 from megarl.preflight.cluster.probe_actor import Backend
 from megarl.preflight.tiny_model import will_write_model
 
 LOG_WIDTH = 160
-"""Columns of the table where it goes to a file or a pipe."""
+"""Width of the table in characters if stderr is not a terminal."""
 
-REDUCTION_NEEDS = (ANSWER, "torch", GLOO, REACH)
-"""What must be sound before it is worth its time; the rest is told without."""
+REDUCTION_PREREQUISITES = (ANSWER, "torch", GLOO, REACH)
+"""The all-reduce check is skipped if there is a problem in one of these categories: it would time out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Absolute paths that a run uses on every node, by key of the configuration."""
+class RequiredPaths:
+    """Absolute paths that every node must be able to use, by configuration key."""
 
     readable: Mapping[str, str] = field(default_factory=dict)
-    """Files and models' folders."""
+    """Data files and model folders that every node must read."""
     writable: Mapping[str, str] = field(default_factory=dict)
-    """Folders that are there on the asking node."""
+    """Folders, existing on the driver's node, that every node must write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCheck:
-    """What came out."""
+    """Result of a check of all nodes."""
 
     reports: tuple[NodeReport, ...]
     problems: tuple[Problem, ...]
     seconds: float
 
     @property
-    def sentences(self) -> list[str]:
-        """What is wrong."""
-        return sentences(self.problems, len(self.reports))
+    def messages(self) -> list[str]:
+        """One message per problem."""
+        return messages(self.problems, len(self.reports))
 
     @property
-    def line(self) -> str:
-        """What was done."""
+    def summary(self) -> str:
+        """One line for the log: number of nodes and duration."""
         count = len(self.reports)
         return f"{count} {'node' if count == 1 else 'nodes'} checked in {self.seconds:.1f} s"
 
 
-def require_sound_nodes(placement: PlacementConfig, places: Places) -> str | None:
-    """Return what was checked, in a line; None where `placement.node_checks` asks for nothing.
+def check_nodes_or_raise(placement: PlacementConfig, paths: RequiredPaths) -> str | None:
+    """Check the nodes of the joined cluster and return a one-line summary for the log.
+
+    Returns None without checking if `placement.node_checks` is false, or unset and there is only one node.
 
     Raises:
-        ConfigError, WorkerError: every problem, one a line; the nodes' table is on stderr then.
+        ConfigError, WorkerError: all problems, one per line; a table of the nodes is printed to stderr.
     """
     nodes = cluster_nodes()
-    asked = len(nodes) > 1 if placement.node_checks is None else placement.node_checks
-    if not asked:
+    is_due = len(nodes) > 1 if placement.node_checks is None else placement.node_checks
+    if not is_due:
         return None
-    check = check_nodes(nodes, places, placement)
+    check = check_nodes(nodes, paths, placement)
     if not check.problems:
-        return check.line
+        return check.summary
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console = Console(stderr=True, highlight=False, width=LOG_WIDTH)
     console.print(nodes_table(check.reports, check.problems))
-    kind = WorkerError if any(p.about in (ANSWER, REACH, REDUCTION) for p in check.problems) else ConfigError
-    raise kind("\n".join(check.sentences))
+    error_type = WorkerError if any(p.category in (ANSWER, REACH, REDUCTION) for p in check.problems) else ConfigError
+    raise error_type("\n".join(check.messages))
 
 
-def places_of(config: StageConfig) -> Places:
-    """Those of a run, whose paths are absolute."""
+def required_paths(config: StageConfig) -> RequiredPaths:
+    """Return the paths that a run needs on every node; `config` has absolute paths."""
     readable = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
     if not will_write_model(config):
         readable["model.path"] = config.model.path
@@ -94,14 +96,14 @@ def places_of(config: StageConfig) -> Places:
     writable = {"run_dir": config.run_dir}
     if not Path(config.export_path).is_relative_to(config.run_dir):
         writable["export_dir"] = config.export_path
-    return Places(
+    return RequiredPaths(
         readable={key: path for key, path in readable.items() if path is not None},
-        writable={key: str(_existing(Path(folder))) for key, folder in writable.items()},
+        writable={key: str(_existing_parent(Path(folder))) for key, folder in writable.items()},
     )
 
 
 def _models(section: Section, key: str) -> Iterator[tuple[str, str]]:
-    """Of models beside the policy that have a folder of their own."""
+    """Yield key and path of each auxiliary model that has a folder of its own."""
     if isinstance(section, FrozenModelConfig | ModelRewardConfig) and section.path is not None:
         yield f"{key}path", section.path
     for name, value in section:
@@ -113,56 +115,56 @@ def _models(section: Section, key: str) -> Iterator[tuple[str, str]]:
                     yield from _models(below, f"{key}{name}.{each}.")
 
 
-def _existing(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
-def check_cluster(places: Places, placement: PlacementConfig) -> ClusterCheck:
-    """As `check_nodes`, of the cluster at RAY_ADDRESS, which is joined and left.
+def check_cluster(paths: RequiredPaths, placement: PlacementConfig) -> ClusterCheck:
+    """Join the cluster at RAY_ADDRESS, run `check_nodes` on it, and disconnect.
 
     Raises:
-        ConfigError: no cluster answers there, or a folder of `places.writable` cannot be written from here.
+        ConfigError: no cluster responds at RAY_ADDRESS, or a folder of `paths.writable` cannot be written here.
     """
     try:
         start_cluster(placement)
-        return check_nodes(cluster_nodes(), places, placement)
+        return check_nodes(cluster_nodes(), paths, placement)
     finally:
         ray.shutdown()
 
 
-def check_nodes(nodes: Sequence[ClusterNode], places: Places, placement: PlacementConfig) -> ClusterCheck:
-    """What nodes say, and what is wrong with them; nothing is left running.
+def check_nodes(nodes: Sequence[ClusterNode], paths: RequiredPaths, placement: PlacementConfig) -> ClusterCheck:
+    """Probe all nodes and return their reports with the problems found; no process is left running.
 
     Raises:
-        ConfigError: a folder of `places.writable` cannot be written from here.
+        ConfigError: a folder of `paths.writable` cannot be written here.
     """
     started = time.perf_counter()
     timeout = placement.node_check_timeout_seconds
-    with _question(places) as question, surveyed(nodes, timeout_seconds=timeout) as survey:
-        reports = survey.reports(question)
+    with _probe_request(paths) as request, cluster_probe(nodes, timeout_seconds=timeout) as probe:
+        reports = probe.collect_reports(request)
         held = ray.cluster_resources().get("GPU", 0.0) - ray.available_resources().get("GPU", 0.0)
         problems = find_problems(reports, gpus_held=held)
-        problems += survey.unreached(reports)
+        problems += probe.check_reachability(reports)
         backends: list[Backend] = ["gloo"] if placement.device == "cpu" else ["gloo", "nccl"]
         for backend in backends:
-            if not any(problem.about in (*REDUCTION_NEEDS, REDUCTION) for problem in problems):
-                problems += survey.reduce(reports, backend)
+            if not any(problem.category in (*REDUCTION_PREREQUISITES, REDUCTION) for problem in problems):
+                problems += probe.all_reduce(reports, backend)
     seconds = time.perf_counter() - started
     return ClusterCheck(reports=tuple(reports), problems=tuple(problems), seconds=seconds)
 
 
 @contextmanager
-def _question(places: Places) -> Iterator[Question]:
-    """Puts a file into every folder that is to be written, for the time of the block."""
+def _probe_request(paths: RequiredPaths) -> Iterator[ProbeRequest]:
+    """Create a marker file in every writable folder for the duration of the block, and yield the probe request."""
     token = f".megarl-node-check-{uuid.uuid4().hex[:8]}"
     with ExitStack() as files:
-        for key, folder in places.writable.items():
+        for key, folder in paths.writable.items():
             path = Path(folder) / token
             files.callback(path.unlink, missing_ok=True)
             try:
                 path.touch()
             except OSError as error:
                 raise ConfigError(f"{key}: {folder} cannot be written: {error.strerror}") from error
-        yield Question(readable=places.readable, writable=places.writable, token=token)
+        yield ProbeRequest(readable=paths.readable, writable=paths.writable, token=token)

@@ -1,8 +1,8 @@
-"""Asks every node of a cluster, through an agent on each.
+"""Probes every node of a cluster through one actor per node.
 
-driver ---> agent on node a   versions, clock, facts      knock at b, c      reduce with b, c
-       |--> agent on node b                               knock at a, c
-       `--> agent on node c                               knock at a, b
+driver ---> actor on node a   versions, clock, facts      connect to b, c      all-reduce with b, c
+       |--> actor on node b                               connect to a, c
+       `--> actor on node c                               connect to a, b
 """
 
 from __future__ import annotations
@@ -19,112 +19,130 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.placement.nodes import ClusterNode
-from megarl.preflight.cluster.findings import ANSWER, REDUCTION, Problem, Unreached, merged, unreached_problems
-from megarl.preflight.cluster.node_report import Clock, NodeReport, Question
-from megarl.preflight.cluster.probe_actor import Backend, NodeAgent, Reduction
+from megarl.preflight.cluster.findings import (
+    ANSWER,
+    REDUCTION,
+    Problem,
+    UnreachableAddress,
+    find_reachability_problems,
+    merge_problems,
+)
+from megarl.preflight.cluster.node_report import Clock, NodeReport, ProbeRequest
+from megarl.preflight.cluster.probe_actor import Backend, ProbeActor, Reduction
 from megarl.preflight.cluster.reachability import Address, Interface
 
-KNOCK_SECONDS = 5.0
-"""How long a connection between two nodes may take."""
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""Timeout of a connection between two nodes."""
 
 GRACE_SECONDS = 2.0
-"""How long nodes may take to say that a reduction was in vain: who then has not answered was not in it."""
+"""Extra time for nodes to report a failed all-reduce: one that has not replied by then did not take part."""
 
 GPU_VARIABLES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""An agent asks for no GPU of Ray's, and sees all that Ray has to give."""
+"""Environment of an actor that reserves no GPU but sees all GPUs of its node."""
 
 
 @contextmanager
-def surveyed(nodes: Sequence[ClusterNode], *, timeout_seconds: float) -> Iterator[Survey]:
-    """An agent on each node for the time of the block; none needs a slot.
+def cluster_probe(nodes: Sequence[ClusterNode], *, timeout_seconds: float) -> Iterator[ClusterProbe]:
+    """Start a probe actor on each node for the duration of the block; the actors need no slots.
 
     Args:
-        timeout_seconds: for each answer.
+        timeout_seconds: timeout of each reply.
     """
-    actor = ray.remote(NodeAgent)
-    agents: list[Any] = []
+    remote_class = ray.remote(ProbeActor)
+    actors: list[Any] = []
     try:
         for node in nodes:
             options: dict[str, Any] = {"runtime_env": {"env_vars": GPU_VARIABLES}} if node.gpus else {}
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
-            agents.append(actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **options).remote())
-        yield Survey(nodes, agents, timeout_seconds)
+            actors.append(
+                remote_class.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **options).remote()
+            )
+        yield ClusterProbe(nodes, actors, timeout_seconds)
     finally:
-        for agent in agents:
-            ray.kill(agent)
+        for each in actors:
+            ray.kill(each)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Reply:
     value: Any = None
     failure: str | None = None
     is_late: bool = False
 
 
-class Survey:
-    """The agents, and what is asked of them. Nodes are known by their index."""
+class ClusterProbe:
+    """The probe actors of a cluster and the checks made through them. Nodes are identified by their index."""
 
-    def __init__(self, nodes: Sequence[ClusterNode], agents: Sequence[Any], timeout_seconds: float) -> None:
-        self._nodes, self._agents, self.timeout_seconds = nodes, agents, timeout_seconds
+    def __init__(self, nodes: Sequence[ClusterNode], actors: Sequence[Any], timeout_seconds: float) -> None:
+        self._nodes, self._actors, self.timeout_seconds = nodes, actors, timeout_seconds
 
-    def reports(self, question: Question) -> list[NodeReport]:
-        """What every node says, or why it does not."""
-        names = _distinct([node.name for node in self._nodes])
+    def collect_reports(self, request: ProbeRequest) -> list[NodeReport]:
+        """Return a report for every node, with the reason if it did not reply."""
+        names = _unique_names([node.name for node in self._nodes])
         reports = [
             NodeReport(
-                name=name, address=node.address, gpus=node.gpus, failure=answer.failure, versions=answer.value or {}
+                name=name, address=node.address, gpus=node.gpus, failure=reply.failure, versions=reply.value or {}
             )
-            for name, node, answer in zip(
-                names, self._nodes, self._ask([agent.versions.remote() for agent in self._agents]), strict=True
+            for name, node, reply in zip(
+                names, self._nodes, self._gather([actor.versions.remote() for actor in self._actors]), strict=True
             )
         ]
         answered = [i for i, report in enumerate(reports) if report.failure is None]
         for i in answered:
-            reports[i] = replace(reports[i], clock=self._clock(self._agents[i]))
-        facts = self._ask([self._agents[i].collect.remote(question) for i in answered])
-        for i, answer in zip(answered, facts, strict=True):
-            reports[i] = replace(reports[i], facts=answer.value, failure=answer.failure)
+            reports[i] = replace(reports[i], clock=self._clock(self._actors[i]))
+        facts = self._gather([self._actors[i].collect_facts.remote(request) for i in answered])
+        for i, reply in zip(answered, facts, strict=True):
+            reports[i] = replace(reports[i], facts=reply.value, failure=reply.failure)
         return reports
 
-    def unreached(self, reports: Sequence[NodeReport]) -> list[Problem]:
-        """Nodes that others cannot connect to, at Ray's address or at gloo's; of those that have answered."""
-        asked = [i for i, report in enumerate(reports) if report.facts is not None]
-        doors = self._ask([self._agents[i].open_door.remote(str(i), reports[i].address) for i in asked])
-        problems = [_unanswered(reports[i], door) for i, door in zip(asked, doors, strict=True) if door.failure]
-        ports = {i: door.value for i, door in zip(asked, doors, strict=True) if not door.failure}
-        is_one_machine = len({report.address for report in reports}) == 1
+    def check_reachability(self, reports: Sequence[NodeReport]) -> list[Problem]:
+        """Find nodes that others cannot connect to at Ray's or gloo's address, skipping nodes that did not reply."""
+        responding = [i for i, report in enumerate(reports) if report.facts is not None]
+        servers = self._gather(
+            [self._actors[i].start_echo_server.remote(str(i), reports[i].address) for i in responding]
+        )
+        problems = [
+            _make_no_reply_problem(reports[i], server)
+            for i, server in zip(responding, servers, strict=True)
+            if server.failure
+        ]
+        ports = {i: server.value for i, server in zip(responding, servers, strict=True) if not server.failure}
+        is_single_host = len({report.address for report in reports}) == 1
         addresses = [
             Address(name=str(i), host=host, port=port)
             for i, port in ports.items()
-            for host in _hosts(reports[i], is_one_machine)
+            for host in _hosts(reports[i], is_single_host)
         ]
         others = {i: [address for address in addresses if address.name != str(i)] for i in ports}
-        seconds = min(KNOCK_SECONDS, self.timeout_seconds)
-        answers = self._ask([self._agents[i].knock.remote(others[i], seconds) for i in ports])
-        missed: list[Unreached] = []
-        for i, answer in zip(ports, answers, strict=True):
-            if answer.failure:
-                problems.append(_unanswered(reports[i], answer))
+        seconds = min(CONNECT_TIMEOUT_SECONDS, self.timeout_seconds)
+        replies = self._gather([self._actors[i].probe.remote(others[i], seconds) for i in ports])
+        unreachable: list[UnreachableAddress] = []
+        for i, reply in zip(ports, replies, strict=True):
+            if reply.failure:
+                problems.append(_make_no_reply_problem(reports[i], reply))
                 continue
-            for door, reason in zip(others[i], answer.value, strict=True):
+            for address, reason in zip(others[i], reply.value, strict=True):
                 if reason is not None:
-                    target = reports[int(door.name)]
-                    missed.append(
-                        Unreached(
-                            source=reports[i].name, target=target.name, address=_shown(target, door), reason=reason
+                    target = reports[int(address.name)]
+                    unreachable.append(
+                        UnreachableAddress(
+                            source=reports[i].name,
+                            target=target.name,
+                            address=_describe_address(target, address),
+                            reason=reason,
                         )
                     )
-        return [*merged(problems), *unreached_problems(missed, len(reports))]
+        return [*merge_problems(problems), *find_reachability_problems(unreachable, len(reports))]
 
-    def reduce(self, reports: Sequence[NodeReport], backend: Backend) -> list[Problem]:
-        """Nodes that do not come to a reduction over all, or that it fails on; every node has answered until here."""
-        members = _members(reports, backend)
+    def all_reduce(self, reports: Sequence[NodeReport], backend: Backend) -> list[Problem]:
+        """Find nodes that fail in, or do not join, an all-reduce over all nodes; all nodes must have replied so far."""
+        members = _reduction_members(reports, backend)
         if len(members) < 2:
             return []
         first = members[0]
-        (store,) = self._ask([self._agents[first].open_store.remote(reports[first].address, self.timeout_seconds)])
+        (store,) = self._gather([self._actors[first].open_store.remote(reports[first].address, self.timeout_seconds)])
         if store.failure:
-            return [_not_reduced(reports[first], backend, store)]
+            return [_make_reduction_problem(reports[first], backend, store)]
         reductions = [
             Reduction(
                 backend=backend,
@@ -133,69 +151,69 @@ class Survey:
                 rank=rank,
                 size=len(members),
                 timeout_seconds=self.timeout_seconds,
-                gpu=_idlest_gpu(reports[i]) if backend == "nccl" else None,
+                gpu=_least_used_gpu(reports[i]) if backend == "nccl" else None,
             )
             for rank, i in enumerate(members)
         ]
-        refs = [self._agents[i].reduce.remote(one) for i, one in zip(members, reductions, strict=True)]
+        refs = [self._actors[i].all_reduce.remote(one) for i, one in zip(members, reductions, strict=True)]
         failed = [
-            (reports[i], answer)
-            for i, answer in zip(members, self._ask(refs, GRACE_SECONDS), strict=True)
-            if answer.failure
+            (reports[i], reply)
+            for i, reply in zip(members, self._gather(refs, GRACE_SECONDS), strict=True)
+            if reply.failure
         ]
-        late = [(report, answer) for report, answer in failed if answer.is_late]
-        # who does not come fails the others
-        return merged([_not_reduced(report, backend, answer) for report, answer in late or failed])
+        late = [(report, reply) for report, reply in failed if reply.is_late]
+        # a node that does not join makes the others fail, so only that one is reported
+        return merge_problems([_make_reduction_problem(report, backend, reply) for report, reply in late or failed])
 
-    def _clock(self, agent: Any) -> Clock | None:
-        """None where the agent does not answer; it will be said of what it is asked next."""
-        asked = time.time()
-        (answer,) = self._ask([agent.clock.remote()])
-        if answer.failure:
+    def _clock(self, actor: Any) -> Clock | None:
+        """Return a node's clock offset; None if the actor does not reply, which the next call reports."""
+        requested_at = time.time()
+        (reply,) = self._gather([actor.clock.remote()])
+        if reply.failure:
             return None
-        took = time.time() - asked
-        return Clock(ahead_seconds=answer.value - asked - took / 2, uncertainty_seconds=took / 2)
+        round_trip = time.time() - requested_at
+        return Clock(ahead_seconds=reply.value - requested_at - round_trip / 2, uncertainty_seconds=round_trip / 2)
 
-    def _ask(self, refs: Sequence[Any], grace_seconds: float = 0.0) -> list[_Answer]:
-        """What comes within the timeout, in the order of the references."""
+    def _gather(self, refs: Sequence[Any], grace_seconds: float = 0.0) -> list[_Reply]:
+        """Return the replies in the order of `refs`; those missing after the timeout are marked late."""
         if not refs:
             return []
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=self.timeout_seconds + grace_seconds)
         in_time = set(done)
-        late = _Answer(failure=f"no answer within {self.timeout_seconds:g} s", is_late=True)
-        return [_answer(ref) if ref in in_time else late for ref in refs]
+        late = _Reply(failure=f"no answer within {self.timeout_seconds:g} s", is_late=True)
+        return [_get_reply(ref) if ref in in_time else late for ref in refs]
 
 
-def _answer(ref: Any) -> _Answer:
+def _get_reply(ref: Any) -> _Reply:
     try:
-        return _Answer(ray.get(ref))
+        return _Reply(ray.get(ref))
     except RayTaskError as error:
         cause = error.cause or error
-        return _Answer(failure=f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), '')}")
+        return _Reply(failure=f"{type(cause).__name__}: {next(iter(str(cause).strip().splitlines()), '')}")
     except RayError as error:
-        # a process that did not come up says why at the end of its trace
+        # if the process failed to start, the last line of the trace has the reason
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return _Answer(failure=f"no process of megarl runs there: {lines[-1] if lines else type(error).__name__}")
+        return _Reply(failure=f"the probe process failed to start: {lines[-1] if lines else type(error).__name__}")
 
 
-def _unanswered(report: NodeReport, answer: _Answer) -> Problem:
-    return Problem(about=ANSWER, nodes=(report.name,), says=str(answer.failure))
+def _make_no_reply_problem(report: NodeReport, reply: _Reply) -> Problem:
+    return Problem(category=ANSWER, nodes=(report.name,), message=str(reply.failure))
 
 
-def _not_reduced(report: NodeReport, backend: Backend, answer: _Answer) -> Problem:
+def _make_reduction_problem(report: NodeReport, backend: Backend, reply: _Reply) -> Problem:
     assert report.facts is not None, report
     gloo = report.facts.gloo
     over = (
         f"NCCL, NCCL_SOCKET_IFNAME={report.facts.nccl or 'not set'}"
         if backend == "nccl"
-        else f"{_gloo(gloo)} ({gloo.address})"
+        else f"{_describe_gloo(gloo)} ({gloo.address})"
     )
-    says = f"did not add up a number with the other nodes over {over}: {answer.failure}"
-    return Problem(about=REDUCTION, nodes=(report.name,), says=says)
+    message = f"all-reduce with the other nodes failed over {over}: {reply.failure}"
+    return Problem(category=REDUCTION, nodes=(report.name,), message=message)
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Nodes of one machine that have no ranks are numbered."""
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """Number nodes with equal names: several on one host without `megarl launch` node ranks."""
     seen: Counter[str] = Counter()
     result = []
     for name in names:
@@ -204,28 +222,28 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return result
 
 
-def _hosts(report: NodeReport, is_one_machine: bool) -> list[str]:
-    """Addresses at which others must reach the node; a loopback leads to it only where all are one machine."""
+def _hosts(report: NodeReport, is_single_host: bool) -> list[str]:
+    """Return the addresses at which others must reach the node; loopback counts only if all nodes share one host."""
     assert report.facts is not None, report
     gloo = report.facts.gloo
-    counts = gloo.address is not None and (is_one_machine or not gloo.is_loopback)
+    counts = gloo.address is not None and (is_single_host or not gloo.is_loopback)
     return list(dict.fromkeys([report.address, *([gloo.address] if counts and gloo.address else [])]))
 
 
-def _shown(report: NodeReport, door: Address) -> str:
-    """With what makes processes of the node listen there."""
-    if report.facts is None or door.host == report.address:
-        return str(door)
-    return f"{door} ({_gloo(report.facts.gloo)})"
+def _describe_address(report: NodeReport, address: Address) -> str:
+    """Format the address, with the reason why gloo listens on it if that is not Ray's address."""
+    if report.facts is None or address.host == report.address:
+        return str(address)
+    return f"{address} ({_describe_gloo(report.facts.gloo)})"
 
 
-def _gloo(interface: Interface) -> str:
+def _describe_gloo(interface: Interface) -> str:
     why = "GLOO_SOCKET_IFNAME" if interface.is_chosen else "its host name"
     return f"gloo on {interface.name or 'an unknown interface'}, by {why}"
 
 
-def _members(reports: Sequence[NodeReport], backend: Backend) -> list[int]:
-    """Indices of the nodes that reduce; NCCL refuses two ranks on one GPU, which nodes of one machine could be."""
+def _reduction_members(reports: Sequence[NodeReport], backend: Backend) -> list[int]:
+    """Return the indices of the nodes that take part; with NCCL one per host, as it refuses two ranks on one GPU."""
     if backend == "gloo":
         return list(range(len(reports)))
     machines: dict[str, int] = {}
@@ -235,8 +253,8 @@ def _members(reports: Sequence[NodeReport], backend: Backend) -> list[int]:
     return list(machines.values())
 
 
-def _idlest_gpu(report: NodeReport) -> int:
-    """Its index among those that the agent sees."""
+def _least_used_gpu(report: NodeReport) -> int:
+    """Return the index, among the GPUs that the actor sees, of the one with the least memory in use."""
     assert report.facts is not None, report
     used = [gpu.used_bytes or 0 for gpu in report.facts.gpus]
     return used.index(min(used))

@@ -1,4 +1,4 @@
-"""What a node says of itself before anything heavy starts there; asked in a process of its own, without torch."""
+"""What a node reports about itself: versions, hardware, network, paths. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -18,88 +18,88 @@ from megarl.preflight.cluster.reachability import Interface, gloo_interface
 
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers")
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-"""Of which an environment has one: torch's build decides."""
+"""An environment has one of these, depending on torch's build."""
 
 SOURCE = "megarl source"
-"""Key of `versions` for the hash of megarl's own files: two checkouts may differ and have the same version."""
+"""Key in `versions` of the hash of megarl's source files: two checkouts of one version may differ."""
 
-WEIGHED = (".safetensors", ".json")
-"""Files of a model's folder that must be as large on one node as on another."""
+SIZE_CHECKED_SUFFIXES = (".safetensors", ".json")
+"""Suffixes of the files in a model folder whose total size must be equal on all nodes."""
 
-LOOKS = 3
-LOOK_SECONDS = 0.5
-"""A network file system may show a new file a moment late."""
+FILE_ATTEMPTS = 3
+FILE_POLL_SECONDS = 0.5
+"""Interval between attempts: a network file system may show a new file late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What all nodes are asked about the file system."""
+class ProbeRequest:
+    """The paths that every node is to check."""
 
     readable: Mapping[str, str]
-    """Key of the configuration -> a file or folder that every node must see."""
+    """Configuration key -> file or folder that every node must read."""
     writable: Mapping[str, str]
-    """Key -> a folder that every node must write; the asking node has put a file there."""
+    """Configuration key -> folder that every node must write; the driver has created a marker file in it."""
     token: str
-    """Name of those files."""
+    """File name of the markers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathReport:
-    """What a node sees at a path."""
+    """What a node finds at a path."""
 
     key: str
     path: str
     trouble: str | None = None
-    """Why it cannot be used."""
+    """Why the path cannot be used; None if it can."""
     num_bytes: int | None = None
-    """Of the file, or of the model in the folder."""
+    """Size of the file, or of the model files in the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What is different from node to node, or may be."""
+    """Facts that may differ from node to node."""
 
     cores: int
     memory_bytes: int
-    """Free."""
+    """Available memory in bytes."""
     shared_memory_bytes: int | None
-    """Free in /dev/shm; None where there is none."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     gpus: tuple[Gpu, ...]
     gloo: Interface
     nccl: str | None
-    """NCCL_SOCKET_IFNAME."""
+    """Value of NCCL_SOCKET_IFNAME; None if it is not set."""
     paths: tuple[PathReport, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """A node's, beside the asking node's."""
+    """Offset of a node's clock from the driver's."""
 
     ahead_seconds: float
     uncertainty_seconds: float
-    """Half of the time that asking took."""
+    """Half of the round-trip time of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """All that is known of a node."""
+    """Everything learned about a node."""
 
     name: str
-    """As people know it."""
+    """Node name for messages."""
     address: str
-    """Ray's."""
+    """IP address by which Ray knows the node."""
     gpus: int
-    """That Ray was told of."""
+    """Number of GPUs that Ray was started with."""
     failure: str | None = None
-    """Why it did not answer; what it was asked from there on is missing."""
+    """Why the node did not reply; fields collected after that are missing."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    """Of Python, megarl and the packages that a run needs; None where one is not installed."""
+    """Package name -> version, also of Python and megarl; None if not installed."""
     clock: Clock | None = None
     facts: NodeFacts | None = None
 
 
 def versions() -> dict[str, str | None]:
-    """By package; see `NodeReport`."""
+    """Return the versions of Python, megarl and its dependencies, see `NodeReport.versions`."""
     return {
         "Python": platform.python_version(),
         "megarl": megarl.__version__,
@@ -110,7 +110,7 @@ def versions() -> dict[str, str | None]:
 
 
 def source_hash(package: Path) -> str:
-    """8 hexadecimal digits of all Python files below a folder, their names and contents."""
+    """Return 8 hexadecimal digits that hash the names and contents of all Python files below a folder."""
     digest = hashlib.blake2b(digest_size=4)
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()
@@ -118,8 +118,8 @@ def source_hash(package: Path) -> str:
     return digest.hexdigest()
 
 
-def collect(question: Question) -> NodeFacts:
-    """This node's answer."""
+def collect_facts(request: ProbeRequest) -> NodeFacts:
+    """Collect this node's facts, including the requested paths."""
     return NodeFacts(
         cores=len(psutil.Process().cpu_affinity() or []),
         memory_bytes=psutil.virtual_memory().available,
@@ -128,42 +128,42 @@ def collect(question: Question) -> NodeFacts:
         gloo=gloo_interface(),
         nccl=os.environ.get("NCCL_SOCKET_IFNAME"),
         paths=(
-            *(look_at(key, Path(path)) for key, path in question.readable.items()),
-            *(write_beside(key, Path(path), question.token) for key, path in question.writable.items()),
+            *(check_readable(key, Path(path)) for key, path in request.readable.items()),
+            *(check_writable(key, Path(path), request.token) for key, path in request.writable.items()),
         ),
     )
 
 
-def look_at(key: str, path: Path) -> PathReport:
-    """What is at `path`, a file or a model's folder that must be readable."""
+def check_readable(key: str, path: Path) -> PathReport:
+    """Check that a file or model folder can be read, and return its size."""
     try:
         if path.is_dir():
-            files = [file for file in path.iterdir() if file.suffix in WEIGHED]
+            files = [file for file in path.iterdir() if file.suffix in SIZE_CHECKED_SUFFIXES]
             return PathReport(key=key, path=str(path), num_bytes=sum(file.stat().st_size for file in files))
         with path.open("rb") as file:
             return PathReport(key=key, path=str(path), num_bytes=os.fstat(file.fileno()).st_size)
     except OSError as error:
-        return PathReport(key=key, path=str(path), trouble=_trouble(key, path, error))
+        return PathReport(key=key, path=str(path), trouble=_describe_error(key, path, error))
 
 
-def write_beside(key: str, folder: Path, token: str) -> PathReport:
-    """Whether the folder can be written, and is the one in which the asking node has put the file `token`."""
+def check_writable(key: str, folder: Path, token: str) -> PathReport:
+    """Check that the folder can be written and contains the driver's marker file `token`."""
     mine = folder / f"{token}-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         mine.touch(exist_ok=False)
         mine.unlink()
     except OSError as error:
-        return PathReport(key=key, path=str(folder), trouble=_trouble(key, folder, error))
-    for look in range(LOOKS):
+        return PathReport(key=key, path=str(folder), trouble=_describe_error(key, folder, error))
+    for look in range(FILE_ATTEMPTS):
         if (folder / token).exists():
             return PathReport(key=key, path=str(folder))
-        if look < LOOKS - 1:
-            time.sleep(LOOK_SECONDS)
-    trouble = f"{key} {folder} is another folder than the asking node's; is the file system shared?"
+        if look < FILE_ATTEMPTS - 1:
+            time.sleep(FILE_POLL_SECONDS)
+    trouble = f"{key} {folder} is not the driver's folder of that path; is the file system shared?"
     return PathReport(key=key, path=str(folder), trouble=trouble)
 
 
-def _trouble(key: str, path: Path, error: OSError) -> str:
+def _describe_error(key: str, path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return f"cannot see {key} {path}; is the file system shared?"
     return f"cannot use {key} {path}: {error.strerror}"

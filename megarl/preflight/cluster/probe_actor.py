@@ -1,4 +1,4 @@
-"""What runs on every node while the cluster is checked."""
+"""The actor that runs on every node while the cluster is checked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from megarl.errors import WorkerError
-from megarl.preflight.cluster.node_report import NodeFacts, Question, collect, versions
-from megarl.preflight.cluster.reachability import Address, Door, knock
+from megarl.preflight.cluster.node_report import NodeFacts, ProbeRequest, collect_facts, versions
+from megarl.preflight.cluster.reachability import Address, EchoServer, probe
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -22,51 +22,51 @@ Backend = Literal["gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """A sum over nodes, of which this one adds `rank + 1`."""
+    """One node's part of an all-reduce check, in which each rank contributes `rank + 1`."""
 
     backend: Backend
     host: str
     port: int
-    """Where the nodes meet."""
+    """Port of the TCPStore at `host`."""
     rank: int
     size: int
     timeout_seconds: float
     gpu: int | None
-    """Index of the GPU that it takes among those that the process sees."""
+    """Index of the GPU to use among those that the process sees; None: CPU."""
 
 
-class NodeAgent:
-    """Hosted by a Ray actor on each node."""
+class ProbeActor:
+    """Probes its own node and its connections to others; hosted by a Ray actor."""
 
     def __init__(self) -> None:
-        # torch takes seconds to import: it does so while the node is asked what needs no torch
+        # importing torch takes seconds: do it in the background during the calls that need no torch
         threading.Thread(target=import_module, args=("torch.distributed",), daemon=True).start()
-        self._door: Door | None = None
+        self._echo_server: EchoServer | None = None
         self._store: Store | None = None
 
     def versions(self) -> dict[str, str | None]:
-        """See `NodeReport`; of plain types, which nodes with another megarl have as well."""
+        """Return `NodeReport.versions`; plain types only, so that a node with another megarl can be read."""
         return versions()
 
     def clock(self) -> float:
-        """Seconds since the epoch."""
+        """Return this node's time in Unix seconds."""
         return time.time()
 
-    def collect(self, question: Question) -> NodeFacts:
-        """What this node has."""
-        return collect(question)
+    def collect_facts(self, request: ProbeRequest) -> NodeFacts:
+        """Return the hardware, network and file system facts of this node."""
+        return collect_facts(request)
 
-    def open_door(self, name: str, address: str) -> int:
-        """The port at which other nodes can knock from now on; see `Door`."""
-        self._door = Door(name, address=address)
-        return self._door.port
+    def start_echo_server(self, name: str, address: str) -> int:
+        """Start an `EchoServer` and return its port."""
+        self._echo_server = EchoServer(name, address=address)
+        return self._echo_server.port
 
-    def knock(self, addresses: Sequence[Address], seconds: float) -> list[str | None]:
-        """See `megarl.preflight.cluster.reachability.knock`."""
-        return knock(addresses, seconds=seconds)
+    def probe(self, addresses: Sequence[Address], seconds: float) -> list[str | None]:
+        """Probe the echo servers of other nodes; returns what `reachability.probe` does."""
+        return probe(addresses, seconds=seconds)
 
     def open_store(self, address: str, seconds: float) -> int:
-        """The port at which the nodes meet for reductions."""
+        """Start the TCPStore for all-reduce checks and return its port."""
         from torch._C._distributed_c10d import TCPStore
 
         store = self._store = TCPStore(
@@ -74,12 +74,12 @@ class NodeAgent:
         )
         return store.port
 
-    def reduce(self, reduction: Reduction) -> None:
-        """Return once the sum over all nodes is here.
+    def all_reduce(self, reduction: Reduction) -> None:
+        """Take part in the all-reduce and check the sum.
 
         Raises:
-            WorkerError: it is not the sum of all.
-            RuntimeError: as torch says what went wrong.
+            WorkerError: the sum is wrong.
+            RuntimeError: torch.distributed reported an error.
         """
         import torch
         import torch.distributed as dist

@@ -1,7 +1,8 @@
-"""Where a node's processes can be met, and whether other nodes get there.
+"""Which addresses a node's processes listen on, and whether other nodes can reach them.
 
-A node opens a door at a port that the system chose; others knock at each of its addresses and are told whose it is,
-since another machine may answer at an address that is not unique, such as a container bridge's.
+Each node starts a server on a free port that sends its name to every client. Other nodes connect to each of its
+addresses and compare the name, since another host may answer at an address that is not unique, such as a container
+bridge's.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from dataclasses import dataclass
 
 import psutil
 
-KNOCKING = 64
-"""Doors knocked at at once."""
+MAX_PARALLEL_PROBES = 64
+"""Connections attempted at the same time."""
 
-LONGEST_NAME = 256
-"""Bytes of a door's name."""
+MAX_NAME_BYTES = 256
+"""Maximum length of a server's name in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """What gloo listens on."""
+    """The network interface that gloo listens on."""
 
     name: str
-    """As GLOO_SOCKET_IFNAME has it, or of the interface that has the address; empty where none has it."""
+    """Value of GLOO_SOCKET_IFNAME, or the interface that has `address`; empty if none has it."""
     address: str | None
-    """None where there is no such interface, or it has no address."""
+    """IP address; None if the interface does not exist or has no address."""
     is_chosen: bool
-    """By GLOO_SOCKET_IFNAME; else it is where this host's own name leads."""
+    """Whether GLOO_SOCKET_IFNAME sets it; otherwise gloo resolves the host name."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other node can come there."""
+        """Whether the address is a loopback address, which other nodes cannot reach."""
         return self.address is not None and ipaddress.ip_address(self.address).is_loopback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """One at which a node's door should be found."""
+    """An address at which a node's echo server should be reachable."""
 
     name: str
-    """Of the door."""
+    """Name of the echo server."""
     host: str
     port: int
 
@@ -54,76 +55,76 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Door:
-    """Tells everybody who connects its name, until the process ends."""
+class EchoServer:
+    """TCP server that sends its name to every client, until it is closed or the process exits."""
 
     def __init__(self, name: str, *, address: str) -> None:
-        """`address`: one of this node, of the kind of address (IPv4, IPv6) that others will use."""
+        """`address`: an address of this node in the family, IPv4 or IPv6, that clients will use."""
         self._name = name.encode()
-        assert len(self._name) <= LONGEST_NAME, name
+        assert len(self._name) <= MAX_NAME_BYTES, name
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._answer, daemon=True).start()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is told any more."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close alone does not
+        """Stop accepting connections and close the socket."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the server thread, which close alone does not
         self._socket.close()
 
-    def _answer(self) -> None:
+    def _serve(self) -> None:
         while True:
             try:
-                caller, _ = self._socket.accept()
+                client, _ = self._socket.accept()
             except OSError:
-                return  # it was closed
-            with caller, contextlib.suppress(OSError):  # who hung up need not be told
-                caller.sendall(self._name)
+                return  # the socket was closed
+            with client, contextlib.suppress(OSError):  # the client disconnected
+                client.sendall(self._name)
 
 
-def knock(addresses: Sequence[Address], *, seconds: float) -> list[str | None]:
-    """By address, why its door cannot be reached from here within `seconds`; None where it can."""
+def probe(addresses: Sequence[Address], *, seconds: float) -> list[str | None]:
+    """Return, for each address, why its server cannot be reached within `seconds`; None if it can."""
     if not addresses:
         return []
-    with ThreadPoolExecutor(min(len(addresses), KNOCKING)) as pool:
-        return list(pool.map(lambda address: _knock(address, seconds), addresses))
+    with ThreadPoolExecutor(min(len(addresses), MAX_PARALLEL_PROBES)) as pool:
+        return list(pool.map(lambda address: _probe(address, seconds), addresses))
 
 
-def _knock(address: Address, seconds: float) -> str | None:
+def _probe(address: Address, seconds: float) -> str | None:
     try:
         with (
-            socket.create_connection((address.host, address.port), timeout=seconds) as door,
-            door.makefile("rb") as said,
+            socket.create_connection((address.host, address.port), timeout=seconds) as connection,
+            connection.makefile("rb") as reply,
         ):
-            name = said.read(LONGEST_NAME)
+            name = reply.read(MAX_NAME_BYTES)
     except OSError as error:
         return (error.strerror or str(error)).lower()  # a timeout has no strerror
-    return None if name == address.name.encode() else "another machine answers there"
+    return None if name == address.name.encode() else "another host answers at this address"
 
 
 def gloo_interface() -> Interface:
-    """As gloo will choose it in a process with this one's environment."""
+    """Return the interface that gloo will choose in a process with the current environment."""
     interfaces = {
         name: [each.address.partition("%")[0] for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
         for name, addresses in psutil.net_if_addrs().items()
     }
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
-        first, *_ = chosen.split(",")  # of several, each pair of processes takes all in turn
+        first, *_ = chosen.split(",")  # gloo rotates over several; the first one is checked
         return Interface(name=first, address=next(iter(interfaces.get(first, [])), None), is_chosen=True)
-    address = _own_name_leads_to()
+    address = _hostname_address()
     name = next((name for name, addresses in interfaces.items() if address in addresses), "")
     return Interface(name=name, address=address, is_chosen=False)
 
 
-def _own_name_leads_to() -> str:
-    """The first address of this host's own name that a socket can be bound to; failing that, the loopback."""
+def _hostname_address() -> str:
+    """Return the first address of this host's name that a socket can bind to; 127.0.0.1 if there is none."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         found = []
-    for family, kind, protocol, _, target in found:
-        with socket.socket(family, kind, protocol) as probe:
+    for family, error_type, protocol, _, target in found:
+        with socket.socket(family, error_type, protocol) as probe:
             try:
                 probe.bind(target)
             except OSError:

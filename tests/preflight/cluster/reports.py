@@ -1,4 +1,4 @@
-"""Reports of nodes that have nothing wrong with them, to be changed."""
+"""Reports of nodes without problems, for tests to modify."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(
     cards: tuple[Gpu, ...] | None = None,
     **facts: Any,
 ) -> NodeReport:
-    """`name`: also the last digit of the address, as its place in the alphabet; `gpus`: that Ray and the node have."""
+    """Make a report; the last digit of the address is the position of `name` in the alphabet."""
     address = f"10.0.0.{ord(name) - ord('a') + 1}"
     return NodeReport(
         name=name,
@@ -53,10 +53,10 @@ def report(
 
 
 def gpu(index: int, used_bytes: int | None = 4 * 2**20) -> Gpu:
-    """An idle one, unless said otherwise."""
+    """Make a GPU, idle by default."""
     return Gpu(index=index, name="H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=used_bytes)
 
 
 def path(key: str = "data.path", num_bytes: int | None = 7, trouble: str | None = None) -> PathReport:
-    """At /x."""
+    """Make a report on the path /x."""
     return PathReport(key=key, path="/x", num_bytes=num_bytes, trouble=trouble)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from megarl.config import SftConfig
 from megarl.controller.run_stage import with_absolute_paths
-from megarl.preflight.cluster.cluster_check import places_of
+from megarl.preflight.cluster.cluster_check import required_paths
 from tests.run.finished_groups import run_config
 
 
-def test_every_path_that_a_run_uses_is_looked_for(tmp_path: Path) -> None:
+def test_all_paths_of_a_run_are_checked(tmp_path: Path) -> None:
     sections = {
         "model": {"path": "/m"},
         "data": {"path": "/d.jsonl", "eval_path": "/e.jsonl"},
@@ -19,7 +19,7 @@ def test_every_path_that_a_run_uses_is_looked_for(tmp_path: Path) -> None:
         },
     }
     config = run_config({"type": "ppo", "critic": {"path": "/critic"}, "reference": {"path": "/ref"}}, **sections)
-    places = places_of(with_absolute_paths(config))
+    places = required_paths(with_absolute_paths(config))
     assert places.readable == {
         "data.path": "/d.jsonl",
         "data.eval_path": "/e.jsonl",
@@ -31,8 +31,8 @@ def test_every_path_that_a_run_uses_is_looked_for(tmp_path: Path) -> None:
     assert places.writable == {"run_dir": str(tmp_path), "export_dir": str(tmp_path)}
 
 
-def test_an_export_into_the_runs_folder_needs_no_look_of_its_own(tmp_path: Path) -> None:
+def test_an_export_into_the_run_folder_is_not_checked_separately(tmp_path: Path) -> None:
     config = SftConfig.model_validate({"run_dir": str(tmp_path), "model": {"path": "/m"}, "data": {"path": "/d"}})
-    places = places_of(with_absolute_paths(config))
+    places = required_paths(with_absolute_paths(config))
     assert places.writable == {"run_dir": str(tmp_path)}
     assert places.readable == {"data.path": "/d", "model.path": "/m"}

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, as an agent on each sees them."""
+"""Two Ray nodes on this machine, checked through a probe actor on each."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
 from megarl.preflight.cluster import cluster_check
-from megarl.preflight.cluster.cluster_check import Places, require_sound_nodes
-from megarl.preflight.cluster.cluster_probe import surveyed
-from megarl.preflight.cluster.findings import sentences
-from megarl.preflight.cluster.node_report import Question
+from megarl.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
+from megarl.preflight.cluster.cluster_probe import cluster_probe
+from megarl.preflight.cluster.findings import messages
+from megarl.preflight.cluster.node_report import ProbeRequest
 from tests.cli.tiny_run import write_config, write_tiny_run
 from tests.end_to_end.launched import wait_until
 
-NOTHING = Question(readable={}, writable={}, token="token")
+NOTHING = ProbeRequest(readable={}, writable={}, token="token")
 SECONDS = 20.0
 
 
 @pytest.fixture(scope="module")
 def second_node(cluster: None) -> Iterator[psutil.Process]:
-    """The process that keeps another node of the tests' cluster, on the same machine, until the module ends."""
+    """Process of a second node of the tests' cluster, on the same machine, for the duration of the module."""
     address = ray.get_runtime_context().gcs_address
     options = ["--num-cpus=1", "--object-store-memory=100000000", "--min-worker-port=0", "--max-worker-port=0"]
     ray_command = Path(sys.executable).parent / "ray"
@@ -53,13 +53,13 @@ def second_node(cluster: None) -> Iterator[psutil.Process]:
         assert wait_until(lambda: len(cluster_nodes()) == 1, SECONDS)
 
 
-def agents(node: psutil.Process) -> list[psutil.Process]:
+def probe_actors(node: psutil.Process) -> list[psutil.Process]:
     return [
-        p for p in node.children(recursive=True) if p.cmdline()[:1] == ["ray::NodeAgent"] or "NodeAgent" in p.name()
+        p for p in node.children(recursive=True) if p.cmdline()[:1] == ["ray::ProbeActor"] or "ProbeActor" in p.name()
     ]
 
 
-def test_sound_nodes_are_ready_for_a_run(second_node: psutil.Process, tmp_path: Path) -> None:
+def test_doctor_reports_healthy_nodes_as_ready(second_node: psutil.Process, tmp_path: Path) -> None:
     tree = write_tiny_run(tmp_path) | {"placement": {"nodes": 2}}
     command = ["doctor", "--cluster", "--json", "--config", str(write_config(tmp_path / "run.yaml", tree))]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -79,57 +79,57 @@ def test_sound_nodes_are_ready_for_a_run(second_node: psutil.Process, tmp_path: 
         assert paths["data.path"]["num_bytes"] == (tmp_path / "train.jsonl").stat().st_size
         assert not any(path["trouble"] for path in paths.values())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heldout.jsonl", "model", "run.yaml", "train.jsonl"]
-    assert wait_until(lambda: not agents(second_node), 5)
+    assert wait_until(lambda: not probe_actors(second_node), 5)
 
 
-def test_what_is_wrong_is_said_and_shown(
+def test_problems_are_raised_and_printed(
     second_node: psutil.Process, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    places = Places(readable={"data.path": str(tmp_path / "none")}, writable={"run_dir": str(tmp_path)})
+    places = RequiredPaths(readable={"data.path": str(tmp_path / "none")}, writable={"run_dir": str(tmp_path)})
     with pytest.raises(ConfigError) as raised:
-        require_sound_nodes(PlacementConfig(), places)
+        check_nodes_or_raise(PlacementConfig(), places)
     assert str(raised.value) == f"all 2 nodes: cannot see data.path {tmp_path / 'none'}; is the file system shared?"
     assert "data.path" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_node_that_does_not_come_is_named(second_node: psutil.Process) -> None:
+def test_a_hung_or_dead_probe_actor_is_reported(second_node: psutil.Process) -> None:
     nodes = cluster_nodes()
-    with surveyed(nodes, timeout_seconds=SECONDS) as survey:
-        reports = survey.reports(NOTHING)
-        assert survey.reduce(reports, "gloo") == survey.reduce(reports, "nccl") == []
-        (agent,) = agents(second_node)
-        survey.timeout_seconds = 1.5
-        agent.send_signal(signal.SIGSTOP)
-        (problem,) = survey.reduce(reports, "gloo")
+    with cluster_probe(nodes, timeout_seconds=SECONDS) as probe:
+        reports = probe.collect_reports(NOTHING)
+        assert probe.all_reduce(reports, "gloo") == probe.all_reduce(reports, "nccl") == []
+        (actor,) = probe_actors(second_node)
+        probe.timeout_seconds = 1.5
+        actor.send_signal(signal.SIGSTOP)
+        (problem,) = probe.all_reduce(reports, "gloo")
         gloo = reports[0].facts and reports[0].facts.gloo
         assert gloo
-        assert sentences([problem], 2) == [
-            f"node {nodes[0].name}: did not add up a number with the other nodes over gloo on {gloo.name}, by "
+        assert messages([problem], 2) == [
+            f"node {nodes[0].name}: all-reduce with the other nodes failed over gloo on {gloo.name}, by "
             f"its host name ({gloo.address}): no answer within 1.5 s"
         ]
-        agent.kill()
-        survey.timeout_seconds = SECONDS
-        first, second = survey.reports(NOTHING)
-        assert str(first.failure).startswith("no process of megarl runs there: ")
+        actor.kill()
+        probe.timeout_seconds = SECONDS
+        first, second = probe.collect_reports(NOTHING)
+        assert str(first.failure).startswith("the probe process failed to start: ")
         assert (first.facts, second.failure) == (None, None)
-        assert sentences(survey.unreached([first, second]), 2) == []
+        assert messages(probe.check_reachability([first, second]), 2) == []
 
 
-def test_a_node_that_is_gone_is_named(cluster: None) -> None:
+def test_a_lost_node_is_reported(cluster: None) -> None:
     ghost = ClusterNode(id="a" * 56, address="10.0.0.9", hostname="ghost", cpus=1, gpus=0)
-    with surveyed([ghost], timeout_seconds=SECONDS) as survey:
-        (report,) = survey.reports(NOTHING)
+    with cluster_probe([ghost], timeout_seconds=SECONDS) as probe:
+        (report,) = probe.collect_reports(NOTHING)
     assert report.name == "ghost (10.0.0.9)"
-    assert str(report.failure).startswith("no process of megarl runs there: ")
+    assert str(report.failure).startswith("the probe process failed to start: ")
 
 
-def test_checks_are_asked_for_or_due_to_several_nodes(
+def test_checks_run_if_configured_or_on_several_nodes(
     second_node: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert require_sound_nodes(PlacementConfig(node_checks=False), Places()) is None
+    assert check_nodes_or_raise(PlacementConfig(node_checks=False), RequiredPaths()) is None
     one, _ = cluster_nodes()
     monkeypatch.setattr(cluster_check, "cluster_nodes", lambda: [one])
-    assert require_sound_nodes(PlacementConfig(), Places()) is None
-    line = require_sound_nodes(PlacementConfig(node_checks=True), Places())
+    assert check_nodes_or_raise(PlacementConfig(), RequiredPaths()) is None
+    line = check_nodes_or_raise(PlacementConfig(node_checks=True), RequiredPaths())
     assert re.fullmatch(r"1 node checked in \d+\.\d s", str(line))

@@ -10,17 +10,25 @@ import pytest
 import torch
 
 from megarl.preflight.cluster import node_report
-from megarl.preflight.cluster.node_report import SOURCE, Question, collect, look_at, source_hash, versions, write_beside
+from megarl.preflight.cluster.node_report import (
+    SOURCE,
+    ProbeRequest,
+    check_readable,
+    check_writable,
+    collect_facts,
+    source_hash,
+    versions,
+)
 
 
-def test_versions_are_those_that_programs_see() -> None:
+def test_versions_are_those_of_the_installed_packages() -> None:
     found = versions()
     assert found["Python"] == platform.python_version()
     assert found["torch"] == torch.__version__
     assert found[SOURCE] == versions()[SOURCE]
 
 
-def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
+def test_source_hash_covers_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     one, other = tmp_path / "a.py", tmp_path / "below" / "b.py"
     seen = set()
@@ -36,21 +44,22 @@ def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-def test_a_node_is_asked_without_torch() -> None:
-    asks = (
+def test_collecting_facts_imports_neither_torch_nor_ray() -> None:
+    code = (
         "import sys; from megarl.preflight.cluster.node_report import *; versions(); "
-        "collect(Question(readable={}, writable={}, token='t')); print('torch' in sys.modules, 'ray' in sys.modules)"
+        "collect_facts(ProbeRequest(readable={}, writable={}, token='t')); "
+        "print('torch' in sys.modules, 'ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_what_this_node_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_this_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
     (tmp_path / "token").touch()
     (tmp_path / "data.jsonl").write_text("four")
     readable = {"data.path": str(tmp_path / "data.jsonl"), "model.path": str(tmp_path / "model")}
-    facts = collect(Question(readable=readable, writable={"run_dir": str(tmp_path)}, token="token"))
+    facts = collect_facts(ProbeRequest(readable=readable, writable={"run_dir": str(tmp_path)}, token="token"))
     assert facts.nccl == "=eth7"
     assert facts.cores == len(os.sched_getaffinity(0))
     assert facts.memory_bytes > 2**20
@@ -61,26 +70,26 @@ def test_what_this_node_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "token"]
 
 
-def test_of_a_model_its_weights_and_descriptions_count(tmp_path: Path) -> None:
+def test_the_size_of_a_model_counts_weights_and_json_files(tmp_path: Path) -> None:
     for name, content in {"model.safetensors": "123", "config.json": "12", "README.md": "1234567"}.items():
         (tmp_path / name).write_text(content)
-    assert look_at("model.path", tmp_path).num_bytes == 5
+    assert check_readable("model.path", tmp_path).num_bytes == 5
 
 
-def test_a_folder_that_is_not_the_asking_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_report, "LOOK_SECONDS", 0.01)
-    trouble = write_beside("run_dir", tmp_path, "token").trouble
-    assert trouble == f"run_dir {tmp_path} is another folder than the asking node's; is the file system shared?"
+def test_a_folder_that_is_not_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_report, "FILE_POLL_SECONDS", 0.01)
+    trouble = check_writable("run_dir", tmp_path, "token").trouble
+    assert trouble == f"run_dir {tmp_path} is not the driver's folder of that path; is the file system shared?"
 
 
-def test_a_file_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_marker_file_may_appear_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_report.time, "sleep", lambda _: (tmp_path / "token").touch())
-    assert write_beside("run_dir", tmp_path, "token").trouble is None
+    assert check_writable("run_dir", tmp_path, "token").trouble is None
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    assert write_beside("run_dir", tmp_path / "none", "token").trouble == (
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    assert check_writable("run_dir", tmp_path / "none", "token").trouble == (
         f"cannot see run_dir {tmp_path / 'none'}; is the file system shared?"
     )
-    full = Path("/proc")  # nobody can make files there
-    assert str(write_beside("run_dir", full, "token").trouble).startswith("cannot ")
+    full = Path("/proc")  # files cannot be created there
+    assert str(check_writable("run_dir", full, "token").trouble).startswith("cannot ")

@@ -7,44 +7,44 @@ import psutil
 import pytest
 
 from megarl.preflight.cluster import reachability
-from megarl.preflight.cluster.reachability import Address, Door, Interface, gloo_interface, knock
+from megarl.preflight.cluster.reachability import Address, EchoServer, Interface, gloo_interface, probe
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door("node a", address="127.0.0.1")
-    yield door
-    door.close()
+def server() -> Iterator[EchoServer]:
+    server = EchoServer("node a", address="127.0.0.1")
+    yield server
+    server.close()
 
 
 def at(port: int, name: str = "node a") -> Address:
     return Address(name=name, host="127.0.0.1", port=port)
 
 
-def test_a_door_opens_for_all_who_knock(door: Door) -> None:
-    assert knock([at(door.port)] * 200, seconds=5) == [None] * 200
-    assert knock([], seconds=5) == []
+def test_a_server_replies_to_all_clients(server: EchoServer) -> None:
+    assert probe([at(server.port)] * 200, seconds=5) == [None] * 200
+    assert probe([], seconds=5) == []
 
 
-def test_why_it_does_not_open_is_told_by_address(door: Door) -> None:
+def test_the_reason_is_reported_per_address(server: EchoServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         nobody, silent_port = _closed_port(), silent.getsockname()[1]
-        answers = knock([at(nobody), at(door.port, "node b"), at(silent_port), at(door.port)], seconds=0.2)
-    assert answers == ["connection refused", "another machine answers there", "timed out", None]
+        answers = probe([at(nobody), at(server.port, "node b"), at(silent_port), at(server.port)], seconds=0.2)
+    assert answers == ["connection refused", "another host answers at this address", "timed out", None]
 
 
-def test_a_door_that_is_closed() -> None:
-    door = Door("node a", address="127.0.0.1")
-    door.close()
-    assert knock([at(door.port)], seconds=1) == ["connection refused"]
+def test_a_closed_server_refuses_connections() -> None:
+    server = EchoServer("node a", address="127.0.0.1")
+    server.close()
+    assert probe([at(server.port)], seconds=1) == ["connection refused"]
 
 
-def test_how_addresses_are_written() -> None:
+def test_addresses_are_formatted_with_port() -> None:
     assert str(at(7)) == "127.0.0.1:7"
     assert str(Address(name="a", host="fd00::1", port=7)) == "[fd00::1]:7"
 
 
-def test_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_of_gloo_socket_ifname(monkeypatch: pytest.MonkeyPatch) -> None:
     loopback = next(name for name, all_ in psutil.net_if_addrs().items() if "127.0.0.1" in {a.address for a in all_})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{loopback},eth9")
     assert gloo_interface() == Interface(name=loopback, address="127.0.0.1", is_chosen=True)
@@ -58,8 +58,8 @@ def test_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     ("resolves_to", "want"),
     [(["192.0.2.1", "127.0.0.1"], "127.0.0.1"), (["127.0.0.2"], "127.0.0.2"), ([], "127.0.0.1")],
 )
-def test_the_interface_that_gloo_finds(resolves_to: list[str], want: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """192.0.2.1 is nobody's: no socket can be bound to it."""
+def test_the_interface_of_the_host_name(resolves_to: list[str], want: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """192.0.2.1 is reserved for documentation: no socket can bind to it."""
 
     def resolve(*_: object, **__: object) -> list[object]:
         if not resolves_to:

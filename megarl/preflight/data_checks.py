@@ -1,0 +1,102 @@
+"""Checks of batch sizes, the tokenizer and the data files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.preference import PreferenceConfig, RmConfig
+from megarl.config.reward import NumericRewardConfig
+from megarl.config.run import RunConfig, StageConfig
+from megarl.data.rows import read_rows
+from megarl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.batch.trajectory import Prompt
+
+
+def find_batch_problems(config: StageConfig) -> Iterator[str]:
+    """Find batches with fewer samples than data-parallel ranks."""
+    if not isinstance(config, RunConfig):
+        if config.trainer.batch_size < config.dp:
+            what = "pair" if isinstance(config, PreferenceConfig) else "demonstration"
+            yield (
+                f"trainer.batch_size: needs at least one {what} per data-parallel rank, got "
+                f"{config.trainer.batch_size} < dp = {_describe_dp(config)}"
+            )
+        return
+    a = config.algorithm
+    trajectories = a.prompts_per_step * a.group_size // a.num_mini_batches
+    if trajectories < config.dp:
+        yield (
+            f"algorithm.prompts_per_step: a mini-batch needs at least one completion per data-parallel rank, got "
+            f"prompts_per_step * group_size / num_mini_batches = {a.prompts_per_step} * {a.group_size} / "
+            f"{a.num_mini_batches} = {trajectories} < dp = {_describe_dp(config)}"
+        )
+
+
+def _describe_dp(config: StageConfig) -> str:
+    return f"slots / (tp * pp * cp) = {config.placement.slots} / {config.trainer.parallel.model_size} = {config.dp}"
+
+
+def find_data_problems(config: StageConfig, token_limit: int | None) -> list[str]:
+    """Find problems of the tokenizer and the data files.
+
+    Args:
+        token_limit: most tokens in a row, see `find_token_limit`; None: unknown. Without it or without a tokenizer,
+            rows are only parsed.
+    """
+    from megarl.data.tokenizer import load_tokenizer  # imports torch, which the other checks do without
+
+    problems: list[str] = []
+    tokenizer: PreTrainedTokenizerBase | None = None
+    if Path(config.model.path).is_dir():
+        try:
+            tokenizer = load_tokenizer(config.model.path)
+        except DataError as e:
+            problems.append(f"model.path: {e}")
+    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
+        if path is None:
+            continue
+        try:
+            _read_data(config, path, tokenizer, token_limit)
+        except (DataError, ConfigError) as e:
+            # Problems of the whole section start with their own key.
+            problems.append(str(e) if str(e).startswith("data.") else f"{key}: {e}")
+    return problems
+
+
+def _read_data(
+    config: StageConfig, path: str, tokenizer: PreTrainedTokenizerBase | None, token_limit: int | None
+) -> None:
+    from megarl.data.demonstrations import load_demonstrations
+    from megarl.data.preference_pairs import load_preferences
+    from megarl.data.prompts import load_prompts
+
+    if tokenizer is not None and token_limit is not None:
+        if isinstance(config, RunConfig):
+            prompts = load_prompts(config.data, tokenizer, path=path, max_prompt_tokens=token_limit)
+            _require_answers(config, prompts)
+            return
+        if isinstance(config, PreferenceConfig):
+            safety = isinstance(config, RmConfig) and config.rm.kind == "cost"
+            load_preferences(config.data, tokenizer, path=path, max_tokens=token_limit, safety=safety)
+            return
+        if path == config.data.path:
+            load_demonstrations(config.data, tokenizer, path=path, max_tokens=token_limit)
+            return
+    for _ in read_rows(path):
+        pass
+
+
+def _require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    numeric = [name for name, term in config.reward.terms.items() if isinstance(term, NumericRewardConfig)]
+    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    if numeric and without:
+        raise DataError(
+            f"reward.terms.{numeric[0]} (numeric) needs field {config.data.fields.answer!r} (data.fields.answer), "
+            f"{len(without)} of {len(prompts)} rows have none, first {without[0]}"
+        )

@@ -1,0 +1,79 @@
+"""Checks of the model folders: architecture, weights, parallel sizes and context length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.preference import DpoConfig
+from megarl.config.run import RunConfig, StageConfig
+from megarl.data.prompt_budget import prompt_budget
+from megarl.errors import ConfigError, DataError
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
+from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.model_folder import (
+    find_weight_problems,
+    load_architecture_from_folder,
+    model_head,
+)
+from megarl.rollout.unsupported_options import find_engine_problems
+
+
+def find_model_problems(config: StageConfig, hf_config: dict[str, Any], device: str | None) -> Iterator[str]:
+    """Find problems of the model in `model.path`: architecture, weights, parallel sizes, support by the engine.
+
+    Args:
+        hf_config: content of its config.json.
+        device: device of the engines; None: unknown, support by the engine is not checked.
+    """
+    folder = Path(config.model.path)
+    try:
+        model = load_architecture(hf_config, origin=str(folder / "config.json"), head=model_head(config))
+    except ConfigError as e:
+        yield f"model.path: {e}"
+        return
+    yield from (f"model.path: {problem}" for problem in find_weight_problems(folder, model))
+    yield from parallel_problems(model, config.trainer.parallel, config.placement.slots)
+    yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
+    if isinstance(config, RunConfig):
+        yield from _find_engine_tp_problems(model, config.rollout.tp)
+        if device is not None:
+            yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
+
+
+def find_reference_problems(config: DpoConfig) -> Iterator[str]:
+    """Find problems of DPO's reference model, if it is another one than the initial policy."""
+    reference, key = config.dpo.reference, "dpo.reference.path"
+    if reference.path is None:
+        return
+    try:
+        model = load_architecture_from_folder(Path(reference.path))
+        vocab_size = (
+            load_architecture_from_folder(Path(config.model.path)).vocab_size
+            if Path(config.model.path).exists()
+            else None
+        )
+    except (ConfigError, DataError) as e:
+        yield f"{key}: {e}"
+        return
+    yield from (f"{key}: {problem}" for problem in find_weight_problems(Path(reference.path), model))
+    parallel = reference.parallel or config.trainer.parallel
+    for problem in parallel_problems(model, parallel, config.placement.slots):
+        yield problem.replace("trainer.parallel", "dpo.reference.parallel")
+    if vocab_size is not None and model.vocab_size != vocab_size:
+        yield f"{key}: needs the vocabulary of model.path, got {model.vocab_size} tokens, model.path has {vocab_size}"
+
+
+def _find_engine_tp_problems(model: ModelArchitecture, tp: int) -> Iterator[str]:
+    for units in model.sharding_units():
+        # SGLang replicates key-value heads if there are fewer than ranks, and distributes experts over the same ranks
+        repeated = units.can_replicate and tp % units.total == 0
+        if units.axis != "ep" and units.total % tp and not repeated:
+            yield f"rollout.tp: {units.description} that do not divide, {units.total} % {tp} = {units.total % tp}"
+
+
+def find_token_limit(config: StageConfig, hf_config: Mapping[str, Any]) -> int:
+    """Return the most tokens allowed in a prompt; for stages without engines, in a prompt with its answer."""
+    return prompt_budget(config, hf_config) if isinstance(config, RunConfig) else hf_config["max_position_embeddings"]
