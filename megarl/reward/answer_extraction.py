@@ -1,15 +1,15 @@
-"""The final answer of a text, and the number that it denotes."""
+"""Extracts the final answer from a text, and parses it as an exact number."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-MARK = "####"
-BOX = "\\boxed{"
+ANSWER_MARK = "####"
+BOX_COMMAND = "\\boxed{"
 
-LONGEST_NUMBER = 100
-"""Characters; a longer answer is read as no number (an untrained policy writes thousands of digits)."""
+MAX_NUMBER_LENGTH = 100
+"""Maximum number of characters of a number; an untrained policy may write thousands of digits."""
 
 _UNSIGNED = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)\s*({_UNSIGNED})")
@@ -24,37 +24,37 @@ _DECORATION = re.compile(r"\\[$%!]|[$%]|\\left|\\right")
 _ASSIGNMENT = re.compile(r"[A-Za-z]\s*=\s*")
 
 
-def final_answer(text: str) -> str | None:
-    r"""What stands behind the last `####` (to the end of its line) or in the last `\boxed{}`, whichever comes later.
+def extract_final_answer(text: str) -> str | None:
+    r"""Return the text after the last `####` (up to the end of the line) or in the last `\boxed{}`, whichever is later.
 
-    None where there is neither, or nothing in it. Runs in time linear in the text.
+    Returns None if there is neither, or if it is empty. Runs in time linear in the length of the text.
     """
-    marked, boxed = text.rfind(MARK), text.rfind(BOX)
+    marked, boxed = text.rfind(ANSWER_MARK), text.rfind(BOX_COMMAND)
     if boxed > marked:
-        found = _in_braces(text, boxed + len(BOX))
+        found = _read_braces(text, boxed + len(BOX_COMMAND))
     elif marked >= 0:
-        found = text[marked + len(MARK) :].split("\n", 1)[0]
+        found = text[marked + len(ANSWER_MARK) :].split("\n", 1)[0]
     else:
         return None
     return found.strip() or None
 
 
-def number(answer: str) -> Fraction | None:
-    r"""The exact value of a written number, None for anything else.
+def parse_number(answer: str) -> Fraction | None:
+    r"""Return the exact value of a written number, or None for any other text.
 
-    Reads thousands commas, decimals, fractions (`1/2`, `3 1/2`, `\frac{1}{2}`) and powers of ten, past `$`, `%`,
-    `x =`, bold marks and a full stop. A sum is no number: a policy is to work it out.
+    Accepts thousands commas, decimals, fractions (`1/2`, `3 1/2`, `\frac{1}{2}`) and powers of ten. Ignores `$`, `%`,
+    `x =`, bold marks and a final period. A sum is not a number: the policy must compute it.
     """
-    if len(answer) > LONGEST_NUMBER:
+    if len(answer) > MAX_NUMBER_LENGTH:
         return None
     text = answer.replace("−", "-").replace("{,}", ",").replace("\\,", "").strip("*` \t\n")
     text = _DECORATION.sub("", text).strip().rstrip(".").rstrip("* ")
     if assignment := _ASSIGNMENT.match(text):
         text = text[assignment.end() :]
     if match := _DECIMAL.fullmatch(text):
-        sign, value, exponent = match[1], _decimal(match[2]), 0
+        sign, value, exponent = match[1], _parse_decimal(match[2]), 0
     elif match := _SCIENTIFIC.fullmatch(text):
-        sign, value, exponent = match[1], _decimal(match[2]), int(match[3])
+        sign, value, exponent = match[1], _parse_decimal(match[2]), int(match[3])
     elif match := _FRACTION.fullmatch(text):
         groups = [g for g in (match[2], match[6]) if g]
         numerator, denominator = match[3] or match[7] or match[8], match[4] or match[9] or match[10]
@@ -68,12 +68,12 @@ def number(answer: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _decimal(digits: str) -> Fraction:
+def _parse_decimal(digits: str) -> Fraction:
     return Fraction(digits.replace(",", "").removesuffix("."))
 
 
-def _in_braces(text: str, start: int) -> str:
-    """From `start` to the brace that closes; empty where none does."""
+def _read_braces(text: str, start: int) -> str:
+    """Return the text from `start` to the matching closing brace; empty if there is none."""
     depth = 1
     for at in range(start, len(text)):
         if text[at] == "{":

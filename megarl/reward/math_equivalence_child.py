@@ -1,4 +1,4 @@
-"""The process behind `equivalence.py`: pairs of expressions on stdin, 1 or 0 on stdout."""
+"""The child process of `math_equivalence.py`: reads pairs of expressions on stdin, writes 1 or 0 to stdout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import resource
 import sys
 
 MEMORY_BYTES = 4 << 30
-"""Ends `10^{10^{10}}` before the machine swaps."""
+"""Memory limit of the process, which ends expressions like `10^{10^{10}}` before the node swaps."""
 
 
 def main() -> None:
-    """Answer until stdin ends, which is when the parent does."""
+    """Reply to each line of stdin until it is closed, which happens when the parent exits."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a stray print must not pass for a reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a stray print must not be taken for a reply
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
@@ -26,7 +26,7 @@ def main() -> None:
     latex = [LatexExtractionConfig()]
     replies.write("ready\n")
     for line in sys.stdin:
-        # Boxed, so that math-verify takes the whole of it, and a bare reference as LaTeX too.
+        # boxed, so that math-verify parses the full text, and also parses a plain reference as LaTeX
         prediction, reference = (parse(f"\\boxed{{{text}}}", latex, parsing_timeout=None) for text in json.loads(line))
         equal = bool(prediction) and bool(reference) and verify(reference, prediction, timeout_seconds=None)
         replies.write("1\n" if equal else "0\n")

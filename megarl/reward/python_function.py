@@ -1,4 +1,4 @@
-"""Reward functions by import path."""
+"""Loads reward functions of the user by import path."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megarl.batch.trajectory import Trajectory
 from megarl.errors import ConfigError
 
 RewardFunction: TypeAlias = Callable[[Trajectory, str, Mapping[str, Any]], float | Awaitable[float]]
-"""`(trajectory, text, row) -> float`, sync or async. `text` is what the policy sampled, `row` the prompt's data row."""
+"""`(trajectory, text, row) -> float`, sync or async. `text`: the sampled completion; `row`: the prompt's data row."""
 
 
 def load_reward_function(path: str, *, key: str) -> RewardFunction:
-    """The function at `package.module:function`; modules in the working directory are found too.
+    """Import the function at `package.module:function`; also finds modules in the working directory.
 
     Args:
         path: the import path.
-        key: its YAML path, for error messages.
+        key: YAML path of the option, for error messages.
 
     Raises:
-        ConfigError: no such module or function, not callable, or not with three positional arguments.
+        ConfigError: the module or function does not exist, or is not callable with three positional arguments.
     """
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
@@ -41,19 +41,19 @@ def load_reward_function(path: str, *, key: str) -> RewardFunction:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Whether calling it gives a coroutine."""
+    """Whether calling the function returns a coroutine."""
     call = getattr(function, "__call__", None)  # noqa: B004 -- an object's __call__ may be the async one
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def _import(name: str, key: str) -> ModuleType:
-    # A console script does not search the working directory, where a user's rewards.py stands. Appended, and only
-    # when needed, so that it never shadows an installed package.
+    # A console script does not search the working directory, where a user's rewards.py is. The directory is appended,
+    # and only when needed, so that it never shadows an installed package.
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as e:
         here = os.getcwd()
-        if not _is_part(e.name, name) or here in sys.path:
+        if not _is_module_or_parent(e.name, name) or here in sys.path:
             raise ConfigError(f"{key}: cannot import {name}: {e}") from e
     except Exception as e:  # importing runs the user's code, which may raise anything
         raise ConfigError(f"{key}: importing {name} raised {type(e).__name__}: {e}") from e
@@ -61,15 +61,15 @@ def _import(name: str, key: str) -> ModuleType:
     return _import(name, key)
 
 
-def _is_part(missing: str | None, name: str) -> bool:
-    """Whether the module that is missing is `name` or a package it lies in, and not one that it imports."""
+def _is_module_or_parent(missing: str | None, name: str) -> bool:
+    """Whether the missing module is `name` or one of its parent packages, and not a module that `name` imports."""
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 
 def _check_signature(function: Callable[..., Any], path: str, key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-ins have none
+    except ValueError:  # some built-ins have no signature
         return
     try:
         signature.bind(None, None, None)

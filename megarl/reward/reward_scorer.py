@@ -1,4 +1,4 @@
-"""What a trajectory is worth: every reward term, and their weighted sum."""
+"""Computes the reward of a trajectory: the value of every reward term, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -26,52 +26,56 @@ from megarl.config.reward import (
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, RewardError
 from megarl.reward.python_function import RewardFunction, is_async, load_reward_function
-from megarl.reward.rules import format_reward, numeric_reward, quick_numeric_reward
+from megarl.reward.rules import fast_numeric_reward, format_reward, numeric_reward
 
-Term: TypeAlias = Callable[[Trajectory, str, Prompt], Awaitable[float]]
+RewardTerm: TypeAlias = Callable[[Trajectory, str, Prompt], Awaitable[float]]
 
-Outcome: TypeAlias = tuple[Any, BaseException | None]
-"""What a user's function returned, or what it raised."""
+CallOutcome: TypeAlias = tuple[Any, BaseException | None]
+"""The return value of a user's function, or the exception that it raised."""
 
 MAX_THREADS = 32
-"""Sync reward functions that run at once, per term."""
+"""Maximum number of concurrent calls of a sync reward function, per term."""
 
-LONGEST_QUOTE = 300
-"""Characters of a completion in an error message."""
+MAX_QUOTE_LENGTH = 300
+"""Maximum number of characters of a completion that an error message quotes."""
 
 
 class RewardScorer:
-    """Scores trajectories by the rules of `reward.terms`; models are asked elsewhere.
+    """Scores trajectories by the rules and functions of `reward.terms`; reward models are evaluated elsewhere.
 
-    Built from plain configuration, in the process that uses it: functions and tokenizer are loaded there.
+    Must be created in the process that uses it, because it loads the functions and the tokenizer.
 
     Raises:
-        ConfigError: a term that cannot work; the message names its YAML path.
+        ConfigError: a term is invalid; the message names its YAML path.
     """
 
     def __init__(self, config: RewardsConfig, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode` turns sampled tokens into text, special tokens left out."""
+        """Create a scorer for the terms of `config`.
+
+        Args:
+            decode: turns sampled tokens into text without special tokens.
+        """
         self._decode = decode
         rules = {name: term for name, term in config.terms.items() if not isinstance(term, ModelRewardConfig)}
         self._weights = {name: term.weight for name, term in rules.items()}
-        self._terms = {name: _build(name, term) for name, term in rules.items()}
+        self._terms = {name: _make_term(name, term) for name, term in rules.items()}
 
     @classmethod
     def from_model(cls, config: RewardsConfig, model_path: str) -> RewardScorer:
-        """A scorer that decodes with the tokenizer in folder `model_path`.
+        """Return a scorer that decodes with the tokenizer in folder `model_path`.
 
         Raises:
             ConfigError: as the class.
             DataError: the tokenizer cannot be loaded.
         """
-        # Cleaning up spaces would change what the policy wrote, and with it what a strict rule sees.
+        # cleaning up spaces would change the text of the policy, and with it the result of a strict rule
         decode = partial(
             load_tokenizer(model_path).decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return cls(config, decode)
 
     async def score(self, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
-        """Every rule's value before weighting, by name, and their weighted sum.
+        """Return the unweighted value of each term by name, and their weighted sum.
 
         Raises:
             RewardError: a term raised, timed out, or returned something other than a finite number.
@@ -81,40 +85,43 @@ class RewardScorer:
         return rewards, sum((self._weights[name] * value for name, value in rewards.items()), 0.0)
 
 
-def _build(name: str, config: NumericRewardConfig | FormatRewardConfig | PythonRewardConfig) -> Term:
+def _make_term(name: str, config: NumericRewardConfig | FormatRewardConfig | PythonRewardConfig) -> RewardTerm:
     match config:
         case NumericRewardConfig():
-            return partial(_numeric, name, config)
+            return partial(_score_numeric, name, config)
         case FormatRewardConfig():
             key = f"reward.terms.{name}.pattern"
             try:
-                return partial(_format, re.compile(config.pattern))
+                return partial(_score_format, re.compile(config.pattern))
             except re.error as e:
                 raise ConfigError(f"{key} needs a regular expression, got {config.pattern!r}: {e}") from e
         case PythonRewardConfig():
             function = load_reward_function(config.path, key=f"reward.terms.{name}.path")
-            return _PythonTerm(name, config, function)
+            return _PythonRewardTerm(name, config, function)
 
 
-async def _numeric(name: str, config: NumericRewardConfig, trajectory: Trajectory, text: str, prompt: Prompt) -> float:
+async def _score_numeric(
+    name: str, config: NumericRewardConfig, trajectory: Trajectory, text: str, prompt: Prompt
+) -> float:
     if prompt.answer is None:
         raise RewardError(
-            f"reward.terms.{name} (numeric) needs a reference answer (data.fields.answer), {prompt.prompt_id} has none"
+            f"reward.terms.{name} (numeric) needs a reference answer (data.fields.answer), "
+            f"but {prompt.prompt_id} has none"
         )
     rule = {"strict": config.strict, "finished": trajectory.finish_reason == "stop"}
-    reward = quick_numeric_reward(text, prompt.answer, **rule)
+    reward = fast_numeric_reward(text, prompt.answer, **rule)
     if reward is None:
-        # In a thread, because math-verify may take two seconds; it is bounded by itself.
+        # in a thread, because math-verify may take two seconds; it has its own timeout
         reward = await asyncio.to_thread(numeric_reward, text, prompt.answer, **rule)
     return reward
 
 
-async def _format(pattern: re.Pattern[str], trajectory: Trajectory, text: str, prompt: Prompt) -> float:
+async def _score_format(pattern: re.Pattern[str], trajectory: Trajectory, text: str, prompt: Prompt) -> float:
     return format_reward(text, pattern)
 
 
-class _PythonTerm:
-    """A user's function, with a limit on its time and a check on what it returns."""
+class _PythonRewardTerm:
+    """Calls a user's function with a timeout and checks its return value."""
 
     def __init__(self, name: str, config: PythonRewardConfig, function: RewardFunction) -> None:
         self._label = f"reward.terms.{name} ({config.path})"
@@ -123,63 +130,67 @@ class _PythonTerm:
         self._threads = None if is_async(function) else asyncio.Semaphore(MAX_THREADS)
 
     async def __call__(self, trajectory: Trajectory, text: str, prompt: Prompt) -> float:
-        on = f"on {prompt.prompt_id}, completion {_short(text)}"
+        on = f"on {prompt.prompt_id}, completion {_abbreviate(text)}"
         call = partial(self._function, trajectory, text, prompt.row)
         try:
-            value, error = await self._outcome(call)
+            value, error = await self._call_with_timeout(call)
         except TimeoutError:
             raise RewardError(
                 f"{self._label} took longer than timeout_seconds = {self._timeout_seconds:g} {on}"
             ) from None
         if error is not None:
-            raise RewardError(f"{self._label} raised {_last_words(error)} {on}") from error
+            raise RewardError(f"{self._label} raised {_describe_error(error)} {on}") from error
         if not isinstance(value, numbers.Real | np.bool_):
-            raise RewardError(f"{self._label} returned {type(value).__name__} {_short(value)}, not a number, {on}")
+            raise RewardError(f"{self._label} returned {type(value).__name__} {_abbreviate(value)}, not a number, {on}")
         if not math.isfinite(value):
             raise RewardError(f"{self._label} returned {value}, not a finite number, {on}")
         return float(value)
 
-    async def _outcome(self, call: Callable[[], Any]) -> Outcome:
+    async def _call_with_timeout(self, call: Callable[[], Any]) -> CallOutcome:
         if self._threads is None:
-            return await asyncio.wait_for(_awaited(call()), self._timeout_seconds)
-        async with self._threads:  # waiting for a turn is no fault of the function
-            return await asyncio.wait_for(_in_thread(call), self._timeout_seconds)
+            return await asyncio.wait_for(_await_outcome(call()), self._timeout_seconds)
+        async with self._threads:  # the time spent waiting here does not count towards the timeout
+            return await asyncio.wait_for(_run_in_thread(call), self._timeout_seconds)
 
 
-async def _awaited(coroutine: Awaitable[Any]) -> Outcome:
+async def _await_outcome(coroutine: Awaitable[Any]) -> CallOutcome:
     try:
         return await coroutine, None
     except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
         return None, e
 
 
-async def _in_thread(call: Callable[[], Any]) -> Outcome:
-    """What `call` does in a thread of its own: an executor would keep the process from ending while one hangs."""
+async def _run_in_thread(call: Callable[[], Any]) -> CallOutcome:
+    """Run `call` in a new daemon thread: a hung call in an executor would keep the process from exiting."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Outcome] = loop.create_future()
+    done: asyncio.Future[CallOutcome] = loop.create_future()
 
-    def finish(outcome: Outcome) -> None:
-        if not done.done():  # timed out meanwhile
+    def finish(outcome: CallOutcome) -> None:
+        if not done.done():  # the call may have timed out
             done.set_result(outcome)
 
     def work() -> None:
         try:
-            outcome: Outcome = (call(), None)
+            outcome: CallOutcome = (call(), None)
         except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
             outcome = (None, e)
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop may be closed
             loop.call_soon_threadsafe(finish, outcome)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await done
 
 
-def _last_words(error: BaseException) -> str:
-    """Type, message and place, in words: tracebacks do not survive the way to another process."""
+def _describe_error(error: BaseException) -> str:
+    """Return type, message and location of an exception as text, because tracebacks cannot be pickled."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} (at {frames[-1].filename}:{frames[-1].lineno})"
 
 
-def _short(value: object) -> str:
+def _abbreviate(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE // 2]} ... {text[-LONGEST_QUOTE // 2 :]}"
+    return (
+        text
+        if len(text) <= MAX_QUOTE_LENGTH
+        else f"{text[: MAX_QUOTE_LENGTH // 2]} ... {text[-MAX_QUOTE_LENGTH // 2 :]}"
+    )

@@ -1,4 +1,4 @@
-"""What agents and the controller need of a generation engine."""
+"""The interfaces of a generation engine: for agents (`GenerationEngine`) and the controller (`RolloutEngine`)."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
-from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.process_groups import TransferGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Sampling parameters of a generation request."""
 
     temperature: float
-    """0.0 is greedy."""
+    """Softmax temperature; 0.0 is greedy decoding."""
     max_new_tokens: int
     top_p: float = 1.0
     top_k: int = -1
     seed: int | None = None
-    """Of this completion's randomness, where the engine is deterministic. None: another one each time."""
+    """Seed of this completion, honored by a deterministic engine. None: a random seed for each request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion to sample."""
+    """A request to sample one completion."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    """The prompt."""
+    """Token ids of the prompt."""
     sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """K sampled tokens."""
+    """A sampled completion of K tokens."""
 
     token_ids: NDArray[np.int32]
-    """[K], the end-of-sequence token included where one was sampled."""
+    """Sampled token ids [K], including the end-of-sequence token if one was sampled."""
     logprobs: NDArray[np.float32]
-    """[K], of the temperature-scaled distribution (of the unscaled one when greedy)."""
+    """Log-probabilities [K] under the temperature-scaled distribution (the unscaled one when greedy)."""
     policy_versions: NDArray[np.int32]
-    """[K]."""
+    """Version of the weights that sampled each token [K]."""
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """Why generation ended: `stop`, `length` or `abort`."""
 
 
 class GenerationEngine(Protocol):
-    """What an agent sees."""
+    """The methods of an engine that agents use."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """One completion."""
+        """Return one completion of the request."""
         ...
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """One each, in order, once all are done: one call between processes instead of many."""
+        """Return one completion per request, in order, once all are done: one inter-process call instead of many."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -70,10 +70,10 @@ class GenerationEngine(Protocol):
 
 
 class RolloutEngine(GenerationEngine, Protocol):
-    """What the controller sees: generation, and weights that come in buckets between begin and end."""
+    """The methods of an engine that the controller uses: generation, and weight updates between begin and end."""
 
     async def begin_weights(self) -> None:
-        """Stop decoding and open the engine for new weights."""
+        """Stop decoding and open a weight update."""
         ...
 
     async def load_weights(self, bucket: WeightBucket) -> None:
@@ -85,67 +85,69 @@ class RolloutEngine(GenerationEngine, Protocol):
         ...
 
     async def layouts(self) -> list[WeightLayout]:
-        """What each TP rank holds, by rank; `load_boxes` takes boxes of these local tensors."""
+        """Return the weight layout of each TP rank, by rank; `load_boxes` takes boxes of these local tensors."""
         ...
 
-    async def whole_tensors(self) -> tuple[str, ...]:
-        """Tensors that have to arrive through `load_weights` in every update, and not as boxes.
+    async def full_tensors(self) -> tuple[str, ...]:
+        """Return the names of the tensors that every update must send through `load_weights`, not as boxes.
 
-        The engine computes values of its own from them as it loads them, on which boxes of the layouts have no effect:
-        (1 + w) for a norm's weight, for one. Most models have none.
+        The engine derives other values from them when it loads them, for example (1 + w) from a norm's weight. Boxes
+        of the layouts would not update these derived values. Most models have no such tensor.
         """
         ...
 
     async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
-        """Write TP rank `tp_rank`'s boxes of round `index` into its parameters (None: it has none).
+        """Write TP rank `tp_rank`'s boxes of round `index` into its parameters (None if it has no boxes).
 
-        Every TP rank has a sender of its own. A call returns once all ranks' parts of the round have come and have
-        been written; the bucket may then be used again. Rounds may overlap.
+        Every TP rank has its own sender. A call returns once the parts of all ranks for the round have arrived and
+        have been written; the bucket may then be reused. Rounds may overlap.
 
         Raises:
-            WeightSyncError: a parameter is unknown, a box is out of bounds, of another dtype, or was written before
-                in this update: no rank writes anything of the round. Or another rank's part did not come in time, or
-                the engine does not answer. The update is closed; the engine serves the old weights if nothing of the
-                update was written before, and otherwise nothing until an update succeeds.
-            WorkerError: the engine has ended.
+            WeightSyncError: a parameter is unknown, or a box is out of bounds, has another dtype, or was already
+                written in this update: no rank writes anything of the round. Also raised if another rank's part did
+                not arrive in time, or the engine does not reply. The update is closed. The engine serves the old
+                weights if nothing of the update was written yet; otherwise it serves no requests until an update
+                succeeds.
+            WorkerError: the engine has exited.
         """
         ...
 
-    async def prepare_receive(self, handover: Handover, engine: int) -> None:
-        """Plan what this engine's TP ranks receive, as engine number `engine` of the handover.
+    async def prepare_receive(self, transfer_spec: TransferSpec, engine: int) -> None:
+        """Plan what this engine's TP ranks receive, as engine number `engine` of the transfer spec.
 
         Raises:
-            WeightSyncError: no trainer rank holds an element that they need.
+            WeightSyncError: no trainer rank holds an element that the TP ranks need.
         """
         ...
 
-    async def join_trainer(self, meeting: Meeting) -> None:
-        """Connect with the trainer's ranks, and with other engines'; all of them join at the same time.
+    async def join_trainer(self, transfer_group: TransferGroup) -> None:
+        """Connect to the trainer's ranks and to those of the other engines, which must join at the same time.
 
-        Needed once before the first `receive_weights`, and after every one that failed.
+        Required once before the first `receive_weights`, and again after each one that failed.
 
         Raises:
-            WeightSyncError: another rank did not join in time.
+            WeightSyncError: another rank did not connect in time.
         """
         ...
 
     async def receive_weights(self) -> list[SyncStats]:
-        """Receive the model while the trainer sends it: boxes straight into the parameters, whole tensors to be loaded.
+        """Receive the weights while the trainer sends them: boxes go directly into the parameters, full tensors
+        through the engine's weight loader.
 
         Returns:
-            By TP rank, what it has counted.
+            The transfer statistics of each TP rank, by rank.
 
         Raises:
             WeightSyncError: a box does not fit the engine's parameters, and no rank receives anything; or a rank of
-                either side is gone or late. The update is closed, as by `load_boxes`.
-            WorkerError: the engine has ended.
+                either side has died or is late. The update is closed, as by `load_boxes`.
+            WorkerError: the engine has exited.
         """
         ...
 
     async def end_weights(self, policy_version: int) -> None:
-        """Drop cached keys and values, take the version, decode again.
+        """Flush the KV cache, set the policy version, and resume decoding.
 
         Raises:
-            WeightSyncError: a tensor of the model, or a box of one, did not arrive since `begin_weights`.
+            WeightSyncError: a tensor of the model, or a box of one, has not arrived since `begin_weights`.
         """
         ...

@@ -1,7 +1,7 @@
-"""The engines as one rollout worker uses them: which is free, which is lost, and which has come back.
+"""The engines of one rollout worker: load balancing, and retries on another engine when one is lost.
 
 group A   engine 0 ---- LostEngineError ---.
-                                           '--> engine 1 (or engine 0, once it is back)   same request ids and seeds
+                                           '--> engine 1 (or engine 0 after its restart)   same request ids and seeds
 """
 
 from __future__ import annotations
@@ -11,88 +11,90 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.errors import LostEngineError
-from megarl.rollout.batching_engine import CoalescingEngine
+from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine
 
 
 @dataclass(slots=True, eq=False)
-class Berth:
-    """An engine and its load; one that comes back is another berth."""
+class EngineSlot:
+    """An engine and its current load; an engine that was restarted gets a new slot."""
 
-    engine: CoalescingEngine
+    engine: BatchingEngine
     outstanding: int = 0
-    """Samples that it is working on for this worker."""
+    """Number of samples that the engine is generating for this worker."""
 
 
-class Fleet:
-    """All engines of a worker."""
+class EnginePool:
+    """All engines that a rollout worker may use, some of which may be lost or not started yet."""
 
     def __init__(self, engines: Sequence[GenerationEngine | None]) -> None:
-        """Args:
-        engines: None: it is not there yet; `replace` brings it.
+        """Create a slot for each engine.
+
+        Args:
+            engines: None for an engine that has not started yet; `replace` adds it later.
         """
-        self._berths: list[Berth | None] = [None if e is None else Berth(CoalescingEngine(e)) for e in engines]
-        self._came_back = asyncio.Event()
-        self._former: list[CoalescingEngine] = []
-        """Lost ones, which may answer yet."""
-        self.reassigned = 0
-        """Samples that were begun anew because their engine was lost."""
+        self._slots: list[EngineSlot | None] = [None if e is None else EngineSlot(BatchingEngine(e)) for e in engines]
+        self._engine_available = asyncio.Event()
+        self._replaced_engines: list[BatchingEngine] = []
+        """Lost engines that were replaced; they may still reply."""
+        self.num_retried = 0
+        """Number of samples that were retried because their engine was lost."""
 
     @property
     def outstanding(self) -> list[int]:
-        """By engine, samples that it is working on."""
-        return [0 if berth is None else berth.outstanding for berth in self._berths]
+        """Number of samples that each engine is generating, by engine index."""
+        return [0 if slot is None else slot.outstanding for slot in self._slots]
 
     @property
-    def late_answers(self) -> int:
-        """Completions that came after their engine was given up, or after their request had failed otherwise."""
-        living = [berth.engine for berth in self._berths if berth is not None]
-        return sum(engine.late_answers for engine in (*self._former, *living))
+    def num_stale_replies(self) -> int:
+        """Number of completions that arrived after their engine was marked lost or their request had failed."""
+        live = [slot.engine for slot in self._slots if slot is not None]
+        return sum(engine.num_stale_replies for engine in (*self._replaced_engines, *live))
 
-    def lose(self, index: int, error: LostEngineError) -> None:
-        """Give an engine up: its requests go to others, and what it yet answers is dropped."""
-        berth = self._berths[index]
-        if berth is not None:
-            berth.engine.lose(error)
+    def mark_lost(self, index: int, error: LostEngineError) -> None:
+        """Stop using an engine: its requests are retried on others, and its later replies are dropped."""
+        slot = self._slots[index]
+        if slot is not None:
+            slot.engine.mark_lost(error)
 
     def replace(self, index: int, engine: GenerationEngine) -> None:
-        """Have `engine` in the place of one that was lost."""
-        self.lose(index, LostEngineError(f"engine {index} was replaced"))
-        berth = self._berths[index]
-        if berth is not None:
-            self._former.append(berth.engine)
-        self._berths[index] = Berth(CoalescingEngine(engine))
-        self._came_back.set()
+        """Use `engine` as engine `index` from now on."""
+        self.mark_lost(index, LostEngineError(f"engine {index} was replaced"))
+        slot = self._slots[index]
+        if slot is not None:
+            self._replaced_engines.append(slot.engine)
+        self._slots[index] = EngineSlot(BatchingEngine(engine))
+        self._engine_available.set()
 
-    async def freest(self) -> Berth:
-        """The living engine with the fewest outstanding samples; waits until one lives."""
+    async def least_loaded(self) -> EngineSlot:
+        """Return the live engine with the fewest outstanding samples; waits until at least one is live."""
         while True:
-            living = [berth for berth in self._berths if berth is not None and berth.engine.lost is None]
-            if living:
-                return min(living, key=lambda berth: berth.outstanding)
-            self._came_back.clear()
-            await self._came_back.wait()
+            live = [slot for slot in self._slots if slot is not None and slot.engine.lost_error is None]
+            if live:
+                return min(live, key=lambda slot: slot.outstanding)
+            self._engine_available.clear()
+            await self._engine_available.wait()
 
 
-class GroupBerth:
-    """The one engine of a group's samples, where the prompt's keys and values are computed once."""
+class EngineLease:
+    """Keeps all samples of a group on one engine, so that the prompt's KV cache is computed once."""
 
-    def __init__(self, fleet: Fleet, num_samples: int) -> None:
-        self._fleet, self._num_samples = fleet, num_samples
-        self._berth: Berth | None = None
-        self._moving = asyncio.Lock()
+    def __init__(self, pool: EnginePool, num_samples: int) -> None:
+        self._pool, self._num_samples = pool, num_samples
+        self._slot: EngineSlot | None = None
+        self._lock = asyncio.Lock()
 
-    async def engine(self) -> CoalescingEngine:
-        """It, or another one where it is lost; waits until one lives, and otherwise returns at once."""
-        async with self._moving:
-            if self._berth is None or self._berth.engine.lost is not None:
-                self.leave()
-                self._berth = await self._fleet.freest()
-                self._berth.outstanding += self._num_samples
-            return self._berth.engine
+    async def engine(self) -> BatchingEngine:
+        """Return the group's engine; if it is lost, lease another one. Waits only if no engine is live."""
+        async with self._lock:
+            if self._slot is None or self._slot.engine.lost_error is not None:
+                self.release()
+                self._slot = await self._pool.least_loaded()
+                self._slot.outstanding += self._num_samples
+            return self._slot.engine
 
-    def leave(self) -> None:
-        """The group needs none any more."""
-        if self._berth is not None:
-            self._berth.outstanding -= self._num_samples
-        self._berth = None
+    def release(self) -> None:
+        """Give the engine back and subtract the group's samples from its load."""
+        if self._slot is not None:
+            self._slot.outstanding -= self._num_samples
+        self._slot = None

@@ -1,4 +1,7 @@
-"""What an engine needs to know to start, and how a configuration becomes it. Imports neither SGLang nor torch."""
+"""The settings with which an engine starts, and how they follow from a run's configuration.
+
+Imports neither SGLang nor torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 from megarl.config import RunConfig
 from megarl.errors import DataError
-from megarl.rollout.unsupported_options import require_served
+from megarl.rollout.unsupported_options import check_engine_support
 
 CPU_MAX_TOTAL_TOKENS = 65_536
 CPU_MAX_RUNNING_REQUESTS = 128
@@ -19,48 +22,48 @@ PORTS_PER_REPLICA = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One engine; plain data, so that it crosses processes. `None` leaves a choice to SGLang."""
+    """Settings of one engine: plain data that can be sent to another process. `None` leaves the choice to SGLang."""
 
     model_path: str
     tp: int = 1
     device: str = "cpu"
     dtype: str = "float32"
-    """As torch names it."""
+    """Parameter dtype by its torch name."""
     context_length: int | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction: float | None = None
     port: int | None = None
-    """Of the engine's process group. None: any free one."""
+    """Port of the engine's process group. None: any free port."""
     seed: int = 0
     deterministic: bool = False
-    """A completion depends on its prompt, its seed and the weights, not on what else the engine is doing."""
+    """Whether a completion depends only on its prompt, seed and weights, and not on the rest of the batch."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of them ends a completion; see `stop_token_ids`."""
+    """Token ids that end a completion when sampled; see `read_stop_token_ids`."""
     policy_version: int = 0
-    """Of the weights in `model_path`."""
+    """Policy version of the weights in `model_path`."""
     log_dir: str | None = None
-    """Where the scheduler processes write their output. None: a temporary folder, removed on shutdown."""
+    """Folder for the logs of the scheduler processes. None: a temporary folder that is removed on shutdown."""
     start_timeout_seconds: float = 600.0
     round_timeout_seconds: float = 60.0
-    """How long one TP rank's boxes of a round wait for the other ranks'."""
+    """How long the boxes of one TP rank wait for the other ranks' boxes of the same round."""
     answer_timeout_seconds: float = 60.0
-    """How long the engine may take over one step of an update of weights."""
+    """Timeout for one step of a weight update."""
     extra_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further `sglang.Engine` arguments."""
+    """Additional keyword arguments of `sglang.Engine`."""
 
 
-def engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
-    """The spec of one replica, with the defaults of its device filled in.
+def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
+    """Return the spec of engine `replica`, with the defaults of its device filled in.
 
     Args:
         device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: such an engine would run another model than config.json describes.
+        ConfigError: SGLang would not run the model as its config.json describes it.
     """
     file = Path(config.model.path) / "config.json"
-    require_served(_read_json(file), device, origin=str(file))
+    check_engine_support(_read_json(file), device, origin=str(file))
     engine = config.rollout.engine
     cpu = device == "cpu"
     dtype = config.model.dtype
@@ -77,24 +80,24 @@ def engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
         port=None if engine.base_port is None else engine.base_port + PORTS_PER_REPLICA * replica,
         seed=config.seed + replica,
         deterministic=cpu if engine.deterministic is None else engine.deterministic,
-        stop_token_ids=stop_token_ids(config.model.path),
+        stop_token_ids=read_stop_token_ids(config.model.path),
         log_dir=f"{config.run_dir}/logs/engine-{replica}",
         start_timeout_seconds=engine.start_timeout_seconds,
-        # together no more than the senders' own patience, so that they hear which rank is missing
+        # together no more than the senders' own timeout, so that their error names the missing rank
         round_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         answer_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         extra_args=dict(engine.extra_args),
     )
 
 
-def stop_token_ids(model_path: str) -> tuple[int, ...]:
-    """Every token that ends a completion: of generation_config.json, config.json and the tokenizer, sorted.
+def read_stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """Return the sorted ids of all stop tokens in generation_config.json, config.json and the tokenizer's files.
 
-    All three, because they disagree in many published folders: a base model's config names the end of a text, its
-    tokenizer the end of a turn.
+    Reads all three sources because they disagree in many published models: a base model's config has the end-of-text
+    token, its tokenizer the end-of-turn token.
 
     Raises:
-        DataError: a file is not JSON, or none of the three names such a token.
+        DataError: a file is not JSON, or none of the three has a stop token.
     """
     folder = Path(model_path)
     ids: set[int] = set()

@@ -1,7 +1,7 @@
-"""Runs agents against engines and has their trajectories scored, a group of samples at a time.
+"""Runs agents against engines and scores their trajectories, one group of samples at a time.
 
 controller --- GroupJob ---> RolloutWorker --- requests of one group ---> the engine with the fewest outstanding
-           <-- summaries --       |                              (another one, should it be lost)
+           <-- summaries --       |                              samples (another one if that is lost)
               + trajectories      '--- trajectory, prompt ---> Scorer
 """
 
@@ -20,123 +20,129 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import CoalescingEngine
+from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
-from megarl.rollout.engine_pool import Fleet, GroupBerth
+from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.scorer import Scorer
 
 T = TypeVar("T")
 
 ABORT_GRACE_SECONDS = 10.0
-"""How long an engine may take to end a request that has timed out."""
+"""How long to wait for an engine to abort a request that has timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutWorkerSpec:
-    """How a worker runs its jobs."""
+    """Settings of a rollout worker."""
 
     request_timeout_seconds: float
-    """For one trajectory's generation, waiting for the engine included."""
+    """Timeout of one trajectory's generation, including the time it is queued in the engine."""
     agent: Agent = single_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJob:
-    """Samples of one prompt."""
+    """A request for `num_samples` trajectories of one prompt."""
 
     prompt: Prompt
     group_id: int
     num_samples: int
     sampling: Sampling
     seed: tuple[int, ...] = ()
-    """Where not empty, every sample's randomness follows from it, the group and the sample."""
+    """If not empty, each sample's seed is derived from it, the group id and the sample's index."""
     request_id: str
     """Prefix of the samples' ids: `<request_id>-<sample>`; unique among the jobs in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:
-    """The scalars of one trajectory: all that the controller reads."""
+    """The scalars of one trajectory, which are all that the controller reads."""
 
     num_tokens: int
     prompt_length: int
     response_length: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     reward: float
     rewards: Mapping[str, float]
     finish_reason: str
     min_policy_version: int
-    """Of the sampled tokens; -1 where none was sampled."""
+    """Smallest policy version among the sampled tokens; -1 if none was sampled."""
     max_policy_version: int
+    """Largest policy version among the sampled tokens; -1 if none was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """A finished job without its tokens."""
+    """The result of a finished job, without its tokens."""
 
     group_id: int
     prompt_id: str
     trajectories: tuple[TrajectorySummary, ...]
-    """In the order of the trajectories."""
+    """One summary per trajectory, in the order of the trajectories."""
     generation_seconds: float
-    """From the job's start to its last token."""
+    """Time from the job's start to its last token."""
     scoring_seconds: float
-    """From then to the last reward."""
+    """Time from the last token to the last reward."""
     replayed: bool = False
-    """It was finished before, and written down."""
+    """Whether the group was read from the journal and not generated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reassignments:
-    """What lost engines have caused."""
+class RetryCounts:
+    """Counts of the retries that lost engines have caused."""
 
-    num_samples: int
-    """Begun anew on another engine."""
-    late_answers: int
-    """Dropped: nobody waited for them any more."""
+    num_retried: int
+    """Number of samples that were retried on another engine."""
+    num_stale_replies: int
+    """Number of completions that were dropped because no caller was waiting for them any more."""
 
 
 class RolloutWorker:
-    """Lives in a process of its own, beside the engines."""
+    """Generates and scores groups of trajectories, in a process separate from the engines."""
 
     def __init__(self, spec: RolloutWorkerSpec, engines: Sequence[GenerationEngine | None], scorer: Scorer) -> None:
-        """Args:
-        engines: None: it is not there yet; `replace_engine` brings it.
+        """Create a worker for the given engines.
+
+        Args:
+            engines: None for an engine that has not started yet; `replace_engine` adds it later.
         """
         assert engines, "a worker needs an engine"
         self._spec = spec
-        self._fleet = Fleet(engines)
+        self._pool = EnginePool(engines)
         self._scorer = scorer
 
-    async def lose_engine(self, index: int, error: LostEngineError) -> None:
-        """Give an engine up: what it has not answered, another one is asked; see `Fleet`."""
-        self._fleet.lose(index, error)
+    async def mark_engine_lost(self, index: int, error: LostEngineError) -> None:
+        """Stop using an engine; its unfinished requests are retried on another one."""
+        self._pool.mark_lost(index, error)
 
     async def replace_engine(self, index: int, engine: GenerationEngine) -> None:
-        """Have `engine` in the place of one that was lost, or that was not there yet."""
-        self._fleet.replace(index, engine)
+        """Use `engine` as engine `index`, which was lost or had not started yet."""
+        self._pool.replace(index, engine)
 
-    async def reassignments(self) -> Reassignments:
-        """What lost engines have caused so far."""
-        return Reassignments(num_samples=self._fleet.reassigned, late_answers=self._fleet.late_answers)
+    async def retry_counts(self) -> RetryCounts:
+        """Return how many samples were retried and how many replies were dropped so far."""
+        return RetryCounts(num_retried=self._pool.num_retried, num_stale_replies=self._pool.num_stale_replies)
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
-        """`num_samples` scored trajectories of the job's prompt.
+        """Generate and score `num_samples` trajectories of the job's prompt.
+
+        If an engine is lost, its samples are retried on another one as soon as one is live.
 
         Raises:
-            WorkerError: a request timed out, or its engine refused it. One that is lost is no error: another one is
-                asked, as soon as there is one.
+            WorkerError: a request timed out, or its engine rejected it.
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
-        berth = GroupBerth(self._fleet, job.num_samples)
+        lease = EngineLease(self._pool, job.num_samples)
         try:
-            await berth.engine()  # now, so that the next group finds it busy
-            trajectories = await _all(self._episode(job, sample, berth) for sample in range(job.num_samples))
+            await lease.engine()  # leased before the first request, so that the next group sees the load
+            trajectories = await _gather_or_cancel(
+                self._run_episode(job, sample, lease) for sample in range(job.num_samples)
+            )
         finally:
-            berth.leave()
+            lease.release()
         generated = time.perf_counter()
-        trajectories = await _all(self._scored(trajectory, job.prompt) for trajectory in trajectories)
+        trajectories = await _gather_or_cancel(self._score(trajectory, job.prompt) for trajectory in trajectories)
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
@@ -146,19 +152,19 @@ class RolloutWorker:
         )
         return summary, trajectories
 
-    async def _episode(self, job: GroupJob, sample: int, berth: GroupBerth) -> Trajectory:
-        """Of the first engine that lives to the end of it: agents keep nothing from one attempt to the next."""
+    async def _run_episode(self, job: GroupJob, sample: int, lease: EngineLease) -> Trajectory:
+        """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one."""
         while True:
-            engine = await berth.engine()
+            engine = await lease.engine()
             try:
                 return await self._attempt(job, sample, engine)
             except LostEngineError as error:
-                engine.lose(error)
-                self._fleet.reassigned += 1
+                engine.mark_lost(error)
+                self._pool.num_retried += 1
 
-    async def _attempt(self, job: GroupJob, sample: int, engine: CoalescingEngine) -> Trajectory:
+    async def _attempt(self, job: GroupJob, sample: int, engine: BatchingEngine) -> Trajectory:
         request_id = f"{job.request_id}-{sample}"
-        sampling = replace(job.sampling, seed=_sample_seed(job, sample)) if job.seed else job.sampling
+        sampling = replace(job.sampling, seed=_derive_seed(job, sample)) if job.seed else job.sampling
         seconds = self._spec.request_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -168,17 +174,17 @@ class RolloutWorker:
         except TimeoutError as e:
             await _abort(engine, request_id)
             raise WorkerError(
-                f"request {request_id} (prompt {job.prompt.prompt_id}) was not done after {seconds} s "
+                f"request {request_id} (prompt {job.prompt.prompt_id}) did not finish within {seconds} s "
                 f"(rollout.request_timeout_seconds)"
             ) from e
 
-    async def _scored(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+    async def _score(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
         rewards, reward = await self._scorer.score(trajectory, prompt)
         return replace(trajectory, rewards=rewards, reward=reward)
 
 
 def summarize(trajectory: Trajectory) -> TrajectorySummary:
-    """The trajectory's scalars."""
+    """Return the scalars of a trajectory."""
     versions = trajectory.policy_versions[trajectory.loss_mask]
     return TrajectorySummary(
         num_tokens=trajectory.num_tokens,
@@ -192,12 +198,12 @@ def summarize(trajectory: Trajectory) -> TrajectorySummary:
     )
 
 
-def _sample_seed(job: GroupJob, sample: int) -> int:
+def _derive_seed(job: GroupJob, sample: int) -> int:
     return int(np.random.SeedSequence((*job.seed, job.group_id, sample)).generate_state(1)[0]) & 0x7FFFFFFF
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order; the first failure cancels the rest and is raised."""
+async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order; the first failure cancels the others and is raised."""
     tasks = [asyncio.ensure_future(w) for w in work]
     try:
         return await asyncio.gather(*tasks)
@@ -208,7 +214,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _abort(engine: GenerationEngine, request_id: str) -> None:
-    """Try to free the engine of a request; an engine that does not answer is reported by the caller's error."""
+    """Try to abort a request; ignores an engine that does not reply, because the caller raises an error anyway."""
     with contextlib.suppress(TimeoutError, WorkerError):
         async with asyncio.timeout(ABORT_GRACE_SECONDS):
             await engine.abort(request_id)

@@ -1,4 +1,4 @@
-"""What a rollout worker needs of rewards."""
+"""The interface through which a rollout worker computes rewards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megarl.batch.trajectory import Prompt, Trajectory
 
 
 class Scorer(Protocol):
-    """Values finished trajectories."""
+    """Computes the rewards of finished trajectories."""
 
     async def score(self, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
-        """Reward term -> value before weighting, and the weighted sum.
+        """Return the unweighted value of each reward term by name, and their weighted sum.
 
         Raises:
-            RewardError: a term raised, timed out or returned no finite number.
+            RewardError: a term raised, timed out or returned something other than a finite number.
         """
         ...

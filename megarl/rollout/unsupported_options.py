@@ -1,6 +1,7 @@
-"""What SGLang's models leave out of a config.json, or cannot start without. Imports neither SGLang nor torch.
+"""Options of a config.json that SGLang's models ignore or cannot run. Imports neither SGLang nor torch.
 
-Most of it would go unnoticed: the engine starts, and samples from another model than the trainer trains.
+Most of these mismatches would go unnoticed: the engine starts, but samples from a different model than the trainer
+trains.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from megarl.errors import ConfigError
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 
 
-def engine_problems(config: Mapping[str, Any], device: str, *, origin: str) -> list[str]:
-    """A sentence, beginning with its key, for each option of a model that its engines would not respect.
+def find_engine_problems(config: Mapping[str, Any], device: str, *, origin: str) -> list[str]:
+    """Return one message, beginning with a YAML key, for each model option that the engines would not respect.
 
     Args:
         config: the content of a config.json.
-        device: of the engines, `cpu` or `cuda`.
-        origin: names the config.json.
+        device: device of the engines, `cpu` or `cuda`.
+        origin: path of the config.json, for the messages.
     """
     architecture = (config.get("architectures") or [None])[0]
     match architecture:
@@ -37,13 +38,13 @@ def engine_problems(config: Mapping[str, Any], device: str, *, origin: str) -> l
     return list(problems)
 
 
-def require_served(config: Mapping[str, Any], device: str, *, origin: str) -> None:
-    """Return if engines on `device` run the model as its config.json describes it.
+def check_engine_support(config: Mapping[str, Any], device: str, *, origin: str) -> None:
+    """Check that engines on `device` run the model as its config.json describes it.
 
     Raises:
-        ConfigError: every problem that `engine_problems` finds, one a line.
+        ConfigError: with every problem that `find_engine_problems` finds, one per line.
     """
-    problems = engine_problems(config, device, origin=origin)
+    problems = find_engine_problems(config, device, origin=origin)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -68,7 +69,7 @@ def _mixtral(config: Mapping[str, Any], origin: str) -> Iterator[str]:
 
 
 def _deepseek_v3(config: Mapping[str, Any], device: str, origin: str) -> Iterator[str]:
-    # transformers does not write the three
+    # transformers does not write these three keys
     needed = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     yield from _required(config, needed, origin)
     yield from _unread(config, {"tie_word_embeddings": False}, origin)
@@ -89,7 +90,7 @@ def _unread(config: Mapping[str, Any], served: Mapping[str, object], origin: str
 
 
 def _required(config: Mapping[str, Any], needed: Mapping[str, object], origin: str) -> Iterator[str]:
-    """Read without a default."""
+    """Yield a message for each key that SGLang reads without a default and that lacks the needed value."""
     for key, value in needed.items():
         got = config.get(key)
         if got != value:

@@ -9,7 +9,7 @@ from megarl.batch.trajectory import Prompt, Trajectory
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """Tokens are code points here."""
+    """Decode token ids, which are code points in these tests."""
     return "".join(map(chr, token_ids))
 
 

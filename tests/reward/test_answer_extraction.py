@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.reward.answer_extraction import final_answer, number
+from megarl.reward.answer_extraction import extract_final_answer, parse_number
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from megarl.reward.answer_extraction import final_answer, number
     ],
 )
 def test_final_answer(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
+    assert extract_final_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_final_answer(text: str, answer: str | None) -> None:
     ],
 )
 def test_numbers(text: str, value: Fraction) -> None:
-    assert number(text) == value
+    assert parse_number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -93,32 +93,32 @@ def test_numbers(text: str, value: Fraction) -> None:
         "٣x",
     ],
 )
-def test_anything_else_is_no_number(text: str) -> None:
-    assert number(text) is None
+def test_other_texts_are_not_numbers(text: str) -> None:
+    assert parse_number(text) is None
 
 
 @given(st.fractions(max_denominator=10**6))
-def test_fractions_are_read_back(value: Fraction) -> None:
-    assert number(str(value)) == value
+def test_fractions_round_trip(value: Fraction) -> None:
+    assert parse_number(str(value)) == value
     sign = "-" if value < 0 else ""
-    assert number(rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}") == value
+    assert parse_number(rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}") == value
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**9), max_value=10**9))
-def test_decimals_are_read_back_with_and_without_commas(value: object) -> None:
-    assert number(f"{value:f}") == number(f"{value:,f}") == Fraction(str(value))
+def test_decimals_round_trip_with_and_without_commas(value: object) -> None:
+    assert parse_number(f"{value:f}") == parse_number(f"{value:,f}") == Fraction(str(value))
 
 
 @given(st.text(alphabet="#0123456789 .,$%-/\\{}boxedfrac\n", max_size=200))
-def test_any_text_is_survived(text: str) -> None:
-    answer = final_answer(text)
-    assert answer is None or number(answer) is None or isinstance(number(answer), Fraction)
+def test_arbitrary_text_raises_no_error(text: str) -> None:
+    answer = extract_final_answer(text)
+    assert answer is None or parse_number(answer) is None or isinstance(parse_number(answer), Fraction)
 
 
 @pytest.mark.parametrize("text", ["#### " + " " * 100_000, "#" * 100_000, "\\boxed{" * 20_000, "#### " + "1" * 100_000])
-def test_degenerate_completions_cost_little(text: str) -> None:
+def test_degenerate_completions_take_little_time(text: str) -> None:
     begun = time.process_time()
-    answer = final_answer(text)
+    answer = extract_final_answer(text)
     if answer is not None:
-        number(answer)
+        parse_number(answer)
     assert time.process_time() - begun < 0.2

@@ -14,7 +14,7 @@ KEY = "reward.terms.mine.path"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory for modules; forgotten afterwards."""
+    """A temporary working directory; its modules are unloaded after the test."""
     modules, path = set(sys.modules), list(sys.path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -58,7 +58,7 @@ def test_working_directory_does_not_shadow_installed_modules(folder: Path) -> No
         ("lacks:f", "cannot import lacks: No module named 'not_installed_here'"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_yaml_path(folder: Path, path: str, message: str) -> None:
+def test_errors_name_the_yaml_path(folder: Path, path: str, message: str) -> None:
     (folder / "my_rewards.py").write_text("number = 3\ndef two(a, b): ...\ndef four(a, b, c, d): ...\n")
     (folder / "broken.py").write_text("undefined")
     (folder / "syntax.py").write_text("def f(:")

@@ -34,7 +34,7 @@ def numpy_number(trajectory: Any, text: str, row: Any) -> Any:
     return np.float32(trajectory.num_tokens)
 
 
-def yes(trajectory: Any, text: str, row: Any) -> Any:
+def boolean(trajectory: Any, text: str, row: Any) -> Any:
     return True
 
 
@@ -42,11 +42,11 @@ def raises(trajectory: Any, text: str, row: Any) -> float:
     raise ValueError("no such thing")
 
 
-async def raises_later(trajectory: Any, text: str, row: Any) -> float:
+async def raises_async(trajectory: Any, text: str, row: Any) -> float:
     raise TimeoutError("the judge did not answer")
 
 
-def leaves(trajectory: Any, text: str, row: Any) -> float:
+def exits(trajectory: Any, text: str, row: Any) -> float:
     sys.exit("bye")
 
 
@@ -54,15 +54,15 @@ def nan(trajectory: Any, text: str, row: Any) -> float:
     return float("nan")
 
 
-def infinite(trajectory: Any, text: str, row: Any) -> float:
+def negative_infinity(trajectory: Any, text: str, row: Any) -> float:
     return float("-inf")
 
 
-def word(trajectory: Any, text: str, row: Any) -> Any:
+def string(trajectory: Any, text: str, row: Any) -> Any:
     return "1.0"
 
 
-def nothing(trajectory: Any, text: str, row: Any) -> Any:
+def none(trajectory: Any, text: str, row: Any) -> Any:
     return None
 
 
@@ -71,7 +71,7 @@ def slow(trajectory: Any, text: str, row: Any) -> float:
     return 1.0
 
 
-async def slow_later(trajectory: Any, text: str, row: Any) -> float:
+async def slow_async(trajectory: Any, text: str, row: Any) -> float:
     await asyncio.sleep(30)
     return 1.0
 
@@ -97,23 +97,23 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
         plus=python("plus", weight=0.1),
         bonus=python("bonus"),
         tokens=python("numpy_number", weight=0.0),
-        yes=python("yes"),
+        boolean=python("boolean"),
     )
     rewards, total = asyncio.run(s.score(make_trajectory("so #### 72"), prompt))
     assert rewards == {
-        "accuracy": 1.0, "strict": 1.0, "format": 1.0, "plus": 10.5, "bonus": 0.5, "tokens": 12.0, "yes": 1.0
+        "accuracy": 1.0, "strict": 1.0, "format": 1.0, "plus": 10.5, "bonus": 0.5, "tokens": 12.0, "boolean": 1.0
     }  # fmt: skip
     assert total == pytest.approx(2.0 + 1.0 - 0.5 + 1.05 + 0.5 + 1.0)
     assert all(type(v) is float for v in rewards.values())
 
 
-def test_prompt_and_unsampled_tokens_are_no_part_of_the_text(prompt: Prompt) -> None:
+def test_text_excludes_prompt_and_unsampled_tokens(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric"})
     rewards, _ = asyncio.run(s.score(make_trajectory("no idea", prompt="#### 72\n"), prompt))
     assert rewards == {"accuracy": 0.0}
 
 
-def test_strict_needs_the_completion_to_have_ended_itself(prompt: Prompt) -> None:
+def test_strict_requires_a_stop_token(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric", "strict": True})
     _, total = asyncio.run(s.score(make_trajectory("#### 72", finish_reason="length"), prompt))
     assert total == 0.0
@@ -122,15 +122,15 @@ def test_strict_needs_the_completion_to_have_ended_itself(prompt: Prompt) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"raised ValueError: no such thing \(at .*test_scorer.py:\d+\)"),
-        ("raises_later", r"raised TimeoutError: the judge did not answer \(at .*test_scorer.py:\d+\)"),
-        ("leaves", "raised SystemExit: bye"),
+        ("raises", r"raised ValueError: no such thing \(at .*test_reward_scorer.py:\d+\)"),
+        ("raises_async", r"raised TimeoutError: the judge did not answer \(at .*test_reward_scorer.py:\d+\)"),
+        ("exits", "raised SystemExit: bye"),
         ("nan", "returned nan, not a finite number,"),
-        ("infinite", "returned -inf, not a finite number,"),
-        ("word", "returned str '1.0', not a number,"),
-        ("nothing", "returned NoneType None, not a number,"),
+        ("negative_infinity", "returned -inf, not a finite number,"),
+        ("string", "returned str '1.0', not a number,"),
+        ("none", "returned NoneType None, not a number,"),
         ("slow", "took longer than timeout_seconds = 0.2"),
-        ("slow_later", "took longer than timeout_seconds = 0.2"),
+        ("slow_async", "took longer than timeout_seconds = 0.2"),
     ],
 )
 def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, name: str, message: str) -> None:
@@ -149,24 +149,24 @@ def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
     assert str(caught.value).endswith("az'")
 
 
-def test_missing_reference(prompt: Prompt) -> None:
+def test_missing_reference_answer_raises(prompt: Prompt) -> None:
     without = Prompt(prompt_id="train.jsonl:9", text="Q?", token_ids=(1,), row={})
     with pytest.raises(RewardError, match=r"reward.terms.acc \(numeric\) needs a reference answer .*train.jsonl:9"):
         asyncio.run(scorer(acc={"type": "numeric"}).score(make_trajectory("#### 1"), without))
 
 
-def test_bad_terms_name_their_yaml_path() -> None:
+def test_invalid_terms_name_their_yaml_path() -> None:
     with pytest.raises(ConfigError, match=r"^reward.terms.f.pattern needs a regular expression, got '\('"):
         scorer(f={"type": "format", "pattern": "("})
     with pytest.raises(ConfigError, match=r"^reward.terms.g.path: module .* has no 'absent'"):
         scorer(g=python("absent"))
 
 
-def test_algebra_is_done_beside_the_event_loop() -> None:
+def test_math_verify_does_not_block_the_event_loop() -> None:
     s = scorer(accuracy={"type": "numeric"})
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
 
-    async def beside() -> tuple[float, int]:
+    async def score_and_count_ticks() -> tuple[float, int]:
         scoring = asyncio.create_task(s.score(make_trajectory(r"so \boxed{1+x}"), prompt))
         ticks = 0
         while not scoring.done():
@@ -174,37 +174,37 @@ def test_algebra_is_done_beside_the_event_loop() -> None:
             ticks += 1
         return (await scoring)[1], ticks
 
-    math_equivalence._checker.close()  # starting it again takes long enough to be seen
-    math_equivalence.equivalent.cache_clear()
-    reward, ticks = asyncio.run(beside())
+    math_equivalence._checker.close()  # its restart takes long enough to count event-loop iterations
+    math_equivalence.is_equivalent.cache_clear()
+    reward, ticks = asyncio.run(score_and_count_ticks())
     assert reward == 1.0
     assert ticks > 20
 
 
-def test_sync_functions_run_side_by_side(prompt: Prompt) -> None:
+def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
     s = scorer(nap=python("nap", timeout_seconds=2.0))
 
-    async def many() -> None:
+    async def score_many() -> None:
         await asyncio.gather(*(s.score(make_trajectory("x"), prompt) for _ in range(64)))
 
-    begun = time.perf_counter()
-    asyncio.run(many())
-    assert time.perf_counter() - begun < 1.5
+    start = time.perf_counter()
+    asyncio.run(score_many())
+    assert time.perf_counter() - start < 1.5
 
 
-def test_demo_sized_step_is_scored_in_under_a_millisecond_each(prompt: Prompt) -> None:
+def test_rules_take_under_a_millisecond_per_completion(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric"}, format={"type": "format"})
 
-    async def many() -> float:
+    async def score_many() -> float:
         await s.score(make_trajectory("warm #### 72"), prompt)
-        begun = time.process_time()  # of this process alone, however busy the machine
+        start = time.process_time()  # CPU time of this process, independent of the load of the node
         await asyncio.gather(*(s.score(make_trajectory(f"{i} #### {i}"), prompt) for i in range(256)))
-        return time.process_time() - begun
+        return time.process_time() - start
 
-    assert asyncio.run(many()) / 256 < 1e-3
+    assert asyncio.run(score_many()) / 256 < 1e-3
 
 
-def test_hanging_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import time\ndef f(t, text, row): time.sleep(60)\n")
     code = (
         "import asyncio\n"
@@ -217,13 +217,13 @@ def test_hanging_function_does_not_keep_the_process_alive(tmp_path: Path) -> Non
         "asyncio.run(RewardScorer(c, decode).score(make_trajectory('x'), p))\n"
     )
     root = str(Path(__file__).parents[2])
-    begun = time.perf_counter()
+    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     assert "took longer than timeout_seconds = 0.1" in done.stderr
-    assert time.perf_counter() - begun < 45
+    assert time.perf_counter() - start < 45
 
 
 def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
     assert rewards == {"a": 1.0, "spaces": 1.0}
 
 
-def test_models_are_asked_elsewhere() -> None:
+def test_model_terms_are_skipped() -> None:
     terms = {"rm": {"type": "model", "path": "nowhere", "weight": 2.0}, "f": {"type": "format", "pattern": "."}}
     for config, expected in ((terms, ({"f": 1.0}, 1.0)), ({"rm": terms["rm"]}, ({}, 0.0))):
         scorer = RewardScorer(RewardsConfig.model_validate({"terms": config}), decode)

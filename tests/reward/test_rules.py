@@ -21,9 +21,9 @@ def score(text: str, answer: str, *, strict: bool = False, finished: bool = True
 @pytest.fixture
 def no_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(prediction: str, reference: str) -> bool:
-        raise AssertionError(f"asked math-verify about {prediction!r} and {reference!r}")
+        raise AssertionError(f"math-verify was called for {prediction!r} and {reference!r}")
 
-    monkeypatch.setattr(rules, "equivalent", fail)
+    monkeypatch.setattr(rules, "is_equivalent", fail)
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +35,15 @@ def answers() -> list[str]:
 @pytest.mark.usefixtures("no_math_verify")
 def test_every_published_answer_equals_itself(answers: list[str]) -> None:
     assert len(answers) == 1319
-    begun = time.process_time()
+    start = time.process_time()
     assert all(score(a, a) == 1.0 for a in answers)
-    assert (time.process_time() - begun) / 1319 < 1e-3
+    assert (time.process_time() - start) / 1319 < 1e-3
     assert all(score(a, a, strict=True) == 1.0 for a in answers)
 
 
 @needs_gsm8k
 @pytest.mark.usefixtures("no_math_verify")
-def test_published_answers_written_otherwise(answers: list[str]) -> None:
+def test_equivalent_spellings_of_published_answers(answers: list[str]) -> None:
     for answer in answers:
         value = int(answer.split("#### ")[1].replace(",", ""))
         for same in (f"{value:,}", f"${value}.00", f"{value}.", f"{2 * value}/2", f"{value} %"):
@@ -59,7 +59,7 @@ def test_published_answers_written_otherwise(answers: list[str]) -> None:
 @pytest.mark.parametrize(
     "prediction", ["8+3", "22-11", "11*1", "8+3=11", r"11 \times 1", r"\sqrt{121}", "eleven", "", "x"]
 )
-def test_arithmetic_must_be_worked_out(prediction: str) -> None:
+def test_unevaluated_arithmetic_scores_zero(prediction: str) -> None:
     assert score(f"#### {prediction}", "11") == 0.0
 
 
@@ -81,7 +81,7 @@ def test_equivalent_expressions(prediction: str, reference: str, reward: float) 
 
 
 @pytest.mark.usefixtures("no_math_verify")
-def test_long_garbage_is_not_asked_about() -> None:
+def test_long_expressions_skip_math_verify() -> None:
     assert score("#### " + "x+" * 500, "y") == 0.0
 
 
@@ -104,7 +104,7 @@ def test_strict(text: str, finished: bool, reward: float) -> None:
     assert score(text, "9", strict=True, finished=finished) == reward
 
 
-def test_only_strict_asks_whether_it_finished() -> None:
+def test_only_strict_requires_a_finished_completion() -> None:
     assert score("#### 9", "9", finished=False) == 1.0
 
 

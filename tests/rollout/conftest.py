@@ -1,10 +1,10 @@
-"""A tiny random Qwen3 and one engine that serves it, shared by the session."""
+"""Session fixtures: a tiny random Qwen3 model and one engine that serves it."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from megarl.rollout.engine_spec import EngineSpec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.rollout.remote import RemoteEngine
 
 EOS = 250
@@ -28,7 +28,7 @@ def tiny_qwen3(folder, seed=0, **changes):
         "pad_token_id": None,
     }
     model = AutoModelForCausalLM.from_config(Qwen3Config(**(settings | changes)), dtype=torch.float32)
-    # random q/k norms and layer norms, so that leaving one out shows
+    # random q/k norms and layer norms, so that tests notice if one is ignored
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -51,7 +51,7 @@ def spec(model_dir):
         max_total_tokens=16_384,
         max_running_requests=64,
         deterministic=True,
-        stop_token_ids=stop_token_ids(model_dir),
+        stop_token_ids=read_stop_token_ids(model_dir),
     )
 
 

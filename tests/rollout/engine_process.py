@@ -1,6 +1,6 @@
-"""Hosts one SglangEngine for the tests, and calls its methods as they are asked for over a socket.
+"""Hosts one SglangEngine for the tests and calls its methods on request over a socket.
 
-Run as `python engine_process.py <socket>`; the first message is the EngineSpec, None is the last.
+Run as `python engine_process.py <socket>`; the first message is the EngineSpec, the last one is None.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What transformers says."""
+"""Reference results of the transformers library, for comparison with engines."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def load(model_dir, weights=None):
 
 
 def changed(model_dir, seed):
-    """Every tensor of the model with other values: Hugging Face name -> tensor."""
+    """Return the model's tensors with randomly changed values: Hugging Face name -> tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: t * (1 + 0.3 * torch.randn(t.shape, generator=generator))
@@ -24,7 +24,7 @@ def changed(model_dir, seed):
 
 @torch.no_grad()
 def logprobs(model, prompt, generation, temperature=1.0):
-    """[K], of the sampled tokens."""
+    """Return the log-probabilities of the sampled tokens [K]."""
     ids = list(prompt) + generation.token_ids.tolist()
     logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
     every = torch.log_softmax(logits / temperature, -1)

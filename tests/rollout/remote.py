@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as the tests see it: SGLang may end the process that hosts it."""
+"""Test client of an engine in a separate process, because SGLang may end the process that hosts it."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.engine_environment import make_engine_environment
 
 CALL_SECONDS = 120
 
@@ -26,9 +26,9 @@ class RemoteEngine:
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-test-")
         address = f"{self.folder.name}/socket"
         listener = Listener(address, authkey=b"tests")
-        environment = os.environ | engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | make_engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
         script = Path(__file__).with_name("engine_process.py")
-        self.process = subprocess.Popen([sys.executable, str(script), address], env=environment)
+        self.process = subprocess.Popen([sys.executable, "-P", str(script), address], env=environment)
         self.connection = listener.accept()
         self.connection.send(spec)
         self.futures: dict[int, Future] = {}
@@ -86,7 +86,7 @@ def requests(prompts, temperature=1.0, max_new_tokens=20, top_p=1.0, top_k=-1):
 
 
 def send_bucket(engine, tensors):
-    """Hand `tensors` over as one bucket, and take the memory back."""
+    """Send `tensors` to the engine as one bucket, then overwrite and free the shared memory."""
     slots, num_bytes = lay_out((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
     buffer = SharedBuffer(num_bytes)
     try:
@@ -99,7 +99,7 @@ def send_bucket(engine, tensors):
 
 
 def sync(engine, weights, policy_version, num_buckets=3):
-    """A whole update."""
+    """Run a complete weight update with full tensors."""
     engine.call("begin_weights")
     names = list(weights)
     for i in range(num_buckets):
@@ -108,7 +108,7 @@ def sync(engine, weights, policy_version, num_buckets=3):
 
 
 def box_bucket(boxes):
-    """The boxes `(local, local_box, elements)` in shared memory: its buffer and its description."""
+    """Copy the boxes `(local, local_box, elements)` to shared memory; return the buffer and its description."""
     slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
     buffer = SharedBuffer(num_bytes)
     for slot, (_, _, t) in zip(slots, boxes, strict=True):
@@ -125,7 +125,7 @@ def boxes_of(layout, weights):
 
 
 def send_round(engine, index, per_rank):
-    """One round, every rank's boxes from a sender of its own; None where a rank has none."""
+    """Send one round, each rank's boxes in a separate call; None for a rank without boxes."""
     buffers, calls = [], []
     try:
         for rank, boxes in enumerate(per_rank):
@@ -146,7 +146,7 @@ def send_round(engine, index, per_rank):
 
 
 def sync_boxes(engine, layouts, weights, policy_version, num_rounds=3):
-    """A whole update by boxes."""
+    """Run a complete weight update with boxes."""
     engine.call("begin_weights")
     ranks = [boxes_of(layout, weights) for layout in layouts]
     for i in range(num_rounds):

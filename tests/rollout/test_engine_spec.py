@@ -7,9 +7,9 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, DataError
-from megarl.rollout.engine_spec import EngineSpec, engine_spec, stop_token_ids
-from megarl.rollout.sglang.engine_environment import STUBS, engine_environment
-from megarl.rollout.sglang.server_args import engine_arguments
+from megarl.rollout.engine_spec import EngineSpec, make_engine_spec, read_stop_token_ids
+from megarl.rollout.sglang.engine_environment import STUBS_FOLDER, make_engine_environment
+from megarl.rollout.sglang.server_args import make_engine_arguments
 
 
 def folder(tmp_path, **files):
@@ -18,7 +18,7 @@ def folder(tmp_path, **files):
     return str(tmp_path)
 
 
-def test_stop_tokens_are_those_of_every_file(tmp_path):
+def test_stop_tokens_are_read_from_every_file(tmp_path):
     path = folder(
         tmp_path,
         config={"eos_token_id": 3},
@@ -26,22 +26,22 @@ def test_stop_tokens_are_those_of_every_file(tmp_path):
         tokenizer_config={"eos_token": {"content": "<end>"}},
         tokenizer={"added_tokens": [{"id": 12, "content": "<end>"}], "model": {"vocab": {"a": 0}}},
     )
-    assert stop_token_ids(path) == (3, 9, 12)
+    assert read_stop_token_ids(path) == (3, 9, 12)
 
 
-def test_a_stop_token_may_be_a_plain_word_of_the_vocabulary(tmp_path):
+def test_stop_token_may_be_in_the_vocabulary(tmp_path):
     path = folder(
         tmp_path,
         config={"eos_token_id": None},
         tokenizer_config={"eos_token": "</s>"},
         tokenizer={"added_tokens": [], "model": {"vocab": {"</s>": 2}}},
     )
-    assert stop_token_ids(path) == (2,)
+    assert read_stop_token_ids(path) == (2,)
 
 
-def test_a_folder_without_a_stop_token_is_refused(tmp_path):
+def test_folder_without_a_stop_token_is_rejected(tmp_path):
     with pytest.raises(DataError, match="needs an end-of-sequence token"):
-        stop_token_ids(folder(tmp_path, config={}))
+        read_stop_token_ids(folder(tmp_path, config={}))
 
 
 def run_config(path, **rollout):
@@ -59,7 +59,7 @@ def run_config(path, **rollout):
 
 def test_defaults_depend_on_the_device(tmp_path):
     config = run_config(folder(tmp_path, config={"eos_token_id": 1}), tp=2, replicas=2)
-    cpu, cuda = engine_spec(config, 1, "cpu"), engine_spec(config, 1, "cuda")
+    cpu, cuda = make_engine_spec(config, 1, "cpu"), make_engine_spec(config, 1, "cuda")
     assert (cpu.dtype, cpu.max_total_tokens, cpu.max_running_requests) == ("float32", 65_536, 128)
     assert (cuda.dtype, cuda.max_total_tokens, cuda.max_running_requests) == ("bfloat16", None, None)
     assert cpu.tp == 2
@@ -69,26 +69,26 @@ def test_defaults_depend_on_the_device(tmp_path):
     assert cpu.stop_token_ids == (1,)
 
 
-def test_what_is_configured_wins(tmp_path):
+def test_configured_values_override_defaults(tmp_path):
     config = run_config(
         folder(tmp_path, config={"eos_token_id": 1}),
         engine={"base_port": 20_000, "max_total_tokens": 100, "max_running_requests": 3, "extra_args": {"x": 1}},
     )
-    spec = engine_spec(config, 2, "cpu")
+    spec = make_engine_spec(config, 2, "cpu")
     assert (spec.port, spec.max_total_tokens, spec.max_running_requests) == (20_200, 100, 3)
     assert spec.extra_args == {"x": 1}
 
 
 @pytest.fixture
 def sglang_arguments(monkeypatch):
-    """SGLang cannot be imported in this process, which has no stand-ins."""
+    """Replace SGLang's server arguments: SGLang cannot be imported in this process, which has no stubs."""
     fake = SimpleNamespace(ServerArgs=SimpleNamespace(__struct_fields__=("model_path", "chunked_prefill_size")))
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", fake)
 
 
 @pytest.mark.usefixtures("sglang_arguments")
 def test_extra_arguments_reach_the_engine():
-    arguments = engine_arguments(EngineSpec(model_path="m", extra_args={"chunked_prefill_size": 64}))
+    arguments = make_engine_arguments(EngineSpec(model_path="m", extra_args={"chunked_prefill_size": 64}))
     assert arguments["chunked_prefill_size"] == 64
     assert arguments["attention_backend"] == "torch_native"
     assert "nccl_port" not in arguments
@@ -102,27 +102,27 @@ def test_extra_arguments_reach_the_engine():
         ("chunked_prefil_size", "no such argument; did you mean chunked_prefill_size"),
     ],
 )
-def test_a_wrong_extra_argument_is_refused(name, message):
+def test_invalid_extra_argument_is_rejected(name, message):
     with pytest.raises(ConfigError, match=message):
-        engine_arguments(EngineSpec(model_path="m", extra_args={name: 1}))
+        make_engine_arguments(EngineSpec(model_path="m", extra_args={name: 1}))
 
 
-def test_the_stand_ins_come_first_and_once(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"/a{os.pathsep}{STUBS}{os.pathsep}/b")
-    variables = engine_environment("cpu", 1)
-    assert variables["PYTHONPATH"].split(os.pathsep) == [str(STUBS), "/a", "/b"]
+def test_stub_folder_comes_first_and_once(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"/a{os.pathsep}{STUBS_FOLDER}{os.pathsep}/b")
+    variables = make_engine_environment("cpu", 1)
+    assert variables["PYTHONPATH"].split(os.pathsep) == [str(STUBS_FOLDER), "/a", "/b"]
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in variables
 
 
-def test_every_rank_gets_a_core(monkeypatch):
+def test_every_rank_is_bound_to_a_core(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
-    assert engine_environment("cpu", 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
+    assert make_engine_environment("cpu", 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "4|5|4"
 
 
-def test_on_cuda_nothing_is_changed():
-    assert engine_environment("cuda", 8) == {}
+def test_cuda_needs_no_variables():
+    assert make_engine_environment("cuda", 8) == {}
 
 
-def test_the_stand_ins_are_not_visible_here():
-    assert str(STUBS) not in sys.path
+def test_stubs_are_not_on_the_path_of_this_process():
+    assert str(STUBS_FOLDER) not in sys.path

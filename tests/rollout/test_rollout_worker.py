@@ -7,16 +7,16 @@ import pytest
 from megarl.batch.trajectory import Prompt
 from megarl.errors import LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import CoalescingEngine
+from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
-from megarl.rollout.rollout_worker import GroupJob, Reassignments, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.rollout_worker import GroupJob, RetryCounts, RolloutWorker, RolloutWorkerSpec
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
 
 
 @dataclass
 class FakeEngine:
-    """Answers the prompt's last token, as often as the sample's number says, after `seconds`."""
+    """Generates the prompt's last token, sample index + 1 times, after `seconds`."""
 
     seconds: float = 0.0
     calls: list[list[str]] = field(default_factory=list)
@@ -77,7 +77,7 @@ def worker(*engines, seconds=5.0, scorer=None):
     return RolloutWorker(RolloutWorkerSpec(request_timeout_seconds=seconds), engines, scorer or LengthScorer())
 
 
-def test_a_group_is_sampled_scored_and_summed_up():
+def test_group_is_sampled_scored_and_summarized():
     summary, trajectories = asyncio.run(worker(FakeEngine()).rollout_group(job()))
     assert [t.token_ids.tolist() for t in trajectories] == [[5, 6, 7, 7], [5, 6, 7, 7, 7]]
     assert trajectories[1].loss_mask.tolist() == [False] * 3 + [True] * 2
@@ -95,7 +95,7 @@ def test_a_group_is_sampled_scored_and_summed_up():
     assert summary.scoring_seconds >= 0
 
 
-def test_a_group_is_one_call_to_its_engine():
+def test_group_is_one_call_to_its_engine():
     engine = FakeEngine()
     asyncio.run(worker(engine).rollout_group(job(num_samples=4)))
     assert engine.calls == [["1-3-0", "1-3-1", "1-3-2", "1-3-3"]]
@@ -123,19 +123,19 @@ def test_groups_go_to_the_engine_with_the_fewest_outstanding_samples():
     asyncio.run(main())
 
 
-def test_a_request_that_takes_too_long_is_named_and_aborted():
+def test_timed_out_request_is_named_and_aborted():
     async def main():
         engine = FakeEngine(seconds=10)
         w = worker(engine, seconds=0.05)
-        with pytest.raises(WorkerError, match=r"request 1-3-\d .*train.jsonl:3.* was not done after 0.05 s"):
+        with pytest.raises(WorkerError, match=r"request 1-3-\d .*train.jsonl:3.* did not finish within 0.05 s"):
             await w.rollout_group(job())
         assert set(engine.aborted) & {"1-3-0", "1-3-1"}
-        assert w._fleet.outstanding == [0]
+        assert w._pool.outstanding == [0]
 
     asyncio.run(main())
 
 
-def test_what_an_engine_refuses_is_the_group_s_failure():
+def test_rejected_request_fails_the_group():
     with pytest.raises(WorkerError, match="too long"):
         asyncio.run(worker(FakeEngine(error=WorkerError("too long"))).rollout_group(job()))
 
@@ -145,72 +145,72 @@ def outcome(result):
     return summary.trajectories, [(t.token_ids.tolist(), t.logprobs.tolist()) for t in trajectories]
 
 
-def test_another_engine_does_what_a_lost_one_had_under_the_same_ids_and_seeds():
+def test_lost_engine_requests_are_retried_with_the_same_ids_and_seeds():
     async def main():
         seeded = replace(job(num_samples=3), seed=(1, 2))
         expected = outcome(await worker(FakeEngine()).rollout_group(seeded))
-        dying, other = FakeEngine(seconds=0.02, error=LostEngineError("SIGKILL")), FakeEngine()
-        w = worker(dying, other)
+        lost, other = FakeEngine(seconds=0.02, error=LostEngineError("SIGKILL")), FakeEngine()
+        w = worker(lost, other)
         assert outcome(await w.rollout_group(seeded)) == expected
-        assert dying.calls == other.calls == [["1-3-0", "1-3-1", "1-3-2"]]
-        assert dying.seeds == other.seeds
+        assert lost.calls == other.calls == [["1-3-0", "1-3-1", "1-3-2"]]
+        assert lost.seeds == other.seeds
         assert len(set(other.seeds)) == 3
-        assert await w.reassignments() == Reassignments(num_samples=3, late_answers=0)
+        assert await w.retry_counts() == RetryCounts(num_retried=3, num_stale_replies=0)
         await w.rollout_group(job(group_id=4))
-        assert len(dying.calls) == 1  # it is asked nothing any more
-        assert w._fleet.outstanding == [0, 0]
+        assert len(lost.calls) == 1  # the lost engine gets no more requests
+        assert w._pool.outstanding == [0, 0]
 
     asyncio.run(main())
 
 
-def test_a_late_answer_of_an_engine_that_was_given_up_is_dropped_and_counted():
+def test_stale_reply_of_a_lost_engine_is_dropped_and_counted():
     async def main():
         gate = asyncio.Event()
         slow, other = FakeEngine(gate=gate), FakeEngine()
         w = worker(slow, other)
         group = asyncio.create_task(w.rollout_group(job()))
         await asyncio.sleep(0.01)
-        await w.lose_engine(0, LostEngineError("no sign of life"))
+        await w.mark_engine_lost(0, LostEngineError("no reply to a ping"))
         summary, _ = await group
         assert [t.response_length for t in summary.trajectories] == [1, 2]
         assert (slow.calls, other.calls) == ([["1-3-0", "1-3-1"]], [["1-3-0", "1-3-1"]])
         gate.set()
         await asyncio.sleep(0.01)
-        assert await w.reassignments() == Reassignments(num_samples=2, late_answers=2)
+        assert await w.retry_counts() == RetryCounts(num_retried=2, num_stale_replies=2)
         await w.replace_engine(0, FakeEngine())
-        assert (await w.reassignments()).late_answers == 2
+        assert (await w.retry_counts()).num_stale_replies == 2
 
     asyncio.run(main())
 
 
-def test_requests_wait_for_an_engine_and_their_time_counts_from_then():
+def test_request_timeout_starts_once_an_engine_is_live():
     async def main():
-        back = FakeEngine(seconds=0.05)
+        restarted = FakeEngine(seconds=0.05)
         w = worker(FakeEngine(error=LostEngineError("SIGKILL")), seconds=0.2)
         groups = [asyncio.create_task(w.rollout_group(job(group_id=i))) for i in (1, 2)]
         await asyncio.sleep(0.4)
         assert not any(group.done() for group in groups)
-        await w.replace_engine(0, back)
+        await w.replace_engine(0, restarted)
         for group, (summary, _) in zip((1, 2), await asyncio.gather(*groups), strict=True):
             assert summary.group_id == group
-        assert sorted(r for call in back.calls for r in call) == ["1-1-0", "1-1-1", "1-2-0", "1-2-1"]
+        assert sorted(r for call in restarted.calls for r in call) == ["1-1-0", "1-1-1", "1-2-0", "1-2-1"]
 
     asyncio.run(main())
 
 
-def test_a_worker_may_begin_without_engines():
+def test_worker_may_start_without_engines():
     async def main():
         w = worker(None, seconds=5)
         group = asyncio.create_task(w.rollout_group(job()))
         await asyncio.sleep(0.01)
         await w.replace_engine(0, FakeEngine())
         await group
-        assert await w.reassignments() == Reassignments(num_samples=0, late_answers=0)
+        assert await w.retry_counts() == RetryCounts(num_retried=0, num_stale_replies=0)
 
     asyncio.run(main())
 
 
-def test_a_group_moves_as_often_as_its_engine_is_lost():
+def test_group_is_retried_each_time_its_engine_is_lost():
     async def main():
         w = worker(FakeEngine(error=LostEngineError("first")))
         group = asyncio.create_task(w.rollout_group(job()))
@@ -218,12 +218,12 @@ def test_a_group_moves_as_often_as_its_engine_is_lost():
             await asyncio.sleep(0.01)
             await w.replace_engine(0, FakeEngine(error=error))
         await group
-        assert (await w.reassignments()).num_samples == 4
+        assert (await w.retry_counts()).num_retried == 4
 
     asyncio.run(main())
 
 
-def test_of_an_agent_s_turns_none_is_kept_from_a_lost_engine():
+def test_multi_turn_agent_restarts_from_its_first_turn():
     class SecondTurn(FakeEngine):
         async def generate_many(self, requests):
             if len(self.calls) == 1:
@@ -232,8 +232,8 @@ def test_of_an_agent_s_turns_none_is_kept_from_a_lost_engine():
 
     async def two_turns(prompt, engine, sampling, *, request_id, group_id):
         for turn in (0, 1):
-            ask = GenerationRequest(request_id=f"{request_id}.{turn}-0", token_ids=prompt.token_ids, sampling=sampling)
-            await engine.generate(ask)
+            turn_id = f"{request_id}.{turn}-0"
+            await engine.generate(GenerationRequest(request_id=turn_id, token_ids=prompt.token_ids, sampling=sampling))
         return await single_turn(prompt, engine, sampling, request_id=request_id, group_id=group_id)
 
     async def main():
@@ -247,7 +247,7 @@ def test_of_an_agent_s_turns_none_is_kept_from_a_lost_engine():
     asyncio.run(main())
 
 
-def test_a_reward_s_failure_is_the_group_s():
+def test_reward_error_fails_the_group():
     class Broken:
         async def score(self, trajectory, prompt):
             raise RewardError("accuracy raised")
@@ -256,27 +256,27 @@ def test_a_reward_s_failure_is_the_group_s():
         asyncio.run(worker(FakeEngine(), scorer=Broken()).rollout_group(job()))
 
 
-def test_only_requests_of_the_same_turn_travel_together():
+def test_only_requests_of_the_same_loop_iteration_are_batched():
     async def main():
-        behind = FakeEngine()
-        engine = CoalescingEngine(behind)
-        ask = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(3)]
-        first = await asyncio.gather(engine.generate(ask[0]), engine.generate(ask[1]))
-        second = await engine.generate(ask[2])
-        assert behind.calls == [["r-0", "r-1"], ["r-2"]]
+        wrapped = FakeEngine()
+        engine = BatchingEngine(wrapped)
+        requests = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(3)]
+        first = await asyncio.gather(engine.generate(requests[0]), engine.generate(requests[1]))
+        second = await engine.generate(requests[2])
+        assert wrapped.calls == [["r-0", "r-1"], ["r-2"]]
         assert [g.token_ids[0] for g in (*first, second)] == [0, 1, 2]
 
     asyncio.run(main())
 
 
-def test_a_cancelled_caller_leaves_the_others_their_answers():
+def test_cancelled_caller_does_not_affect_the_others():
     async def main():
-        behind = FakeEngine(seconds=0.05)
-        engine = CoalescingEngine(behind)
-        ask = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(2)]
-        gone, stays = [asyncio.create_task(engine.generate(a)) for a in ask]
+        wrapped = FakeEngine(seconds=0.05)
+        engine = BatchingEngine(wrapped)
+        requests = [GenerationRequest(request_id=f"r-{i}", token_ids=(i,), sampling=SAMPLING) for i in range(2)]
+        cancelled, remaining = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0.01)
-        gone.cancel()
-        assert (await stays).token_ids[0] == 1
+        cancelled.cancel()
+        assert (await remaining).token_ids[0] == 1
 
     asyncio.run(main())

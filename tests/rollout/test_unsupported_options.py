@@ -1,4 +1,4 @@
-"""What is said of models that SGLang would run as others; test_agreement.py shows that it would."""
+"""Problems reported for models that SGLang would not run as configured; test_agreement.py shows that it would not."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
-from megarl.rollout.engine_spec import engine_spec
-from megarl.rollout.unsupported_options import engine_problems
+from megarl.rollout.engine_spec import make_engine_spec
+from megarl.rollout.unsupported_options import find_engine_problems
 from tests.megatron.fidelity.models import CONFIGS
 
 ARCHITECTURES = {
@@ -19,8 +19,8 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-NOT_ON_CPU = {"gemma2", "deepseek_v3 without query latent"}
-NOWHERE = {"qwen3_moe", "qwen3_moe sparse step"}
+UNSUPPORTED_ON_CPU = {"gemma2", "deepseek_v3 without query latent"}
+UNSUPPORTED = {"qwen3_moe", "qwen3_moe sparse step"}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -30,10 +30,12 @@ def hf_config(name, **changes):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_other_models_are_served(name):
-    problems = {device: engine_problems(hf_config(name), device, origin="config.json") for device in ("cpu", "cuda")}
-    assert bool(problems["cpu"]) == (name in NOT_ON_CPU | NOWHERE)
-    assert bool(problems["cuda"]) == (name in NOWHERE)
+def test_supported_models_have_no_problems(name):
+    problems = {
+        device: find_engine_problems(hf_config(name), device, origin="config.json") for device in ("cpu", "cuda")
+    }
+    assert bool(problems["cpu"]) == (name in UNSUPPORTED_ON_CPU | UNSUPPORTED)
+    assert bool(problems["cuda"]) == (name in UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -121,18 +123,18 @@ def test_other_models_are_served(name):
         ),
     ],
 )
-def test_each_option(name, changes, device, problem):
-    assert engine_problems(hf_config(name, **changes), device, origin="f") == [problem]
+def test_each_unsupported_option_is_reported(name, changes, device, problem):
+    assert find_engine_problems(hf_config(name, **changes), device, origin="f") == [problem]
 
 
-def test_the_cap_may_be_off():
-    assert engine_problems(hf_config("gemma2", attn_logit_softcapping=None), "cpu", origin="f") == []
+def test_gemma2_without_softcapping_runs_on_cpu():
+    assert find_engine_problems(hf_config("gemma2", attn_logit_softcapping=None), "cpu", origin="f") == []
 
 
-def test_engines_are_not_planned_for_such_a_model(tmp_path):
+def test_make_engine_spec_rejects_an_unsupported_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config("gemma2")))
     tree = {"run_dir": "r", "model": {"path": str(tmp_path)}, "data": {"path": "x.jsonl"}}
     config = RunConfig.model_validate(tree)
-    assert engine_spec(config, 0, "cuda").device == "cuda"
+    assert make_engine_spec(config, 0, "cuda").device == "cuda"
     with pytest.raises(ConfigError, match="attn_logit_softcapping needs engines on cuda"):
-        engine_spec(config, 0, "cpu")
+        make_engine_spec(config, 0, "cpu")

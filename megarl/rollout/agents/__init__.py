@@ -1,0 +1,1 @@
+"""Agents: async functions that turn a prompt and an engine into one trajectory."""

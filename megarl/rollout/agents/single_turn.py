@@ -1,4 +1,4 @@
-"""The simplest agent: the prompt, one completion, the end."""
+"""The simplest agent: one completion of the prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rollout.engine import GenerationEngine, GenerationRequest, Sampling
 async def single_turn(
     prompt: Prompt, engine: GenerationEngine, sampling: Sampling, *, request_id: str, group_id: int
 ) -> Trajectory:
-    """Prompt tokens followed by sampled ones; implements `Agent`."""
+    """Sample one completion and return the prompt tokens followed by the sampled ones; implements `Agent`."""
     generation = await engine.generate(
         GenerationRequest(request_id=request_id, token_ids=prompt.token_ids, sampling=sampling)
     )

@@ -1,4 +1,4 @@
-"""A finished group as bytes, one row a trajectory, and back, bit for bit."""
+"""Serializes a finished group of trajectories to an Arrow message, one row per trajectory, without loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float3
 
 
 def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
-    """One Arrow record batch of `SCHEMA`, as an IPC message."""
+    """Return the trajectories as an Arrow record batch of `SCHEMA`, serialized as an IPC message."""
     offsets = pa.array(np.cumsum([0, *(t.num_tokens for t in trajectories)]), pa.int64())
     columns: list[pa.Array] = []
     for field in SCHEMA:
@@ -44,7 +44,7 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
 
 
 def decode_group(body: bytes) -> list[Trajectory]:
-    """What `encode_group` was given."""
+    """Return the trajectories that `encode_group` has serialized, bit for bit."""
     batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
     columns: dict[str, list[Any]] = {
         name: _split(batch.column(name), PER_TOKEN[name])
@@ -56,5 +56,5 @@ def decode_group(body: bytes) -> list[Trajectory]:
 
 
 def _split(column: pa.LargeListArray, dtype: type[np.generic]) -> list[NDArray[Any]]:
-    flat = column.values.to_numpy(zero_copy_only=False).astype(dtype)  # copied, so that it is aligned and writable
+    flat = column.values.to_numpy(zero_copy_only=False).astype(dtype)  # a copy, so that it is aligned and writable
     return np.split(flat, column.offsets.to_numpy()[1:-1])

@@ -1,8 +1,8 @@
-"""Finished groups, written down before they are used, so that none is ever generated twice.
+"""The rollout journal: finished groups are written to disk before they are used, so that none is generated twice.
 
-    <run_dir>/journal/step-000012/<host>-<pid>-<random>.groups     one file a worker process and step
+    <run_dir>/journal/step-000012/<host>-<pid>-<random>.groups     one file per worker process and step
 
-Of several groups that answer the same request, the first one counts, files in the order of their names.
+If several entries belong to the same job, the first one counts, with the files in the order of their names.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.rollout.journal.group_codec import decode_group, encode_group
-from megarl.rollout.journal.journal_folder import SUFFIX, journal_folder, step_folder
-from megarl.rollout.journal.record_file import Frame, FrameWriter, frame, read_body, scan
+from megarl.rollout.journal.journal_folder import FORMAT, SUFFIX, check_format, journal_folder, step_folder
+from megarl.rollout.journal.record_file import Record, RecordWriter, encode_record, read_body, read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-KEPT_STEPS = 2
-"""Whose index a worker keeps: the step under way, and a late answer's."""
+MAX_OPEN_STEPS = 2
+"""Number of steps whose index a worker keeps: the current step, and the step of a late reply."""
 
 _REQUEST = re.compile(r"(?:step|evaluate)-(\d+)-(?:.+-)?\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JournaledGroup:
-    """A finished job as it was answered."""
+class JournalEntry:
+    """A finished job: its summary and its trajectories."""
 
     request_id: str
     prompt_id: str
@@ -47,60 +46,66 @@ class JournaledGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _EntryLocation:
     path: Path
-    frame: Frame
+    record: Record
 
 
 @dataclass(slots=True)
-class _Step:
-    """What is known of one step's folder."""
+class _StepIndex:
+    """The entries of one step's folder that have been read so far."""
 
     read: dict[Path, int] = field(default_factory=dict)
-    """How far each file has been read, in bytes."""
-    places: dict[str, list[_Place]] = field(default_factory=dict)
-    """By request, in the order in which they count."""
-    writer: FrameWriter | None = None
+    """Number of bytes of each file that have been read."""
+    locations: dict[str, list[_EntryLocation]] = field(default_factory=dict)
+    """Locations of each request's entries, in the order in which they count."""
+    writer: RecordWriter | None = None
 
 
 class Journal:
-    """What a worker process reads and writes of a run's journal; not for several threads at once."""
+    """Reads and appends journal entries of a run for one worker process; not thread-safe."""
 
     def __init__(self, run_dir: str | Path, fingerprint: str) -> None:
-        """`fingerprint`: of what decides the samples; see `fingerprint_of`."""
+        """Open the journal of a run.
+
+        Args:
+            fingerprint: identifies the settings that determine the samples; see `journal_fingerprint`.
+        """
         self._folder = journal_folder(run_dir)
         self._fingerprint = fingerprint
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _StepIndex] = {}
 
-    def find(self, step: int, jobs: Sequence[GroupJob]) -> list[JournaledGroup | None]:
-        """For each job of the step its group, where one has finished, of whichever process.
+    def lookup(self, step: int, jobs: Sequence[GroupJob]) -> list[JournalEntry | None]:
+        """Return the entry of each job of the step, or None for a job that no process has finished yet.
 
         Raises:
-            WorkerError: the journal is of another run, or cannot be read.
+            DataError: the journal has another format.
+            WorkerError: the journal belongs to another run, or cannot be read.
         """
-        known = self._refreshed(step)
-        groups = [_answer(known, job) for job in jobs]
-        for job, group in zip(jobs, groups, strict=True):
-            places = known.places.get(job.request_id)
-            if group is None and places:
+        index = self._refresh_index(step)
+        entries = [_find_entry(index, job) for job in jobs]
+        for job, entry in zip(jobs, entries, strict=True):
+            locations = index.locations.get(job.request_id)
+            if entry is None and locations:
                 logger.warning(
-                    "%s: the journal has another job under this name (prompt %s, now %s); its group is generated again",
+                    "%s: the journal has another job under this name (prompt %s, now %s); generating the group again",
                     job.request_id,
-                    places[0].frame.meta["prompt_id"],
+                    locations[0].record.meta["prompt_id"],
                     job.prompt.prompt_id,
                 )
-        return groups
+        return entries
 
-    def keep(
+    def append(
         self, step: int, job: GroupJob, summary: GroupSummary, trajectories: Sequence[Trajectory]
-    ) -> JournaledGroup:
-        """Write the group down; what is returned is the one that counts: another's, where that was there before.
+    ) -> JournalEntry:
+        """Append the group and return the entry that counts: the existing one if another process was faster.
 
         Raises:
-            WorkerError: the file cannot be written, or as `find`.
+            DataError: the journal has another format.
+            WorkerError: the file cannot be written, or as `lookup`.
         """
-        known = self._refreshed(step)
-        found = _answer(known, job)
+        index = self._refresh_index(step)
+        found = _find_entry(index, job)
         if found is not None:
             return found
         meta = {
@@ -110,52 +115,52 @@ class Journal:
             "generation_seconds": summary.generation_seconds,
             "scoring_seconds": summary.scoring_seconds,
         }
-        self._write(step, known, frame(meta, encode_group(trajectories)), job.request_id)
-        return JournaledGroup(
+        self._write(step, index, encode_record(meta, encode_group(trajectories)), job.request_id)
+        return JournalEntry(
             request_id=job.request_id,
             prompt_id=job.prompt.prompt_id,
             summary=summary,
             trajectories=list(trajectories),
         )
 
-    def _refreshed(self, step: int) -> _Step:
-        """The step's index, with what has been added to its folder since."""
-        known = self._steps.pop(step, None) or _Step()
-        self._steps[step] = known
-        while len(self._steps) > KEPT_STEPS:
+    def _refresh_index(self, step: int) -> _StepIndex:
+        """Return the step's index, updated with the records that were appended since the last call."""
+        index = self._steps.pop(step, None) or _StepIndex()
+        self._steps[step] = index
+        while len(self._steps) > MAX_OPEN_STEPS:
             oldest = self._steps.pop(next(iter(self._steps)))
             if oldest.writer:
                 oldest.writer.close()
         folder = step_folder(self._folder, step)
         try:
-            _refresh(known, folder, self._fingerprint)
+            _read_new_records(index, folder, self._fingerprint)
         except OSError as e:
             raise WorkerError(f"the rollout journal {folder} cannot be read: {e}") from e
-        return known
+        return index
 
-    def _write(self, step: int, known: _Step, data: bytes, request_id: str) -> None:
-        path = known.writer.path if known.writer else step_folder(self._folder, step) / _file_name()
+    def _write(self, step: int, index: _StepIndex, data: bytes, request_id: str) -> None:
+        path = index.writer.path if index.writer else step_folder(self._folder, step) / _make_file_name()
         try:
-            if known.writer is None:
-                known.writer = FrameWriter(path)
-                known.writer.write(frame({"fingerprint": self._fingerprint}))
-            known.writer.write(data)
+            if index.writer is None:
+                index.writer = RecordWriter(path)
+                index.writer.write(encode_record({"format": FORMAT, "fingerprint": self._fingerprint}))
+            index.writer.write(data)
         except OSError as e:
-            if known.writer:  # half a frame may be at its end
-                known.writer.close()
-                known.writer = None
-            raise WorkerError(f"{request_id} is done and cannot be written to the rollout journal {path}: {e}") from e
+            if index.writer:  # its file may end in an incomplete record
+                index.writer.close()
+                index.writer = None
+            raise WorkerError(f"{request_id} is done but cannot be written to the rollout journal {path}: {e}") from e
 
 
-def fingerprint_of(config: RunConfig) -> str:
-    """Equal of two configurations where one's journal answers the other's requests.
+def journal_fingerprint(config: RunConfig) -> str:
+    """Return a hash of the settings that determine the samples; runs with equal hashes may share a journal.
 
-    Layouts, engines' sizes and what is written where may differ: they decide nothing but rounding.
+    Parallel layouts, engine sizes and output paths are left out: they affect nothing but rounding.
     """
     optimizer = config.trainer.optimizer.model_dump(mode="json")
     if config.trainer.optimizer.decay != "constant":
         optimizer["steps"] = config.trainer.steps
-    decides = {
+    relevant = {
         "format": FORMAT,
         "seed": config.seed,
         "model": config.model.model_dump(mode="json"),
@@ -166,12 +171,12 @@ def fingerprint_of(config: RunConfig) -> str:
         "max_new_tokens": config.rollout.max_new_tokens,
         "optimizer": optimizer,
     }
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def job_digest(job: GroupJob) -> str:
-    """Equal of two jobs that ask for the same samples."""
-    asks = (
+    """Return a hash of a job, equal for two jobs that request the same samples."""
+    request_fields = (
         job.prompt.prompt_id,
         job.prompt.token_ids,
         job.prompt.answer,
@@ -180,85 +185,100 @@ def job_digest(job: GroupJob) -> str:
         job.sampling,
         job.seed,
     )
-    return hashlib.sha256(repr(asks).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(request_fields).encode()).hexdigest()[:16]
 
 
-def step_of(request_id: str) -> int | None:
-    """The step that the request `step-<step>-...-<group>` or `evaluate-<step>-<group>` belongs to; None: to none."""
+def parse_step(request_id: str) -> int | None:
+    """Return the step of a request id `step-<step>-...-<group>` or `evaluate-<step>-<group>`; None for other ids."""
     match = _REQUEST.fullmatch(request_id)
     return int(match.group(1)) if match else None
 
 
-def read_step(run_dir: str | Path, step: int) -> list[JournaledGroup]:
-    """Every group that counts of one step, in the order of the files; one a job."""
-    known = _Step()
-    _refresh(known, step_folder(journal_folder(run_dir), step), None)
-    groups: dict[tuple[str, str], JournaledGroup] = {}
-    for request_id, places in known.places.items():
-        for place in places:
-            key = request_id, place.frame.meta["job"]
-            group = None if key in groups else _read(place)
-            if group is not None:
-                groups[key] = group
-    return list(groups.values())
+def read_step(run_dir: str | Path, step: int) -> list[JournalEntry]:
+    """Return the entries of one step in the order of the files, one per job.
+
+    Raises:
+        DataError: the journal has another format.
+    """
+    index = _StepIndex()
+    _read_new_records(index, step_folder(journal_folder(run_dir), step), None)
+    entries: dict[tuple[str, str], JournalEntry] = {}
+    for request_id, locations in index.locations.items():
+        for location in locations:
+            key = request_id, location.record.meta["job"]
+            entry = None if key in entries else _read_entry(location)
+            if entry is not None:
+                entries[key] = entry
+    return list(entries.values())
 
 
-def _refresh(known: _Step, folder: Path, fingerprint: str | None) -> None:
-    """Read what is new in a step's folder; `fingerprint`: what its files need to have, None: any."""
+def _read_new_records(index: _StepIndex, folder: Path, fingerprint: str | None) -> None:
+    """Add the new records of a step's folder to the index.
+
+    Args:
+        fingerprint: the fingerprint that the files must have; None accepts any.
+    """
     if not folder.is_dir():
         return
-    with os.scandir(folder) as entries:
-        files = sorted((Path(e.path), e.stat().st_size) for e in entries if e.name.endswith(SUFFIX))
+    with os.scandir(folder) as found:
+        files = sorted((Path(e.path), e.stat().st_size) for e in found if e.name.endswith(SUFFIX))
     for path, size in files:
-        begun = known.read.get(path, 0)
-        if size == begun:
+        start = index.read.get(path, 0)
+        if size == start:
             continue
-        frames, end = scan(path, begun)
-        if begun == 0 and frames:
-            frames = frames[1:] if _is_owned(path, frames[0].meta, fingerprint) else []
-        known.read[path] = end
-        for f in frames:
-            places = known.places.setdefault(f.meta["request_id"], [])
-            places.append(_Place(path, f))
-            places.sort(key=lambda place: (place.path, place.frame.start))
+        records, end = read_records(path, start)
+        if start == 0 and records:
+            records = records[1:] if _has_owner(path, records[0].meta, fingerprint) else []
+        index.read[path] = end
+        for record in records:
+            locations = index.locations.setdefault(record.meta["request_id"], [])
+            locations.append(_EntryLocation(path, record))
+            locations.sort(key=lambda location: (location.path, location.record.start))
 
 
-def _is_owned(path: Path, meta: Mapping[str, Any], fingerprint: str | None) -> bool:
-    """Whether the file says whose it is, by its first frame, as every whole one does."""
+def _has_owner(path: Path, meta: Mapping[str, Any], fingerprint: str | None) -> bool:
+    """Whether the file's first record has a fingerprint, as in every undamaged file.
+
+    Raises:
+        DataError: the file has another format.
+        WorkerError: the fingerprint is not `fingerprint`.
+    """
     got = meta.get("fingerprint")
     if got is None:
         logger.warning("%s is damaged at its beginning; the groups in it are not used", path)
-    elif fingerprint not in (None, got):
+        return False
+    check_format(path, meta)
+    if fingerprint not in (None, got):
         raise WorkerError(
-            f"the rollout journal needs to be of this run's configuration ({fingerprint}), got {path} of another one "
-            f"({got}); move {path.parent.parent} away"
+            f"the rollout journal must belong to this run's configuration ({fingerprint}), but {path} belongs to "
+            f"another one ({got}); move {path.parent.parent} away"
         )
-    return got is not None
+    return True
 
 
-def _answer(known: _Step, job: GroupJob) -> JournaledGroup | None:
-    """The first group of the job that can be read; those that cannot are forgotten."""
-    digest, places = job_digest(job), known.places.get(job.request_id, [])
-    for place in [place for place in places if place.frame.meta["job"] == digest]:
-        group = _read(place)
-        if group is not None:
-            return group
-        places.remove(place)
+def _find_entry(index: _StepIndex, job: GroupJob) -> JournalEntry | None:
+    """Return the first readable entry of the job; unreadable ones are removed from the index."""
+    digest, locations = job_digest(job), index.locations.get(job.request_id, [])
+    for location in [location for location in locations if location.record.meta["job"] == digest]:
+        entry = _read_entry(location)
+        if entry is not None:
+            return entry
+        locations.remove(location)
     return None
 
 
-def _read(place: _Place) -> JournaledGroup | None:
-    """None where it is damaged, or gone."""
-    meta = place.frame.meta
+def _read_entry(location: _EntryLocation) -> JournalEntry | None:
+    """Return the entry at `location`, or None with a logged warning if it is damaged or cannot be read."""
+    meta = location.record.meta
     try:
-        body = read_body(place.path, place.frame)
+        body = read_body(location.path, location.record)
     except OSError as e:
-        logger.warning("%s of the rollout journal %s is not used: %s", meta["request_id"], place.path, e)
+        logger.warning("%s of the rollout journal %s is not used: %s", meta["request_id"], location.path, e)
         return None
     if body is None:
         return None
     trajectories = decode_group(body)
-    return JournaledGroup(
+    return JournalEntry(
         request_id=meta["request_id"],
         prompt_id=meta["prompt_id"],
         summary=GroupSummary(
@@ -272,5 +292,5 @@ def _read(place: _Place) -> JournaledGroup | None:
     )
 
 
-def _file_name() -> str:
+def _make_file_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{SUFFIX}"

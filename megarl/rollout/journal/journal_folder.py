@@ -1,58 +1,85 @@
-"""The folder of a run's rollout journal, as a whole: its steps, and what is removed from it when."""
+"""The folder of a run's rollout journal: its format, its steps, and how they are listed and removed."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from megarl.rollout.journal.record_file import scan
+from megarl.errors import DataError
+from megarl.rollout.journal.record_file import read_records
+
+FORMAT = 2
+"""Version of the journal's files, written into the first record of each; format 1 did not write it."""
 
 SUFFIX = ".groups"
 
 
 def journal_folder(run_dir: str | Path) -> Path:
-    """Where the journal of a run is."""
+    """Return the journal folder of a run."""
     return Path(run_dir) / "journal"
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the journal in `folder` has a step."""
+    """Return the folder of one step in the journal folder `folder`."""
     return folder / f"step-{step:06d}"
 
 
-def steps_in(run_dir: str | Path) -> list[int]:
-    """The steps that the journal has groups of, in order; what people have put beside them is none."""
+def list_steps(run_dir: str | Path) -> list[int]:
+    """Return the steps that have a folder in the journal, sorted; ignores entries with other names."""
     names = (path.name.removeprefix("step-") for path in journal_folder(run_dir).glob("step-*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def drop_steps(run_dir: str | Path, *, upto: int) -> None:
-    """Remove what is written down of the steps up to `upto`, which no checkpoint needs any more.
+def remove_steps(run_dir: str | Path, *, up_to: int) -> None:
+    """Remove the steps up to and including `up_to`, which no checkpoint needs any more.
 
-    On a network's disk files that a worker has open yet cannot be: they go the next time.
+    On a network file system, files that a worker still has open cannot be removed: the next call removes them.
     """
-    for step in [each for each in steps_in(run_dir) if each <= upto]:
+    for step in [each for each in list_steps(run_dir) if each <= up_to]:
         shutil.rmtree(step_folder(journal_folder(run_dir), step), ignore_errors=True)
 
 
-def discard_after(run_dir: str | Path, step: int) -> None:
-    """Remove what is written down of later steps; no worker may be at work on them."""
-    for late in [each for each in steps_in(run_dir) if each > step]:
+def remove_steps_after(run_dir: str | Path, step: int) -> None:
+    """Remove all steps after `step`; no worker may be working on them."""
+    for late in [each for each in list_steps(run_dir) if each > step]:
         shutil.rmtree(step_folder(journal_folder(run_dir), late))
 
 
-def fingerprints_in(run_dir: str | Path) -> set[str]:
-    """Of the runs that the journal's files belong to; an empty journal belongs to none."""
+def read_fingerprints(run_dir: str | Path) -> set[str]:
+    """Return the fingerprints of the runs that wrote the journal's files; empty for an empty journal.
+
+    Raises:
+        DataError: the journal has another format.
+    """
     found: set[str] = set()
     for path in journal_folder(run_dir).glob(f"step-*/*{SUFFIX}"):
-        frames, _ = scan(path)
-        found.update(f.meta["fingerprint"] for f in frames[:1] if "fingerprint" in f.meta)
+        records, _ = read_records(path)
+        for first in records[:1]:
+            if "fingerprint" in first.meta:
+                check_format(path, first.meta)
+                found.add(first.meta["fingerprint"])
     return found
 
 
-def set_aside(run_dir: str | Path) -> Path:
-    """Rename the journal, and say to what; the run begins an empty one."""
+def check_format(path: Path, meta: Mapping[str, Any]) -> None:
+    """Check that a journal file has this version's format; `meta`: the metadata of its first record.
+
+    Raises:
+        DataError: the file has another format; names the journal's folder.
+    """
+    got = meta.get("format", 1)
+    if got != FORMAT:
+        raise DataError(
+            f"the rollout journal {path.parent.parent} has format {got}, but this version of megarl reads format "
+            f"{FORMAT}: start a new run, or resume with the version that wrote the journal"
+        )
+
+
+def rotate_journal(run_dir: str | Path) -> Path:
+    """Rename the journal folder and return its new path; the run then starts an empty journal."""
     folder = journal_folder(run_dir)
     names = (folder.with_name(f"{folder.name}-aside-{number}") for number in itertools.count(1))
     return folder.rename(next(name for name in names if not name.exists()))

@@ -1,8 +1,8 @@
-"""Files that are appended to, frame by frame, and read up to where a killed writer left off.
+"""Append-only files of records, which can be read even if their writer was killed while it wrote a record.
 
-    frame   HEADER | meta, JSON | body
+    record   HEADER | meta, JSON | body
 
-A header says how long its frame is, so that a reader passes over bodies that it does not need.
+The header holds the lengths of meta and body, so that a reader can skip bodies that it does not need.
 """
 
 from __future__ import annotations
@@ -25,66 +25,72 @@ HEADER = struct.Struct("<4sIIIII")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """Where a whole frame is in its file, and what it says of itself."""
+class Record:
+    """The metadata of a complete record and the position of its body in the file."""
 
     meta: Mapping[str, Any]
     start: int
-    """Of the body, in bytes."""
+    """Offset of the body in the file, in bytes."""
     length: int
+    """Length of the body in bytes."""
     crc: int
+    """CRC-32 of the body."""
 
 
-def frame(meta: Mapping[str, Any], body: Any = b"") -> bytes:
-    """The bytes of one frame; `body` is anything with a buffer."""
-    said = json.dumps(meta).encode()
+def encode_record(meta: Mapping[str, Any], body: Any = b"") -> bytes:
+    """Return the bytes of one record; `body` is any object that supports the buffer protocol."""
+    meta_bytes = json.dumps(meta).encode()
     length = memoryview(body).nbytes
-    head = HEADER.pack(MAGIC, len(said), length, zlib.crc32(said), zlib.crc32(body), 0)
-    return b"".join([head[:-4], struct.pack("<I", zlib.crc32(head[:-4])), said, body])
+    head = HEADER.pack(MAGIC, len(meta_bytes), length, zlib.crc32(meta_bytes), zlib.crc32(body), 0)
+    return b"".join([head[:-4], struct.pack("<I", zlib.crc32(head[:-4])), meta_bytes, body])
 
 
-def scan(path: Path, start: int = 0) -> tuple[list[Frame], int]:
-    """The whole frames from `start` on, and where the next one will begin.
+def read_records(path: Path, start: int = 0) -> tuple[list[Record], int]:
+    """Read the complete records from byte `start` on.
 
-    What a killed writer left unfinished is waited for; a file that is damaged elsewhere is told, and not read further.
+    An incomplete record at the end of the file is left for a later call: its writer may still be writing it. Damage
+    elsewhere is logged as a warning; a damaged header ends the reading of the file.
+
+    Returns:
+        The records, and the offset at which the next call continues.
     """
-    frames: list[Frame] = []
+    records: list[Record] = []
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while start + HEADER.size <= size:
             file.seek(start)
             head = file.read(HEADER.size)
-            magic, said, length, said_crc, crc, head_crc = HEADER.unpack(head)
+            magic, meta_length, length, meta_crc, crc, head_crc = HEADER.unpack(head)
             if magic != MAGIC or head_crc != zlib.crc32(head[:-4]):
-                logger.warning("%s is damaged at byte %d; the groups behind are not used", path, start)
-                return frames, size
-            end = start + HEADER.size + said + length
+                logger.warning("%s is damaged at byte %d; the groups after it are not used", path, start)
+                return records, size
+            end = start + HEADER.size + meta_length + length
             if end > size:
                 break
-            meta = file.read(said)
-            if zlib.crc32(meta) == said_crc:
-                frames.append(Frame(meta=json.loads(meta), start=end - length, length=length, crc=crc))
+            meta = file.read(meta_length)
+            if zlib.crc32(meta) == meta_crc:
+                records.append(Record(meta=json.loads(meta), start=end - length, length=length, crc=crc))
             else:
                 logger.warning("%s is damaged at byte %d; the group there is not used", path, start)
             start = end
-    return frames, start
+    return records, start
 
 
-def read_body(path: Path, where: Frame) -> bytes | None:
-    """The frame's body; None, which is told, where it is damaged."""
+def read_body(path: Path, where: Record) -> bytes | None:
+    """Return the record's body, or None with a logged warning if the body is damaged."""
     with path.open("rb") as file:
         file.seek(where.start)
         body = file.read(where.length)
     if zlib.crc32(body) == where.crc:
         return body
-    logger.warning("%s is damaged behind byte %d; the group there is not used", path, where.start)
+    logger.warning("%s is damaged after byte %d; the group there is not used", path, where.start)
     return None
 
 
-class FrameWriter:
-    """Appends to a file of its own, which must be new.
+class RecordWriter:
+    """Appends records to a new file that only this writer writes to.
 
-    A frame that was written survives the process, not the machine: nothing is synced to disk.
+    A written record survives a crash of the process, but not of the node: nothing is synced to disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,11 +99,11 @@ class FrameWriter:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
 
     def write(self, data: bytes) -> None:
-        """Give the kernel all of `data`."""
+        """Write all of `data` to the file, without syncing it to disk."""
         left = memoryview(data)
         while left:
             left = left[os.write(self._descriptor, left) :]
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file; nothing may be written afterwards."""
         os.close(self._descriptor)

@@ -1,7 +1,7 @@
-"""Lets SGLang's deterministic inference run on CPU: a completion depends on its prompt and seed, not on its neighbours.
+"""Deterministic inference on SGLang's CPU engine: a completion depends on its prompt and seed, not on the batch.
 
-On CUDA this is SGLang's own: batch-invariant kernels, and sampling noise hashed from (seed, position, token). Both are
-Triton kernels. Their CPU twins are here, and are installed in scheduler processes only.
+On CUDA, SGLang implements this with Triton kernels: batch-invariant operators, and sampling noise hashed from (seed,
+position, token). This module has CPU replacements for both, which are installed in scheduler processes only.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_MULTIPLE = 16
-"""BLAS picks its kernel by the number of rows, and kernels add up in different orders: a row's result must not depend
-on how many rows happen to be in the batch."""
+"""Matrices are padded to a multiple of this many rows. BLAS chooses its kernel by the number of rows, and kernels sum
+in different orders; without padding, a row's result would depend on the batch size."""
 
 VECTOR_MULTIPLE = 64
-"""Elementwise kernels compute whole vectors of a tensor one way and what is left at its end another, and `exp` rounds
-differently in the two. Two vectors of AVX-512 are 32 numbers."""
+"""Tensors are padded to a multiple of this many elements. Elementwise kernels process full vectors and the remaining
+elements by different code, in which `exp` rounds differently. Two AVX-512 vectors hold 32 numbers."""
 
 _library: torch.library.Library | None = None
 
 
-def allow_on_cpu() -> None:
-    """Have SGLang accept deterministic inference with CPU attention; call before `sglang.Engine` is made.
+def allow_determinism_on_cpu() -> None:
+    """Make SGLang accept deterministic inference with CPU attention; call before creating `sglang.Engine`.
 
-    The engine needs `disable_radix_cache` from then on: SGLang no longer sets it by itself.
+    The engine then needs an explicit `disable_radix_cache`, because SGLang no longer sets it.
     """
     from sglang.srt.server_args import (
         DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
@@ -37,13 +37,13 @@ def allow_on_cpu() -> None:
 
     if "torch_native" not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         add_deterministic_attention_backend_choices(["torch_native"])
-    # named after the cache, but it also decides which models with latent attention are refused
+    # named after the cache, but it also decides which models with latent attention are rejected
     if "torch_native" not in RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND:
         add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def install_cpu_twins() -> None:
-    """Replace SGLang's Triton kernels of deterministic inference in this process; nothing where CUDA is available."""
+def install_cpu_kernels() -> None:
+    """Replace SGLang's Triton kernels for deterministic inference in this process; no-op if CUDA is available."""
     if torch.cuda.is_available():
         return
     import sglang.srt.batch_invariant_ops as batch_invariant
@@ -54,17 +54,20 @@ def install_cpu_twins() -> None:
 
 
 def seeded_hash(seeds_N: Tensor, positions_N: Tensor, columns_M: Tensor) -> Tensor:
-    """int64 [N, M], uniform over [0, 2^32): MurmurHash3's finaliser over seed, position and column in turn."""
-    state_N = _finalise(_low_bits(seeds_N) ^ 0x9E3779B9)
-    state_N = _finalise(state_N ^ _low_bits(positions_N))
-    return _finalise(state_N[:, None] ^ _finalise(_low_bits(columns_M) + 1)[None])
+    """Return hashes of seed, position and column, int64 [N, M], uniform over [0, 2^32).
+
+    Applies MurmurHash3's finalizer to seed, position and column in turn.
+    """
+    state_N = _finalize(_low_bits(seeds_N) ^ 0x9E3779B9)
+    state_N = _finalize(state_N ^ _low_bits(positions_N))
+    return _finalize(state_N[:, None] ^ _finalize(_low_bits(columns_M) + 1)[None])
 
 
 def _low_bits(values: Tensor) -> Tensor:
     return values.to(torch.int64) & 0xFFFFFFFF
 
 
-def _finalise(h: Tensor) -> Tensor:
+def _finalize(h: Tensor) -> Tensor:
     # products of two 32-bit numbers wrap around 64 bits, which leaves their low 32 bits right
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -79,17 +82,17 @@ def _replace_kernels() -> None:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             _library.impl("mm", _padded_mm, "CPU")  # type: ignore[no-untyped-call]
             _library.impl("addmm", _padded_addmm, "CPU")  # type: ignore[no-untyped-call]
-            # latent attention folds queries and unfolds values with these
+            # latent attention projects queries and values with these
             _library.impl("bmm", _padded_bmm, "CPU")  # type: ignore[no-untyped-call]
             _library.impl("bmm.out", _padded_bmm_out, "CPU")  # type: ignore[no-untyped-call]
-            # DeepSeek-V3 scores experts with it; how many scores there are depends on the batch
+            # DeepSeek-V3 computes expert scores with it; their number depends on the batch
             _library.impl("sigmoid", _padded_sigmoid, "CPU")  # type: ignore[no-untyped-call]
 
 
 def _padded_mm(a_NK: Tensor, b_KM: Tensor) -> Tensor:
     rows, padded = a_NK.shape[0], _pad_rows(a_NK)
     out = torch.empty(padded.shape[0], b_KM.shape[1], dtype=a_NK.dtype)
-    torch.mm(padded, b_KM, out=out)  # the variant with `out` is another kernel, and not replaced
+    torch.mm(padded, b_KM, out=out)  # the `out` variant is a different kernel, which is not replaced
     return out[:rows]
 
 
@@ -112,6 +115,6 @@ def _padded_sigmoid(x: Tensor) -> Tensor:
 
 
 def _pad_rows(a: Tensor) -> Tensor:
-    """[..., N, K] with zeros below, so that `ROW_MULTIPLE` divides its rows."""
+    """Append zero rows to a matrix [..., N, K] so that its number of rows is a multiple of `ROW_MULTIPLE`."""
     missing = -a.shape[-2] % ROW_MULTIPLE
     return F.pad(a, (0, 0, 0, missing)) if missing else a

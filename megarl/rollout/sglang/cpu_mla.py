@@ -1,4 +1,4 @@
-"""Lets models with multi-head latent attention (DeepSeek-V3) run on SGLang's CPU engine."""
+"""Support for multi-head latent attention (MLA, DeepSeek-V3) on SGLang's CPU engine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 
-def attend_to_latents_on_cpu() -> None:
-    """Fold queries into the space of the latents for prompts as well; nothing where CUDA is available.
+def use_absorbed_mla_on_cpu() -> None:
+    """Use the absorbed form of MLA for prefill as well; no-op if CUDA is available.
 
-    For prompts without a prefix SGLang expands latents to each head's keys, but its CPU attention reads keys from the
-    cache only, where latents are.
+    For prompts without a cached prefix, SGLang expands the latents to per-head keys. But its CPU attention reads keys
+    only from the KV cache, which holds the latents.
     """
     if torch.cuda.is_available():
         return
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    def always_folded(_attention: Any, _batch: Any) -> Any:
+    def always_absorbed(_attention: Any, _batch: Any) -> Any:
         return handlers.AttnForwardMethod.MLA
 
-    handlers.AttentionBackendRegistry.register("torch_native", always_folded)
+    handlers.AttentionBackendRegistry.register("torch_native", always_absorbed)

@@ -1,46 +1,49 @@
-"""The environment variables of an engine process. Imports neither SGLang nor torch: the launcher reads it."""
+"""The environment variables of an engine process.
+
+Imports neither SGLang nor torch, because the process that launches engines uses it.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-STUBS = Path(__file__).parent / "stubs"
-"""Stand-ins for GPU-only wheels; a trainer that saw them would think it had Triton."""
+STUBS_FOLDER = Path(__file__).parent / "stubs"
+"""Stub modules for GPU-only wheels, for engine processes only: a trainer would take them for the real Triton."""
 
 EXPECTED_WARNINGS = (
-    "Only CUDA",  # SGLang's, of quantization methods that the CPU engine never uses
+    "Only CUDA",  # from SGLang, about quantization methods that the CPU engine never uses
     "Triton is not supported on current platform",
-    "resource_tracker",  # the schedulers are ended with SIGKILL, their semaphores go with the tracker
+    "resource_tracker",  # schedulers are stopped with SIGKILL; the tracker then removes their semaphores
 )
-"""How warnings begin that say nothing on a machine without CUDA."""
+"""Prefixes of warnings that are expected on a node without CUDA and are ignored there."""
 
 
-def engine_environment(device: str, tp: int) -> dict[str, str]:
-    """Variables that an engine's process needs before it starts; on CUDA none.
+def make_engine_environment(device: str, tp: int) -> dict[str, str]:
+    """Return the variables that must be set before an engine's process starts; empty on CUDA.
 
     Args:
         device: `cpu` or `cuda`.
-        tp: the engine's tensor parallel size.
+        tp: tensor-parallel size of the engine.
     """
     if device == "cuda":
         return {}
-    folders = [folder for folder in _inherited("PYTHONPATH", os.pathsep) if folder != str(STUBS)]
+    folders = [folder for folder in _split_variable("PYTHONPATH", os.pathsep) if folder != str(STUBS_FOLDER)]
     ignored = [f"ignore:{message}" for message in EXPECTED_WARNINGS]
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(STUBS), *folders]),
+        "PYTHONPATH": os.pathsep.join([str(STUBS_FOLDER), *folders]),
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its seeded sampler; the compiler trips over the stand-ins
+        "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its seeded sampler; the compiler fails on the stub modules
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONWARNINGS": ",".join([*_inherited("PYTHONWARNINGS", ","), *ignored]),
+        "PYTHONWARNINGS": ",".join([*_split_variable("PYTHONWARNINGS", ","), *ignored]),
     }
     if tp > 1:
-        # SGLang otherwise asks for one NUMA node per rank
+        # SGLang otherwise requires one NUMA node per rank
         cores = sorted(os.sched_getaffinity(0))
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
     return variables
 
 
-def _inherited(name: str, separator: str) -> list[str]:
+def _split_variable(name: str, separator: str) -> list[str]:
     return [part for part in os.environ.get(name, "").split(separator) if part]

@@ -1,12 +1,12 @@
-"""An SGLang engine, the thread that owns it, and the watch over its scheduler processes.
+"""Hosts an SGLang engine: the thread that owns it, and the monitoring of its scheduler processes.
 
 caller's event loop            engine thread (its own event loop)         scheduler processes
 call(coroutine) -------------> tokenizer manager ---- zmq -------------->  one per TP rank
      <------------------------ result                                      (they die with this process)
-     <------------------------ WorkerError, once one of them has exited
+     <------------------------ LostEngineError, once one of them has exited
 
-The thread is needed for two reasons. SGLang installs signal handlers where it runs in a main thread, and the schedulers
-live as long as the *thread* that started them.
+The thread is needed for two reasons. SGLang installs signal handlers if it runs in the main thread, and the schedulers
+live only as long as the *thread* that started them.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang import shm_cleanup
 from megarl.rollout.sglang.private_dir import PrivateFolder
 from megarl.rollout.sglang.scheduler_process import SchedulerProcess, ignore_sigquit, log_file
-from megarl.rollout.sglang.server_args import engine_arguments
+from megarl.rollout.sglang.server_args import make_engine_arguments
 
 T = TypeVar("T")
 
 LOG_TAIL_LINES = 15
 
-BEAT_SECONDS = 0.5
-"""How often it is looked whether schedulers that do not answer have worked meanwhile."""
+PING_POLL_SECONDS = 0.5
+"""How often to check whether schedulers that do not reply to a ping have used CPU time since."""
 
-BUSY_SECONDS = 300.0
-"""How long they may work without an answer: one that waits in vain for another rank's GPU spins, and looks busy."""
+MAX_BUSY_SECONDS = 300.0
+"""How long schedulers may be busy without a reply: one that waits for another rank's hung GPU spins and looks busy."""
 
 
 class EngineHost:
-    """Starts, watches and ends one `sglang.Engine`."""
+    """Starts, monitors and stops one `sglang.Engine`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.directory = ""
-        """Private to this engine, for its sockets among others; made as it launches, removed by `stop`."""
+        """Private folder of this engine, for sockets and other files; created at launch, removed by `stop`."""
         self.failure: LostEngineError | None = None
-        self._question: asyncio.Task[Any] | None = None
-        """Asked by `beat`, and not answered yet."""
-        self._asked = 0.0
+        self._pending_ping: asyncio.Task[Any] | None = None
+        """The last ping to the schedulers, until they reply."""
+        self._pinged_at = 0.0
         self.processes: list[BaseProcess] = []
         self._folder: PrivateFolder | None = None
         self._log_dir = spec.log_dir or ""
         self._engine: Any = None
-        self._load_figures: Path | None = None
+        self._load_snapshot: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: set[asyncio.Task[Any]] = set()
@@ -71,17 +71,17 @@ class EngineHost:
 
     @property
     def tokenizer_manager(self) -> Any:
-        """SGLang's front; its coroutines run in `call` only."""
+        """SGLang's tokenizer manager, the front end of the engine; its coroutines must run through `call`."""
         if self._engine is None:
             raise LostEngineError("the engine is not running")
         return self._engine.tokenizer_manager
 
     async def start(self) -> None:
-        """Return once the engine answers.
+        """Start the engine and return once it is ready.
 
         Raises:
-            ConfigError: the port is in use, or an argument is none of SGLang's.
-            WorkerError: the engine did not come up; with the last lines of its log. A LostEngineError, where its
+            ConfigError: the port is in use, or SGLang does not know an argument.
+            WorkerError: the engine did not start; the message has the last lines of its log. A LostEngineError if its
                 schedulers were killed.
         """
         if self.spec.port is not None:
@@ -95,43 +95,43 @@ class EngineHost:
         try:
             await asyncio.wait_for(asyncio.wrap_future(ready), self.spec.start_timeout_seconds)
         except TimeoutError as e:
-            words = self._last_words()
+            log_tail = self._log_tail()
             await self.stop()
-            raise WorkerError(f"the engine was not up after {self.spec.start_timeout_seconds} s{words}") from e
+            raise WorkerError(f"the engine did not start within {self.spec.start_timeout_seconds} s{log_tail}") from e
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that runs in the engine's thread.
+        """Run a coroutine in the engine's thread and return its result.
 
         Raises:
-            LostEngineError: a scheduler process has ended, or ends meanwhile.
+            LostEngineError: a scheduler process has exited, or exits before the coroutine is done.
         """
         if self._loop is None or self._stopping:
             work.close()
             raise self.failure or LostEngineError("the engine is not running")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._watched(work), self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._track(work), self._loop))
 
     async def watch(self) -> NoReturn:
-        """Wait for the engine's end.
+        """Wait until the engine ends, and raise the reason.
 
         Raises:
-            LostEngineError: a scheduler process has ended, or the engine was shut down.
+            LostEngineError: a scheduler process has exited, or the engine was shut down.
         """
         await self.call(asyncio.Event().wait())
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
-    async def beat(self) -> None:
-        """Return once the scheduler processes have given a sign of life; those that stand still never do.
+    async def ping(self) -> None:
+        """Return once the scheduler processes are known to be alive; never returns if they are hung.
 
-        They answer, or have used processor time since: one that is in a long step does not answer for `BUSY_SECONDS`
-        at most.
+        They are alive if they reply, or if all of them use CPU time: during a long step they cannot reply. CPU time
+        counts for at most `MAX_BUSY_SECONDS` after a ping.
 
         Raises:
-            LostEngineError: a scheduler process has ended.
+            LostEngineError: a scheduler process has exited.
         """
-        await self.call(self._beat())
+        await self.call(self._ping())
 
     def describe(self, rank: int) -> str:
-        """The scheduler process of a TP rank, and what the system says of it."""
+        """Return the TP rank, pid and OS process state of a scheduler process as text, for error messages."""
         pid = self.processes[rank].pid
         try:
             status = Path(f"/proc/{pid}/status").read_text()
@@ -141,28 +141,28 @@ class EngineHost:
         return f"TP rank {rank} (pid {pid}, {state})"
 
     async def stop(self) -> None:
-        """End the engine's processes and thread; calls in progress fail."""
+        """Stop the engine's processes and thread; calls in progress raise LostEngineError."""
         if not self._stopping:
             self._stopping = True
             if self._loop is not None:
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
             else:
                 self._kill()  # the launch then fails
-                self._remove_folder()  # the launch may outlast the caller's patience
+                self._remove_folder()  # the launch may take longer than the caller waits
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
     def _run(self, ready: concurrent.futures.Future[None]) -> None:
-        ready.set_running_or_notify_cancel()  # a starter that gave up leaves it open
+        ready.set_running_or_notify_cancel()  # a caller that timed out must not cancel it
         try:
             self._launch()
         except ConfigError as e:
             ready.set_exception(e)
-        except (Exception, SystemExit) as e:  # noqa: BLE001 -- whatever stopped SGLang goes to the caller
+        except (Exception, SystemExit) as e:  # noqa: BLE001 -- any error of SGLang's goes to the caller
             codes = [process.exitcode or 0 for process in self.processes]
-            # ended by a signal, and none by itself: that is no fault of the model's or of the configuration
+            # ended by a signal, and none by its own error: not caused by the model or the configuration
             kind = LostEngineError if min(codes, default=0) < 0 and max(codes) <= 0 else WorkerError
-            error = kind(f"the engine did not start: {type(e).__name__}: {e}{self._last_words()}")
+            error = kind(f"the engine did not start: {type(e).__name__}: {e}{self._log_tail()}")
             error.__cause__ = e
             ready.set_exception(error)
         else:
@@ -176,9 +176,9 @@ class EngineHost:
             from sglang.srt.entrypoints.engine import Engine
 
         host = self
-        if self._stopping:  # while SGLang was imported, which takes seconds
-            raise WorkerError("stopped while it started")
-        shm_cleanup.remove_abandoned()
+        if self._stopping:  # during the import of SGLang, which takes seconds
+            raise WorkerError("the engine was stopped during startup")
+        shm_cleanup.remove_abandoned_queues()
         self._folder = PrivateFolder("megarl-engine-")
         self.directory = self._folder.path
         self._log_dir = self._log_dir or self.directory
@@ -189,64 +189,64 @@ class EngineHost:
             @classmethod
             def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
                 if host._stopping:
-                    raise WorkerError("stopped while it started")
-                host._load_figures = _load_figures(*args, **kwargs)
+                    raise WorkerError("the engine was stopped during startup")
+                host._load_snapshot = _find_load_snapshot(*args, **kwargs)
                 result, processes = super()._launch_scheduler_processes(*args, **kwargs)
                 host.processes.extend(processes)
                 return result, processes
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
-                return [], []  # the schedulers answer the tokenizer manager with token ids
+                return [], []  # the schedulers send token ids directly to the tokenizer manager
 
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         with _temporary_files_in(self.directory):
-            self._engine = HostedEngine(**engine_arguments(self.spec))
-        self._remove_load_figures()  # every process has mapped them, and no killed one can leave them behind
+            self._engine = HostedEngine(**make_engine_arguments(self.spec))
+        self._remove_load_snapshot()  # every process has mapped the file; without a name it cannot be left behind
         self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
-        # a full collection over all that SGLang imports takes 0.4 s, and flushing the cache asks for one
+        # a full garbage collection over all SGLang modules takes 0.4 s, and flushing the cache triggers one
         loop.run_until_complete(self.tokenizer_manager.freeze_gc())
         for rank, process in enumerate(self.processes):
             loop.add_reader(process.sentinel, self._on_exit, rank, process)
         if not self._stopping:
             self._loop = loop
 
-    async def _beat(self) -> None:
-        if self._question is None or self._question.done():
-            self._question = asyncio.ensure_future(self.tokenizer_manager.get_internal_state())
-            self._calls.add(self._question)
-            self._question.add_done_callback(self._calls.discard)
-            self._asked = time.monotonic()
+    async def _ping(self) -> None:
+        if self._pending_ping is None or self._pending_ping.done():
+            self._pending_ping = asyncio.ensure_future(self.tokenizer_manager.get_internal_state())
+            self._calls.add(self._pending_ping)
+            self._pending_ping.add_done_callback(self._calls.discard)
+            self._pinged_at = time.monotonic()
         before = self._processor_seconds()
-        while not self._question.done():
-            await asyncio.wait([self._question], timeout=BEAT_SECONDS)
+        while not self._pending_ping.done():
+            await asyncio.wait([self._pending_ping], timeout=PING_POLL_SECONDS)
             now = self._processor_seconds()
             is_busy = all(spent > earlier for spent, earlier in zip(now, before, strict=True))
-            if is_busy and time.monotonic() - self._asked <= BUSY_SECONDS:
+            if is_busy and time.monotonic() - self._pinged_at <= MAX_BUSY_SECONDS:
                 return
 
     def _processor_seconds(self) -> list[float]:
-        """By TP rank."""
+        """Return the CPU seconds that each scheduler process has used, by TP rank."""
         spent = []
         for process in self.processes:
             try:
                 spent.append(sum(psutil.Process(process.pid).cpu_times()[:2]))
             except psutil.NoSuchProcess:
-                spent.append(0.0)  # `_on_exit` is about to tell
+                spent.append(0.0)  # `_on_exit` will report it
         return spent
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         self.failure = self.failure or LostEngineError("the engine was shut down")
         calls = list(self._calls)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.sleep(0)  # their callers learn of it in the loop's next turn
+        await asyncio.sleep(0)  # the callers are resumed in the loop's next iteration
         assert self._loop is not None
         self._loop.stop()
 
-    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _track(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         if self.failure:
@@ -271,13 +271,13 @@ class EngineHost:
         code = process.exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self.failure = LostEngineError(
-            f"the engine's scheduler process of TP rank {rank} {how}{self._last_words(process)}"
+            f"the engine's scheduler process of TP rank {rank} {how}{self._log_tail(process)}"
         )
         self._kill()
         for call in list(self._calls):
             call.cancel()
 
-    def _last_words(self, process: BaseProcess | None = None) -> str:
+    def _log_tail(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self.processes:
             log = log_file(self._log_dir, candidate.pid or 0)
             if log.exists() and (lines := end_of(log).splitlines()):
@@ -294,21 +294,21 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
-        shm_cleanup.remove_of(process.pid for process in self.processes if process.pid is not None)
-        self._remove_load_figures()
+        shm_cleanup.remove_queues_of(process.pid for process in self.processes if process.pid is not None)
+        self._remove_load_snapshot()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
             self._folder.remove()
 
-    def _remove_load_figures(self) -> None:
-        if self._load_figures is not None:
-            self._load_figures.unlink(missing_ok=True)
+    def _remove_load_snapshot(self) -> None:
+        if self._load_snapshot is not None:
+            self._load_snapshot.unlink(missing_ok=True)
 
 
-def _load_figures(server_args: Any, port_args: Any, *_: Any, **__: Any) -> Path:
-    """The file in shared memory in which SGLang's processes tell each other how busy they are, and which they leave."""
+def _find_load_snapshot(server_args: Any, port_args: Any, *_: Any, **__: Any) -> Path:
+    """Return the shared-memory file in which SGLang's processes publish their load, and which they do not remove."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 
     return Path(shm_path_for(port_args.instance_id))
@@ -324,10 +324,10 @@ def _temporary_files_in(directory: str) -> Iterator[None]:
 
 
 def check_port(port: int) -> None:
-    """Nothing, where `port` is free on this machine.
+    """Check that `port` is free on this node.
 
     Raises:
-        ConfigError: another socket is bound to it.
+        ConfigError: another socket is bound to the port.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

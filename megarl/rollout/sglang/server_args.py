@@ -1,4 +1,4 @@
-"""An engine's spec as arguments of `sglang.Engine`."""
+"""Translates an engine spec into the arguments of `sglang.Engine`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.sglang.cpu_determinism import allow_on_cpu
+from megarl.rollout.sglang.cpu_determinism import allow_determinism_on_cpu
 from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
 CPU_ARGUMENTS = {
@@ -17,17 +17,17 @@ CPU_ARGUMENTS = {
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
 }
-"""SGLang's defaults need CUDA, and an idle scheduler otherwise keeps a core busy."""
+"""Arguments for the CPU engine: SGLang's defaults need CUDA, and an idle scheduler would keep a core busy."""
 
 CPU_MEM_FRACTION = 0.5
-"""Upper limit of weights and KV cache; `max_total_tokens` sets the KV cache's size below it."""
+"""Upper limit of weights and KV cache, as a fraction of memory; `max_total_tokens` limits the KV cache further."""
 
 
-def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`; what the spec leaves open is absent.
+def make_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Return the keyword arguments of `sglang.Engine`, without those that the spec leaves to SGLang.
 
     Raises:
-        ConfigError: `extra_args` has a name that SGLang does not know, or one that the spec sets.
+        ConfigError: `extra_args` has a name that SGLang does not know, or one that megarl sets.
     """
     optional = {
         "context_length": spec.context_length,
@@ -53,10 +53,10 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.deterministic:
         defaults |= {"enable_deterministic_inference": True}
         if spec.device == "cpu":
-            allow_on_cpu()
-            # Where a long prompt is cut would depend on what else is being read, and what the cache holds of it on
-            # what was read before. SGLang then reserves memory for the longest prompt it could meet, more than the
-            # machine has, unless it is told a fraction.
+            allow_determinism_on_cpu()
+            # With chunked prefill, the position where a long prompt is split depends on the batch; with the radix
+            # cache, its cached prefix depends on earlier requests. Without chunking, SGLang reserves memory for the
+            # longest possible prompt, more than the node has, unless the fraction is set.
             defaults |= {
                 "chunked_prefill_size": -1,
                 "disable_radix_cache": True,

@@ -1,7 +1,8 @@
-"""The SGLang engine behind megarl's engine protocol: token ids in, token ids, log-probabilities and versions out.
+"""The SGLang implementation of megarl's engine interface.
 
-An instance belongs in a process of its own (a Ray actor, or a plain script), started with the variables of
-`megarl.rollout.sglang.engine_environment.engine_environment`:
+Takes prompts as token ids; returns token ids, log-probabilities and policy versions. An instance needs a process of
+its own (a Ray actor, or a plain script), started with the environment variables of
+`megarl.rollout.sglang.engine_environment.make_engine_environment`:
 
     engine = SglangEngine(spec)
     await engine.start()
@@ -22,32 +23,32 @@ import numpy as np
 
 from megarl.errors import LostEngineError, WorkerError
 from megarl.reshard.layout.layout import Box, WeightLayout
-from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
-from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.engine_spec import EngineSpec, engine_spec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, make_engine_spec, read_stop_token_ids
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace
-from megarl.rollout.sglang.weight_update.update_session import WeightSession, whole_tensors
+from megarl.rollout.sglang.weight_update.update_session import WeightSession, full_tensors
 
-__all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "engine_spec", "stop_token_ids"]
+__all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "make_engine_spec", "read_stop_token_ids"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """An engine that answers."""
+    """The state of an engine that replies."""
 
     policy_version: int
     num_requests: int
-    """In flight."""
+    """Number of requests in flight."""
     scheduler_pids: tuple[int, ...]
-    """One per TP rank."""
+    """Pids of the scheduler processes, one per TP rank."""
 
 
 class SglangEngine:
-    """Implements `RolloutEngine`. Every method may raise LostEngineError: the engine's processes have ended."""
+    """Implements `RolloutEngine`. Every method may raise LostEngineError: the engine's processes have exited."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -56,31 +57,31 @@ class SglangEngine:
         self._num_requests = 0
         self._num_attempts = 0
         self._in_flight: dict[str, str] = {}
-        """By request id, SGLang's of its latest attempt."""
+        """Request id -> the id under which SGLang knows its latest attempt."""
         self._first_completion: float | None = None
 
     async def start(self) -> None:
-        """Return once the engine answers.
+        """Start the engine and return once it is ready.
 
         Raises:
-            ConfigError: the port is in use, or an argument is none of SGLang's.
-            WorkerError: the engine did not come up.
+            ConfigError: the port is in use, or SGLang does not know an argument.
+            WorkerError: the engine did not start.
         """
         await self._host.start()
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """One completion.
+        """Return one completion of the request.
 
         Raises:
-            WorkerError: SGLang refused the request (too long, for one), or another one came under its id.
-            WeightSyncError: the engine holds a mixture of weights after a sync that failed.
+            WorkerError: SGLang rejected the request (for example, it is too long), or a newer request has the same id.
+            WeightSyncError: the engine holds a mixture of weights after a failed weight update.
         """
         (generation,) = await self.generate_many([request])
         return generation
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """One completion each, in order, as soon as all are done; raises as `generate` does."""
-        self._weights.check_whole()
+        """Return one completion per request, in order, once all are done; raises as `generate`."""
+        self._weights.check_consistent()
         self._num_requests += len(requests)
         try:
             return await self._host.call(self._complete_all(requests))
@@ -88,17 +89,17 @@ class SglangEngine:
             self._num_requests -= len(requests)
 
     async def abort(self, request_id: str) -> None:
-        """End a request early: it completes with what it has, finish_reason `abort`. Unknown ids are ignored."""
+        """End a request early: it returns the tokens so far with finish_reason `abort`. Unknown ids are ignored."""
         await self._host.call(self._abort(request_id))
 
     async def abort_all(self) -> None:
-        """End every request early."""
+        """End all requests in flight early."""
         await self._host.call(self._abort(None))
 
     async def begin_weights(self) -> None:
-        """Stop decoding and open the engine for new weights; requests in flight wait, and go on with them.
+        """Stop decoding and open a weight update; requests in flight wait and resume with the new weights.
 
-        An update that is open already is given up first.
+        Aborts an update that is already open.
         """
         await self._weights.begin()
 
@@ -107,63 +108,63 @@ class SglangEngine:
         await self._weights.load(bucket)
 
     async def layouts(self) -> list[WeightLayout]:
-        """What each TP rank holds, by rank: read off its own loader; see `weight_layout.engine_trace`.
+        """Return the weight layout of each TP rank, by rank, traced from the model's loader (`engine_trace`).
 
         Raises:
-            WeightSyncError: the model loads in a way that boxes cannot express.
+            WeightSyncError: the model loads its weights in a way that boxes cannot express.
         """
         return [trace.layout for trace in await self.traces()]
 
     async def traces(self) -> list[EngineTrace]:
-        """The layouts, with padding and with what must come through `load_weights`; raises as `layouts` does."""
+        """Return the layouts with padding and with the tensors that need `load_weights`; raises as `layouts`."""
         return await self._weights.traces()
 
-    async def whole_tensors(self) -> tuple[str, ...]:
-        """See `RolloutEngine.whole_tensors`; raises as `layouts` does."""
-        return whole_tensors(await self.traces())
+    async def full_tensors(self) -> tuple[str, ...]:
+        """Return the tensors that every update must send through `load_weights`; raises as `layouts`."""
+        return full_tensors(await self.traces())
 
     async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
         """Write one TP rank's part of round `index`; see `RolloutEngine.load_boxes`."""
         await self._weights.load_boxes(tp_rank, index, bucket)
 
-    async def prepare_receive(self, handover: Handover, engine: int) -> None:
+    async def prepare_receive(self, transfer_spec: TransferSpec, engine: int) -> None:
         """Plan what the TP ranks receive; see `RolloutEngine.prepare_receive`."""
-        await self._weights.prepare(handover, engine)
+        await self._weights.prepare(transfer_spec, engine)
 
-    async def join_trainer(self, meeting: Meeting) -> None:
-        """Connect the TP ranks with the trainer's; see `RolloutEngine.join_trainer`."""
-        await self._weights.join(meeting)
+    async def join_trainer(self, transfer_group: TransferGroup) -> None:
+        """Connect the TP ranks to the trainer's ranks; see `RolloutEngine.join_trainer`."""
+        await self._weights.join(transfer_group)
 
     async def receive_weights(self) -> list[SyncStats]:
-        """Have the TP ranks receive the model; see `RolloutEngine.receive_weights`."""
+        """Receive the weights on all TP ranks; see `RolloutEngine.receive_weights`."""
         return await self._weights.receive()
 
     async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
-        """By TP rank: tensor and box of each piece of its layout -> `digest` of what its parameter holds."""
+        """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""
         return await self._weights.piece_hashes()
 
     async def end_weights(self, policy_version: int) -> None:
-        """Take the version and decode again; see `RolloutEngine.end_weights`."""
+        """Set the policy version and resume decoding; see `RolloutEngine.end_weights`."""
         await self._weights.end(policy_version)
 
     async def abort_weights(self) -> None:
-        """Give an open update up. The engine decodes again, unless something was written."""
+        """Abort an open update. The engine resumes decoding, unless part of the update was written."""
         await self._weights.abort()
 
     async def randomize_weights(self) -> None:
-        """Overwrite every parameter with noise: after a sync, nothing of it may be left."""
+        """Overwrite every parameter with noise, to test that a weight update replaces all of it."""
         await self._host.call(self._randomize())
 
     async def read_weights(self, directory: str) -> None:
-        """Every TP rank saves its parameters and its buffers: torch files, name -> tensor.
+        """Save the parameters and the buffers of every TP rank as torch files (name -> tensor).
 
         Args:
-            directory: where `rank<r>.pt` and `rank<r>.buffers.pt` go.
+            directory: folder for `rank<r>.pt` and `rank<r>.buffers.pt`.
         """
         await self._weights.dump(directory)
 
     async def health(self) -> EngineHealth:
-        """What the engine is at; asks the schedulers, and so waits for the step that they are in."""
+        """Return the engine's state; waits until the schedulers have finished their current step."""
         await self._host.call(self._host.tokenizer_manager.get_internal_state())
         pids = tuple(p.pid or 0 for p in self._host.processes)
         return EngineHealth(
@@ -171,26 +172,26 @@ class SglangEngine:
         )
 
     async def watch(self) -> LostEngineError:
-        """How the engine has ended, once it has."""
+        """Wait until the engine ends, and return the reason."""
         try:
             await self._host.watch()
         except LostEngineError as error:
             return error
 
-    async def beat(self) -> LostEngineError | None:
-        """None once the engine has given a sign of life (see `EngineHost.beat`), or how it has ended."""
+    async def ping(self) -> LostEngineError | None:
+        """Return None once the engine is known to be alive (see `EngineHost.ping`), or the reason why it ended."""
         try:
-            await self._host.beat()
+            await self._host.ping()
         except LostEngineError as error:
             return error
         return None
 
-    async def first_completion(self) -> float | None:
-        """When the first one was finished, in Unix time; None before."""
+    async def first_completion_time(self) -> float | None:
+        """Return the Unix time when the first completion was finished; None before that."""
         return self._first_completion
 
     async def shutdown(self) -> None:
-        """End the engine's processes; requests in flight are lost. May be called twice."""
+        """Stop the engine's processes; requests in flight are lost. May be called twice."""
         await self._host.stop()
 
     async def _complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -210,7 +211,7 @@ class SglangEngine:
         sampling = request.sampling
         # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
         seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
-        attempt = self._attempt(request.request_id)
+        attempt = self._begin_attempt(request.request_id)
         work = GenerateReqInput(
             rid=attempt,
             input_ids=list(request.token_ids),
@@ -226,24 +227,27 @@ class SglangEngine:
         )
         try:
             answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
-        except (ValueError, HTTPException) as e:  # an HTTPException is SGLang's word for its own overload
+        except (ValueError, HTTPException) as e:  # SGLang raises HTTPException when it is overloaded
             raise WorkerError(f"request {request.request_id}: {e}") from e
         finally:
             is_latest = self._in_flight.get(request.request_id) == attempt
             if is_latest:
                 del self._in_flight[request.request_id]
         if not is_latest:
-            raise WorkerError(f"request {request.request_id} was asked again")
+            raise WorkerError(f"request {request.request_id} was replaced by a newer request with the same id")
         if self._first_completion is None:
             self._first_completion = time.time()
         return self._generation(answer)
 
-    def _attempt(self, request_id: str) -> str:
-        """A name for SGLang, which takes none twice; whoever asked under this id before is gone, or has given up."""
+    def _begin_attempt(self, request_id: str) -> str:
+        """Return a new SGLang request id, because SGLang rejects duplicates, and abort the previous attempt.
+
+        The caller of the previous attempt has died or timed out.
+        """
         if request_id in self._in_flight:
             self._host.tokenizer_manager.abort_request(rid=self._in_flight[request_id])
         self._num_attempts += 1
-        # SGLang aborts all that begin with the name: none is the beginning of another
+        # SGLang aborts all requests whose id has a given prefix: the "." keeps an id from being a prefix of another
         self._in_flight[request_id] = attempt = f"{request_id}#{self._num_attempts}."
         return attempt
 
@@ -266,7 +270,7 @@ class SglangEngine:
         check = CheckWeightsReqInput(action="reset_tensors")
         ok, message, *_ = await self._host.tokenizer_manager.check_weights(check)
         if not ok:
-            raise WorkerError(f"the engine's weights could not be overwritten: {message}")
+            raise WorkerError(f"SGLang could not overwrite the engine's weights: {message}")
 
     async def _abort(self, request_id: str | None) -> None:
         manager = self._host.tokenizer_manager

@@ -1,4 +1,4 @@
-"""SGLang's message queues in shared memory: a process that is killed while it starts leaves its own behind."""
+"""Removes SGLang's message queues in shared memory, which a process that is killed during startup leaves behind."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- where SGLang makes them
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- where SGLang creates them
 
-YOUNG_SECONDS = 10.0
-"""A queue may belong to a process that cannot be seen from here, in another container; it soon needs no name."""
+MIN_AGE_SECONDS = 10.0
+"""Younger queues are kept: they may belong to a process in another container, which is not visible here. Older queues
+no longer need their name, because all processes have opened them."""
 
 _NAME = re.compile(r"sgl_shm_mq_(\d+)_[0-9a-f]+")
 
 
-def remove_abandoned(folder: Path = SHARED_MEMORY) -> None:
-    """Remove the queues of processes that are gone."""
+def remove_abandoned_queues(folder: Path = SHARED_MEMORY) -> None:
+    """Remove the queues whose processes no longer exist."""
     for pid, path in _queues(folder):
-        if not psutil.pid_exists(pid) and _age(path) > YOUNG_SECONDS:
+        if not psutil.pid_exists(pid) and _age(path) > MIN_AGE_SECONDS:
             path.unlink(missing_ok=True)
 
 
-def remove_of(pids: Iterable[int], folder: Path = SHARED_MEMORY) -> None:
-    """Remove the queues that these processes, which have ended, have left."""
+def remove_queues_of(pids: Iterable[int], folder: Path = SHARED_MEMORY) -> None:
+    """Remove the queues of the given processes, which must have exited."""
     ended = set(pids)
     for pid, path in _queues(folder):
         if pid in ended:

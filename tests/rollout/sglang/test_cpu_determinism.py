@@ -1,11 +1,11 @@
-"""A completion is a function of prompt, seed and weights, whatever else the engine is doing."""
+"""A completion depends only on prompt, seed and weights, not on the rest of the batch."""
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.engine_spec import EngineSpec, stop_token_ids
+from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from megarl.rollout.sglang.cpu_determinism import seeded_hash
 from tests.megatron.fidelity.models import save_model
 from tests.rollout.remote import RemoteEngine
@@ -18,33 +18,34 @@ def request(prompt, seed, label):
     return GenerationRequest(request_id=f"{label}-{seed}-{hash(prompt)}", token_ids=prompt, sampling=sampling)
 
 
-def test_a_completion_does_not_depend_on_its_neighbours(engine):
-    require_independent(engine)
+def test_completion_does_not_depend_on_the_batch(engine):
+    assert_batch_independent(engine)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_nor_does_it_with_other_attention_and_with_experts(name, tmp_path_factory):
+def test_completion_does_not_depend_on_the_batch_with_mla_or_moe(name, tmp_path_factory):
     folder = save_model(name, tmp_path_factory.getbasetemp() / "models")
     spec = EngineSpec(
         model_path=folder,
         max_total_tokens=16_384,
         max_running_requests=64,
         deterministic=True,
-        stop_token_ids=stop_token_ids(folder),
+        stop_token_ids=read_stop_token_ids(folder),
     )
     engine = RemoteEngine(spec)
     try:
         engine.call("start")
-        require_independent(engine)
+        assert_batch_independent(engine)
     finally:
         engine.close()
 
 
-def require_independent(engine):
+def assert_batch_independent(engine):
     alone = [engine.call("generate", request(p, seed=i, label="alone")) for i, p in enumerate(PROMPTS)]
-    crowd = [request(p, seed=100 + i, label="crowd") for p in PROMPTS for i in range(6)]
+    others = [request(p, seed=100 + i, label="others") for p in PROMPTS for i in range(6)]
     together = engine.call(
-        "generate_many", crowd[:17] + [request(p, seed=i, label="together") for i, p in enumerate(PROMPTS)] + crowd[17:]
+        "generate_many",
+        others[:17] + [request(p, seed=i, label="together") for i, p in enumerate(PROMPTS)] + others[17:],
     )[17 : 17 + len(PROMPTS)]
     for a, b in zip(alone, together, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
@@ -52,15 +53,15 @@ def require_independent(engine):
 
 
 def test_seeds_differ_and_repeat(engine):
-    ask = [request(PROMPTS[3], seed=s, label="seeds") for s in range(8)]
-    first = [tuple(g.token_ids.tolist()) for g in engine.call("generate_many", ask)]
-    assert first == [tuple(g.token_ids.tolist()) for g in engine.call("generate_many", ask)]
+    batch = [request(PROMPTS[3], seed=s, label="seeds") for s in range(8)]
+    first = [tuple(g.token_ids.tolist()) for g in engine.call("generate_many", batch)]
+    assert first == [tuple(g.token_ids.tolist()) for g in engine.call("generate_many", batch)]
     assert len(set(first)) > 1
 
 
-def test_samples_follow_the_distribution(engine):
-    """First tokens of 2,000 seeds against the probabilities that the engine states for them."""
-    ask = [
+def test_sample_frequencies_match_the_probabilities(engine):
+    """Compare the first tokens of 2,000 seeds with the probabilities that the engine reports for them."""
+    batch = [
         GenerationRequest(
             request_id=f"spread-{s}",
             token_ids=PROMPTS[2],
@@ -68,7 +69,7 @@ def test_samples_follow_the_distribution(engine):
         )
         for s in range(2000)
     ]
-    generations = engine.call("generate_many", ask)
+    generations = engine.call("generate_many", batch)
     probability = {int(g.token_ids[0]): float(np.exp(g.logprobs[0])) for g in generations}
     counts = {t: sum(int(g.token_ids[0]) == t for g in generations) for t in probability}
     for token, p in probability.items():
@@ -76,7 +77,7 @@ def test_samples_follow_the_distribution(engine):
             assert abs(counts[token] / 2000 - p) < 5 * (p * (1 - p) / 2000) ** 0.5, token
 
 
-def test_the_hash_is_uniform_and_depends_on_all_three():
+def test_seeded_hash_is_uniform_and_depends_on_all_inputs():
     seeds, positions, columns = torch.arange(64), torch.arange(64) * 7, torch.arange(512)
     values = seeded_hash(seeds, positions, columns)
     assert values.shape == (64, 512)
@@ -87,7 +88,7 @@ def test_the_hash_is_uniform_and_depends_on_all_three():
     assert abs(uniform.mean() - 0.5) < 0.01
     counts = torch.histc(uniform.float(), bins=32, min=0, max=1)
     assert ((counts - 1024).abs() < 6 * 1024**0.5).all()
-    neighbours = torch.corrcoef(torch.stack([uniform[:, :-1].flatten(), uniform[:, 1:].flatten()]))[0, 1]
-    assert abs(neighbours) < 0.03
+    correlation = torch.corrcoef(torch.stack([uniform[:, :-1].flatten(), uniform[:, 1:].flatten()]))[0, 1]
+    assert abs(correlation) < 0.03
     for change in ((seeds + 1, positions, columns), (seeds, positions + 1, columns), (seeds, positions, columns + 1)):
         assert (seeded_hash(*change) != values).double().mean() > 0.999

@@ -22,14 +22,14 @@ def wait_until(condition, seconds):
     return condition()
 
 
-def ended(process):
+def has_exited(process):
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def test_a_killed_scheduler_is_an_error_of_the_running_and_of_every_later_call(spec):
+def test_killed_scheduler_fails_current_and_later_calls(spec):
     engine = RemoteEngine(spec)
     try:
         engine.call("start")
@@ -46,7 +46,7 @@ def test_a_killed_scheduler_is_an_error_of_the_running_and_of_every_later_call(s
     assert engine.process.returncode == 0
 
 
-def test_a_scheduler_that_fails_at_start_leaves_its_last_words(spec, model_dir, tmp_path):
+def test_failed_start_reports_the_log_tail(spec, model_dir, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(model_dir, broken)
     weights = broken / "model.safetensors"
@@ -63,7 +63,7 @@ def test_a_scheduler_that_fails_at_start_leaves_its_last_words(spec, model_dir, 
         engine.close()
 
 
-def test_a_scheduler_that_is_killed_while_it_starts_may_be_started_again(spec):
+def test_scheduler_killed_during_startup_is_a_lost_engine(spec):
     engine = RemoteEngine(spec)
     host = psutil.Process(engine.process.pid)
 
@@ -81,10 +81,10 @@ def test_a_scheduler_that_is_killed_while_it_starts_may_be_started_again(spec):
         engine.close()
 
 
-def test_an_engine_that_is_late_is_given_up(spec):
+def test_start_timeout_stops_the_engine(spec):
     engine = RemoteEngine(dataclasses.replace(spec, start_timeout_seconds=0.5))
     try:
-        with pytest.raises(WorkerError, match=r"was not up after 0\.5 s"):
+        with pytest.raises(WorkerError, match=r"did not start within 0\.5 s"):
             engine.call("start")
         assert not [p for p in psutil.Process(engine.process.pid).children() if "spawn_main" in " ".join(p.cmdline())]
     finally:
@@ -92,7 +92,7 @@ def test_an_engine_that_is_late_is_given_up(spec):
 
 
 @pytest.mark.parametrize("moment", ["while it generates", "while it starts"])
-def test_no_process_outlives_a_killed_host(spec, moment):
+def test_schedulers_die_with_a_killed_host(spec, moment):
     engine = RemoteEngine(spec)
     host = psutil.Process(engine.process.pid)
     start = engine.submit("start")
@@ -107,11 +107,11 @@ def test_no_process_outlives_a_killed_host(spec, moment):
     assert children
     engine.process.send_signal(signal.SIGKILL)
     engine.process.wait()
-    assert wait_until(lambda: all(ended(c) for c in children), 5), [c for c in children if not ended(c)]
+    assert wait_until(lambda: all(has_exited(c) for c in children), 5), [c for c in children if not has_exited(c)]
     engine.close()
 
 
-def test_a_port_in_use_is_a_configuration_error_before_anything_starts(spec):
+def test_port_in_use_raises_before_startup(spec):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -121,6 +121,6 @@ def test_a_port_in_use_is_a_configuration_error_before_anything_starts(spec):
             asyncio.run(engine.start())
 
 
-def test_an_engine_that_is_not_started_says_so(spec):
+def test_engine_that_was_not_started_raises(spec):
     with pytest.raises(WorkerError, match="not running"):
         asyncio.run(SglangEngine(spec).begin_weights())

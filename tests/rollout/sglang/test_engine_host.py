@@ -1,4 +1,4 @@
-"""What tells an engine that stands still from one that is busy."""
+"""Pings of the engine host, which distinguish a hung engine from a busy one."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,83 +9,83 @@ from megarl.rollout.sglang import engine_host
 from megarl.rollout.sglang.engine_host import EngineHost
 
 
-class Manager:
-    """In the place of SGLang's front: schedulers answer once `gate` is set."""
+class FakeTokenizerManager:
+    """Replaces SGLang's tokenizer manager: schedulers reply once `gate` is set."""
 
     def __init__(self):
-        self.gate, self.asked = asyncio.Event(), 0
+        self.gate, self.num_pings = asyncio.Event(), 0
 
     async def get_internal_state(self):
-        self.asked += 1
+        self.num_pings += 1
         await self.gate.wait()
 
 
 @pytest.fixture
-def hosted(monkeypatch):
-    """A host whose two schedulers have used `spent` seconds of processor time."""
-    monkeypatch.setattr(engine_host, "BEAT_SECONDS", 0.01)
+def host(monkeypatch):
+    """An engine host whose two schedulers have used `spent` seconds of CPU time."""
+    monkeypatch.setattr(engine_host, "PING_POLL_SECONDS", 0.01)
     host = EngineHost(SimpleNamespace(log_dir=None))
-    host._engine = SimpleNamespace(tokenizer_manager=Manager())
+    host._engine = SimpleNamespace(tokenizer_manager=FakeTokenizerManager())
     host.spent = [1.0, 1.0]
     monkeypatch.setattr(host, "_processor_seconds", lambda: list(host.spent))
     return host
 
 
-async def beats(host, seconds=0.1):
-    beat = asyncio.create_task(host._beat())
-    done, _ = await asyncio.wait([beat], timeout=seconds)
-    beat.cancel()
+async def ping_returns(host, seconds=0.1):
+    ping = asyncio.create_task(host._ping())
+    done, _ = await asyncio.wait([ping], timeout=seconds)
+    ping.cancel()
     return bool(done)
 
 
-def test_an_engine_that_answers_lives(hosted):
+def test_ping_returns_once_the_schedulers_reply(host):
     async def main():
-        hosted.tokenizer_manager.gate.set()
-        assert await beats(hosted)
+        host.tokenizer_manager.gate.set()
+        assert await ping_returns(host)
 
     asyncio.run(main())
 
 
-def test_one_that_works_without_answering_lives_if_all_its_schedulers_do(hosted):
+def test_ping_returns_if_all_schedulers_use_cpu_time(host):
     async def main():
-        beat = asyncio.create_task(hosted._beat())
+        ping = asyncio.create_task(host._ping())
         await asyncio.sleep(0.05)
-        hosted.spent = [2.0, 1.0]
+        host.spent = [2.0, 1.0]
         await asyncio.sleep(0.05)
-        assert not beat.done()
-        hosted.spent = [2.0, 1.5]
-        await asyncio.wait_for(beat, 5)
+        assert not ping.done()
+        host.spent = [2.0, 1.5]
+        await asyncio.wait_for(ping, 5)
 
     asyncio.run(main())
 
 
-def test_one_that_stands_still_gives_no_sign_and_is_asked_once(hosted):
+def test_ping_does_not_return_for_a_hung_engine_and_is_sent_once(host):
     async def main():
-        assert not await beats(hosted)
-        assert not await beats(hosted)
-        assert hosted.tokenizer_manager.asked == 1
-        hosted.tokenizer_manager.gate.set()
-        assert await beats(hosted)
+        assert not await ping_returns(host)
+        assert not await ping_returns(host)
+        assert host.tokenizer_manager.num_pings == 1
+        host.tokenizer_manager.gate.set()
+        assert await ping_returns(host)
 
     asyncio.run(main())
 
 
-def test_one_that_works_for_too_long_without_an_answer_gives_no_sign_until_it_answers(hosted, monkeypatch):
+def test_cpu_time_counts_only_for_max_busy_seconds(host, monkeypatch):
     async def spin():
         while True:
-            hosted.spent = [spent + 1 for spent in hosted.spent]
+            host.spent = [spent + 1 for spent in host.spent]
             await asyncio.sleep(0.005)
 
     async def main():
         spinning = asyncio.create_task(spin())
-        assert await beats(hosted)
-        monkeypatch.setattr(engine_host, "BUSY_SECONDS", 0.05)
+        assert await ping_returns(host)
+        monkeypatch.setattr(engine_host, "MAX_BUSY_SECONDS", 0.05)
         await asyncio.sleep(0.1)
-        assert not await beats(hosted)
-        hosted.tokenizer_manager.gate.set()
-        assert await beats(hosted)
-        hosted.tokenizer_manager.gate.clear()
-        assert await beats(hosted)  # another question
+        assert not await ping_returns(host)
+        host.tokenizer_manager.gate.set()
+        assert await ping_returns(host)
+        host.tokenizer_manager.gate.clear()
+        assert await ping_returns(host)  # a second ping
         spinning.cancel()
 
     asyncio.run(main())

@@ -9,10 +9,10 @@ import pytest
 from megarl.rollout.sglang import private_dir
 from megarl.rollout.sglang.private_dir import PrivateFolder
 
-MAKE = """import sys, tempfile; tempfile.tempdir = sys.argv[1]
+IMPORTS = """import sys, tempfile; tempfile.tempdir = sys.argv[1]
 from megarl.rollout.sglang.private_dir import PrivateFolder
 """
-WAIT = "folder = PrivateFolder('engine-'); print(folder.path, flush=True); sys.stdin.read()"
+CREATE_AND_WAIT = "folder = PrivateFolder('engine-'); print(folder.path, flush=True); sys.stdin.read()"
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def temporary(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_a_killed_process_has_left_is_removed_and_nothing_else(temporary):
-    strangers = temporary / "engine-of-somebody-else"
-    strangers.mkdir()
-    command = [sys.executable, "-c", MAKE + WAIT, str(temporary)]
+def test_only_folders_of_dead_processes_are_removed(temporary):
+    unrelated = temporary / "engine-of-somebody-else"
+    unrelated.mkdir()
+    command = [sys.executable, "-c", IMPORTS + CREATE_AND_WAIT, str(temporary)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
@@ -36,16 +36,16 @@ def test_what_a_killed_process_has_left_is_removed_and_nothing_else(temporary):
         other.wait()
         second = PrivateFolder("engine-")
         assert not theirs.exists()
-        assert set(temporary.iterdir()) == {strangers, Path(first.path), Path(second.path)}
+        assert set(temporary.iterdir()) == {unrelated, Path(first.path), Path(second.path)}
     finally:
         other.kill()
         other.communicate()
     for folder in (first, second, first):
         folder.remove()
-    assert list(temporary.iterdir()) == [strangers]
+    assert list(temporary.iterdir()) == [unrelated]
 
 
-def test_a_folder_that_another_process_takes_for_abandoned_before_it_is_locked_is_made_again(temporary, monkeypatch):
+def test_folder_that_is_removed_before_it_is_locked_is_created_again(temporary, monkeypatch):
     removed = []
 
     def flock(file, operation):

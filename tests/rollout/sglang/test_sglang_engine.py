@@ -18,7 +18,7 @@ def model(model_dir):
 
 @pytest.fixture(autouse=True)
 def original_weights(engine, model_dir):
-    """Other modules change them."""
+    """Restore the model's original weights, which tests of other modules change."""
     health = engine.call("health")
     if health.policy_version != 0:
         from tests.rollout.remote import sync
@@ -27,23 +27,23 @@ def original_weights(engine, model_dir):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probabilities_are_those_of_the_temperature_scaled_distribution(engine, model, temperature):
+def test_logprobs_are_of_the_temperature_scaled_distribution(engine, model, temperature):
     generations = engine.generate(PROMPTS, temperature=temperature, max_new_tokens=24)
     assert reference.worst_difference(model, PROMPTS, generations, temperature) <= 1e-4
 
 
-def test_log_probabilities_are_not_renormalized_for_top_p_and_top_k(engine, model):
+def test_logprobs_are_not_renormalized_for_top_p_and_top_k(engine, model):
     generations = engine.generate(PROMPTS, temperature=1.0, top_p=0.5, top_k=8)
     assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
 
 
-def test_greedy_is_transformers_greedy(engine, model):
+def test_greedy_decoding_matches_transformers(engine, model):
     generations = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=24)
     assert [g.token_ids.tolist() for g in generations] == [reference.greedy(model, p, 24, EOS) for p in PROMPTS]
     assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
 
 
-def test_a_completion_ends_with_the_end_of_sequence_or_at_its_limit(engine):
+def test_completion_ends_with_a_stop_token_or_at_max_new_tokens(engine):
     generations = engine.generate(PROMPTS * 8, max_new_tokens=200)
     reasons = {g.finish_reason for g in generations}
     assert reasons == {"stop", "length"}
@@ -54,7 +54,7 @@ def test_a_completion_ends_with_the_end_of_sequence_or_at_its_limit(engine):
         assert ended or len(g.token_ids) == 200
 
 
-def test_samples_of_one_prompt_differ_and_carry_the_version(engine):
+def test_samples_of_one_prompt_differ_and_have_the_policy_version(engine):
     generations = engine.generate([PROMPTS[3]] * 8)
     assert len({tuple(g.token_ids) for g in generations}) > 1
     for g in generations:
@@ -63,7 +63,7 @@ def test_samples_of_one_prompt_differ_and_carry_the_version(engine):
         assert g.policy_versions.tolist() == [0] * len(g.token_ids)
 
 
-def test_an_aborted_request_returns_what_it_has(engine):
+def test_aborted_request_returns_the_tokens_so_far(engine):
     (request,) = requests([PROMPTS[1]], temperature=1.0, max_new_tokens=480)
     pending = engine.submit("generate", request)
     time.sleep(0.2)
@@ -73,13 +73,13 @@ def test_an_aborted_request_returns_what_it_has(engine):
     assert len(generation.token_ids) == len(generation.logprobs) == len(generation.policy_versions) < 480
 
 
-def test_a_request_that_is_asked_again_is_answered_to_who_asked_last(engine):
-    """As a worker does in the place of one that has died."""
+def test_repeated_request_replaces_the_first_one(engine):
+    """A worker repeats a request in place of another worker that has died."""
     (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
     first = engine.submit("generate", request)
     time.sleep(0.2)
     second = engine.submit("generate", request)
-    with pytest.raises(WorkerError, match=f"request {request.request_id} was asked again"):
+    with pytest.raises(WorkerError, match=f"request {request.request_id} was replaced by a newer request"):
         first.result(30)
     (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
     assert second.result(30).token_ids.tolist() == alone.token_ids.tolist()
@@ -94,7 +94,7 @@ def test_abort_all_ends_every_request(engine):
     assert engine.call("health").num_requests == 0
 
 
-def test_a_request_that_exceeds_the_context_names_itself(engine):
+def test_request_that_exceeds_the_context_is_named(engine):
     (request,) = requests([PROMPTS[0]], max_new_tokens=600)
     with pytest.raises(WorkerError, match=rf"{request.request_id}: .*context length"):
         engine.call("generate", request)

@@ -24,7 +24,7 @@ def port():
 
 @pytest.fixture(scope="module")
 def uneven_dir(tmp_path_factory):
-    """One key-value head for both ranks, and a vocabulary that needs padding: rank 1 attends to nothing."""
+    """Model with one key-value head for both ranks and a vocabulary that needs padding: rank 1 attends to nothing."""
     folder = tmp_path_factory.mktemp("models") / "uneven"
     tiny_qwen3(folder, num_key_value_heads=1, vocab_size=252)
     return str(folder)
@@ -49,7 +49,7 @@ def test_each_rank_holds_its_shard(engine, uneven_dir, tmp_path):
         assert {v for g in generations for v in g.policy_versions} == {version}
 
 
-def test_each_rank_refuses_a_bad_bucket(engine):
+def test_each_rank_rejects_an_invalid_bucket(engine):
     engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match=r"TP rank 0: nonsense is no .*; TP rank 1: nonsense is no "):
         send_bucket(engine, {"nonsense": torch.zeros(3)})
@@ -63,7 +63,7 @@ def layouts(engine):
 
 @pytest.fixture
 def served(engine, layouts, uneven_dir):
-    """Weights that the engine serves as version 5."""
+    """Sync new weights as version 5 and return them."""
     weights = reference.changed(uneven_dir, seed=5)
     sync_boxes(engine, layouts, weights, 5)
     return weights
@@ -76,7 +76,7 @@ def assert_serves(engine, uneven_dir, weights, version, folder):
     assert {v for g in generations for v in g.policy_versions} == {version}
 
 
-def test_boxes_arrive_bit_by_bit_in_each_rank(engine, layouts, uneven_dir, tmp_path):
+def test_boxes_arrive_bit_for_bit_in_each_rank(engine, layouts, uneven_dir, tmp_path):
     for version in (1, 2, 3):
         weights = reference.changed(uneven_dir, seed=version)
         engine.call("randomize_weights")
@@ -84,7 +84,7 @@ def test_boxes_arrive_bit_by_bit_in_each_rank(engine, layouts, uneven_dir, tmp_p
         assert_serves(engine, uneven_dir, weights, version, tmp_path)
 
 
-def test_each_rank_s_layout_is_the_one_that_is_traced_without_an_engine(layouts, uneven_dir, monkeypatch, tmp_path):
+def test_layouts_match_the_offline_trace(layouts, uneven_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert layouts == trace_layouts(uneven_dir, tp=2)
 
@@ -94,7 +94,7 @@ def test_each_rank_hashes_its_pieces(engine, layouts, served):
         assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
 
 
-def test_a_rank_without_boxes_says_so(engine, layouts, uneven_dir, tmp_path):
+def test_rank_without_boxes_sends_none(engine, layouts, uneven_dir, tmp_path):
     weights = reference.changed(uneven_dir, seed=11)
     first, second = (boxes_of(layout, weights) for layout in layouts)
     engine.call("begin_weights")
@@ -121,7 +121,7 @@ def test_rounds_may_overlap(engine, layouts, uneven_dir, tmp_path):
     assert_serves(engine, uneven_dir, weights, 12, tmp_path)
 
 
-def test_a_rank_whose_boxes_do_not_come_is_named(engine, layouts, uneven_dir, served, tmp_path):
+def test_rank_whose_boxes_are_missing_is_named(engine, layouts, uneven_dir, served, tmp_path):
     engine.call("begin_weights")
     buffer, bucket = box_bucket(boxes_of(layouts[0], served))
     with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from TP rank 1 of 2 within 1 s"):
@@ -132,8 +132,8 @@ def test_a_rank_whose_boxes_do_not_come_is_named(engine, layouts, uneven_dir, se
     assert_serves(engine, uneven_dir, served, 5, tmp_path)
 
 
-def test_an_update_does_not_end_while_boxes_are_waited_for(engine, layouts, uneven_dir, served, tmp_path):
-    """Even if all that the model needs has come."""
+def test_end_weights_fails_while_a_round_is_incomplete(engine, layouts, uneven_dir, served, tmp_path):
+    """Even if all of the model's weights have arrived."""
     weights = reference.changed(uneven_dir, seed=15)
     engine.call("begin_weights")
     send_round(engine, 0, [boxes_of(layout, weights) for layout in layouts])
@@ -156,7 +156,7 @@ BAD_BOX = {
 
 
 @pytest.mark.parametrize("case", BAD_BOX)
-def test_what_one_rank_refuses_no_rank_writes(engine, layouts, uneven_dir, served, tmp_path, case):
+def test_box_that_one_rank_rejects_is_written_by_no_rank(engine, layouts, uneven_dir, served, tmp_path, case):
     bad, message = BAD_BOX[case]
     weights = reference.changed(uneven_dir, seed=13)
     first, second = (boxes_of(layout, weights) for layout in layouts)
@@ -168,7 +168,7 @@ def test_what_one_rank_refuses_no_rank_writes(engine, layouts, uneven_dir, serve
     assert_serves(engine, uneven_dir, weights, 13, tmp_path)
 
 
-def test_a_buffer_that_one_rank_cannot_open_is_written_by_none(engine, layouts, uneven_dir, served, tmp_path):
+def test_buffer_that_one_rank_cannot_open_is_written_by_no_rank(engine, layouts, uneven_dir, served, tmp_path):
     first, second = (box_bucket(boxes_of(layout, reference.changed(uneven_dir, seed=13))) for layout in layouts)
     second[0].close()
     engine.call("begin_weights")
@@ -180,7 +180,7 @@ def test_a_buffer_that_one_rank_cannot_open_is_written_by_none(engine, layouts, 
     assert_serves(engine, uneven_dir, served, 5, tmp_path)
 
 
-def test_what_one_rank_refuses_after_a_good_round_stops_the_engine(engine, layouts, uneven_dir, served, tmp_path):
+def test_rejected_round_after_a_written_one_stops_serving(engine, layouts, uneven_dir, served, tmp_path):
     weights = reference.changed(uneven_dir, seed=13)
     first, second = (boxes_of(layout, weights) for layout in layouts)
     engine.call("begin_weights")
@@ -194,14 +194,14 @@ def test_what_one_rank_refuses_after_a_good_round_stops_the_engine(engine, layou
 
 
 @pytest.mark.usefixtures("served")
-def test_a_hole_in_one_rank_is_named_there(engine, layouts, uneven_dir, tmp_path):
+def test_unwritten_region_of_one_rank_is_named(engine, layouts, uneven_dir, tmp_path):
     weights = reference.changed(uneven_dir, seed=14)
     first, second = (boxes_of(layout, weights) for layout in layouts)
     short = [box for box in second if box[0] != "model.layers.1.mlp.down_proj.weight"]
     engine.call("begin_weights")
     send_round(engine, 0, [first, short])
-    hole = r"TP rank 1: .*model\.layers\.1\.mlp\.down_proj\.weight was not written at \[0:64, 0:64\]"
-    with pytest.raises(WeightSyncError, match=hole):
+    unwritten = r"TP rank 1: .*model\.layers\.1\.mlp\.down_proj\.weight was not written at \[0:64, 0:64\]"
+    with pytest.raises(WeightSyncError, match=unwritten):
         engine.call("end_weights", 14)
     with pytest.raises(WeightSyncError, match="parts of version 5"):
         engine.generate(PROMPTS)
@@ -210,13 +210,13 @@ def test_a_hole_in_one_rank_is_named_there(engine, layouts, uneven_dir, tmp_path
 
 
 @pytest.mark.usefixtures("engine")
-def test_the_configured_port_is_the_one_in_use(port):
+def test_engine_uses_the_configured_port(port):
     with pytest.raises(ConfigError, match=f"port {port} is in use"):
         check_port(port)
 
 
 def test_shutdown_fails_the_requests_in_flight(engine):
-    """The last one of this engine."""
+    """Must be the last test of this module, because it shuts the engine down."""
     schedulers = engine.scheduler_processes()
     pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=480))
     engine.call("shutdown")

@@ -1,14 +1,14 @@
-"""Modules that hold names and no behaviour.
+"""Stub modules that have names but no behavior.
 
-SGLang imports GPU-only wheels at module level even where it never calls them. Each folder beside this file stands in
-for one of them, in engine processes on machines without CUDA and nowhere else:
+SGLang imports GPU-only wheels at module level even where it never calls them. Each folder next to this file replaces
+one of them, only in engine processes on nodes without CUDA:
 
     triton       kernels are decorated at import; the CPU engine runs none of them
     torchvision  image processors are imported by the model registry
     sgl_kernel   CUDA kernels, no CPU wheel on PyPI
     IPython      imported for a notebook helper
 
-A stand-in answers any attribute: a class for a capitalised name, a submodule otherwise.
+A stub has every attribute: a class for a capitalized name, a submodule otherwise.
 """
 
 import importlib.machinery
@@ -17,7 +17,7 @@ import types
 
 
 class _NameOnly(type):
-    """Metaclass whose classes answer any attribute with its name, as enums of options are read at import."""
+    """Metaclass of stub classes: any attribute is its own name as a string, because SGLang reads enums at import."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -31,7 +31,7 @@ class _Anything(metaclass=_NameOnly):
 
 
 class StubModule(types.ModuleType):
-    """A package whose unknown attributes exist; called, it is a decorator that changes nothing."""
+    """A package that creates any missing attribute; calling it acts as a decorator that changes nothing."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -79,7 +79,7 @@ class _Loader:
 
 
 class _Finder:
-    """Finds every submodule of one stand-in."""
+    """Import finder that provides every submodule of one stub."""
 
     def __init__(self, root):
         self.prefix = root + "."
@@ -91,7 +91,7 @@ class _Finder:
 
 
 def install(root, version, **attributes):
-    """Replace the importing package `root` by a stand-in of that version (SGLang compares versions at import)."""
+    """Replace the importing package `root` by a stub with the given version (SGLang compares versions at import)."""
     module = StubModule(root)
     module.__version__ = version
     for name, value in attributes.items():

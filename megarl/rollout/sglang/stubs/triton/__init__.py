@@ -2,7 +2,7 @@ import megarl_stub_modules
 
 
 class Config:
-    """Autotuning lists are built at import, so a configuration keeps what it is given."""
+    """Stub of `triton.Config` that stores its arguments, because autotuning lists are built at import."""
 
     def __init__(self, kwargs=None, num_warps=4, num_stages=2, **more):
         self.kwargs, self.num_warps, self.num_stages = kwargs or {}, num_warps, num_stages
