@@ -44,7 +44,7 @@ def plan_resume(
 
     Raises:
         DataError: the checkpoint does not exist, is damaged (with `auto`: all are), or belongs to another model or to
-            other data.
+            other data. Or the run's rollout journal has another format.
         ConfigError: the checkpoint was written by another command or with incompatible settings, or its step is beyond
             `trainer.steps`.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,25 @@ def test_a_journal_with_a_missing_step_is_rotated(tmp_path: Path) -> None:
     assert messages == [f"{journal} has step 7 but not step 3 and is renamed"]
     (journal / "step-000006").rmdir()
     assert journal in find(config, "auto")[0].to_rotate
+
+
+@pytest.mark.parametrize("steps", [(), (2, 4)])
+def test_a_journal_of_the_previous_format_is_refused(tmp_path: Path, steps: tuple[int, ...]) -> None:
+    """The first record of a format-1 file has a fingerprint but no format number."""
+    config = make_config(tmp_path)
+    save(config, *steps)
+    journal = Path(config.run_dir) / "journal"
+    (journal / "step-000005").mkdir(parents=True)
+    meta = b'{"fingerprint": "0123456789abcdef"}'
+    head = struct.pack("<4sIIII", b"mgrj", len(meta), 0, zlib.crc32(meta), zlib.crc32(b""))
+    record = head + struct.pack("<I", zlib.crc32(head)) + meta
+    (journal / "step-000005" / "host-1-0.groups").write_bytes(record)
+    before = list_paths(config)
+    with pytest.raises(
+        DataError, match=rf"^the rollout journal {journal} has format 1, .*: start a new run, or resume "
+    ):
+        find(config, "auto")
+    assert list_paths(config) == before
 
 
 def test_a_long_verification_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
