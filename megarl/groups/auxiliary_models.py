@@ -17,7 +17,7 @@ from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.megatron.trainer_worker import FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.group import Pending, WorkerGroup, WorkerProcesses
+from megarl.workers.group import WorkerFuture, WorkerGroup, WorkerProcesses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class AuxiliaryModels:
     @classmethod
     def start(
         cls, config: RunConfig, processes: WorkerProcesses, pools: Mapping[str, SlotPool], *, load_weights: bool = True
-    ) -> tuple[AuxiliaryModels, list[Pending[None]]]:
+    ) -> tuple[AuxiliaryModels, list[WorkerFuture[None]]]:
         """Begin to build all models; return them and the pending calls to wait for.
 
         Args:

@@ -25,7 +25,7 @@ from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import wait_all
 from megarl.workers.group import RemoteCall
-from megarl.workers.worker_host import AsyncShell
+from megarl.workers.worker_host import AsyncWorkerHost
 
 SHUTDOWN_SECONDS = 3.0
 """Time allowed for engines to shut down gracefully, before Ray kills their processes."""
@@ -186,7 +186,7 @@ class EngineGroup(EngineHandles):
             # own them, else those of all slots but the first.
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         environment |= gpu_environment([slot.gpu_id for slot in slots])
-        actor = ray.remote(AsyncShell).options(
+        actor = ray.remote(AsyncWorkerHost).options(
             num_cpus=slots[0].cpus if config.disaggregated else 0,
             num_gpus=slots[0].gpus if config.disaggregated else 0,
             max_restarts=0,

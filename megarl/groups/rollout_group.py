@@ -31,7 +31,7 @@ from megarl.supervision.engine_supervisor import POLL_INTERVAL_SECONDS
 from megarl.supervision.liveness_probe import LIVENESS_GROUP, WorkerLivenessProbe
 from megarl.workers.failures import check_deadline, raise_failure, translate, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
-from megarl.workers.worker_host import AsyncShell
+from megarl.workers.worker_host import AsyncWorkerHost
 
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
 """Errors of a call to a worker that has died, or whose node was lost before the worker was created."""
@@ -181,7 +181,7 @@ class RolloutGroup:
             self._kill_hung_workers({worker})
 
     def _kill_hung_workers(self, workers: Iterable[int]) -> None:
-        """Kill the workers that hang, so that their calls end; raises as `deadline` in megarl.workers.failures does."""
+        """Kill the workers that hang, so that their calls end; raises as `abort_check` in megarl.workers.failures does."""
         self._last_check = time.monotonic()
         check_deadline(sorted(f"rollout worker {index}" for index in workers))
         for index in workers:
@@ -254,10 +254,10 @@ class RolloutGroup:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         nodes = light_nodes()
         here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
-        actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncShell)
+        actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
         options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)
         worker = options.remote(environment)
-        worker.expect.remote(
+        worker.preimport.remote(
             RolloutActor, time.time()
         )  # imports take seconds and overlap with the start of the engines
         return worker

@@ -33,8 +33,8 @@ from megarl.megatron.requests import (
 from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import BROADCAST, Transfer, from_first, to_all
-from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
+from megarl.workers.dispatch import BROADCAST, Dispatch, from_first, to_all
+from megarl.workers.group import Group, WorkerFuture, Processes, WorkerProcesses
 from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
@@ -60,21 +60,21 @@ class ModelGroup(Generic[W]):
 
     def logprobs(self, request: ForwardRequest) -> Payload[TokenColumn]:
         """Return the log-probability of each token; the values stay with the ranks."""
-        return self.group.keep(ForwardWorker.logprobs, request, via=self._forward_dispatch)
+        return self.group.call_remote(ForwardWorker.logprobs, request, dispatch=self._forward_dispatch)
 
     def values(self, request: ForwardRequest) -> Payload[TokenColumn]:
         """Return the value before each token, of a value model; the values stay with the ranks."""
-        return self.group.keep(ForwardWorker.values, request, via=self._forward_dispatch)
+        return self.group.call_remote(ForwardWorker.values, request, dispatch=self._forward_dispatch)
 
     def scores(self, request: ForwardRequest) -> Mapping[SampleKey, float]:
         """Return one score per trajectory, of a value model."""
-        return self.group.call(ForwardWorker.scores, request, via=self._forward_dispatch)
+        return self.group.call(ForwardWorker.scores, request, dispatch=self._forward_dispatch)
 
 
 class FrozenGroup(ModelGroup[FrozenWorker]):
     """A model that is not trained."""
 
-    def start_workers(self, spec: ModelSpec) -> Pending[None]:
+    def start_workers(self, spec: ModelSpec) -> WorkerFuture[None]:
         """Build the model on every rank."""
         return self.group.start(FrozenWorker, (spec,))
 
@@ -89,64 +89,64 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         self.offload_config = offload_config
         """Which tensors `offload` moves to host memory."""
 
-    def start_workers(self, spec: TrainerSpec) -> Pending[None]:
+    def start_workers(self, spec: TrainerSpec) -> WorkerFuture[None]:
         """Build model and optimizer on every rank."""
         return self.group.start(TrainerWorker, (spec,))
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Run the optimizer steps of the request, split over the data-parallel replicas."""
-        return self.group.call(TrainerWorker.train_step, request, via=self._train_dispatch)
+        return self.group.call(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
 
-    def begin_train_step(self, request: TrainRequest) -> Pending[TrainStats]:
+    def begin_train_step(self, request: TrainRequest) -> WorkerFuture[TrainStats]:
         """Begin `train_step`; return at once if the ranks are other processes. Steps run in the order of the calls."""
-        return self.group.begin(TrainerWorker.train_step, request, via=self._train_dispatch)
+        return self.group.begin(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
 
     def prepare_sync(self, setup: SyncSetup) -> RendezvousInfo | None:
         """Plan the next pushes of weights; return the rendezvous for disaggregated engines, None for colocated ones."""
-        return self.group.call(TrainerWorker.prepare_sync, setup, via=_PREPARE)
+        return self.group.call(TrainerWorker.prepare_sync, setup, dispatch=_PREPARE)
 
-    def begin_connect(self, transfer_group: TransferGroup) -> Pending[None]:
+    def begin_connect(self, transfer_group: TransferGroup) -> WorkerFuture[None]:
         """Begin to connect to disaggregated engines, which must join at the same time."""
-        return self.group.begin(TrainerWorker.connect_engines, transfer_group, via=BROADCAST)
+        return self.group.begin(TrainerWorker.connect_engines, transfer_group, dispatch=BROADCAST)
 
     def push_weights(self) -> SyncStats:
         """Push the current weights to the engines."""
         return self.begin_push().result()
 
-    def begin_push(self) -> Pending[SyncStats]:
+    def begin_push(self) -> WorkerFuture[SyncStats]:
         """Begin `push_weights`; returns at once, so that disaggregated engines can receive at the same time."""
-        return self.group.begin(TrainerWorker.push_weights, None, via=SUM_SYNC_STATS)
+        return self.group.begin(TrainerWorker.push_weights, None, dispatch=SUM_SYNC_STATS)
 
     def offload(self) -> OffloadStats:
         """Move what only training needs to host memory; return the totals of all ranks."""
-        return self.group.call(TrainerWorker.offload, self.offload_config, via=_OFFLOAD)
+        return self.group.call(TrainerWorker.offload, self.offload_config, dispatch=_OFFLOAD)
 
     def onload(self) -> OffloadStats:
         """Move it back to the devices; return the totals of all ranks."""
-        return self.group.call(TrainerWorker.onload, None, via=_ONLOAD)
+        return self.group.call(TrainerWorker.onload, None, dispatch=_ONLOAD)
 
     def save_hf(self, folder: str) -> None:
         """Write the model to `folder` in Hugging Face format."""
-        self.group.call(TrainerWorker.save_hf, folder, via=BROADCAST)
+        self.group.call(TrainerWorker.save_hf, folder, dispatch=BROADCAST)
 
     def begin_save(self, request: SaveRequest) -> SaveStats:
         """Begin to save the training state; returns when training may continue. `finish_save` must follow."""
-        return self.group.call(TrainerWorker.begin_save, request, via=_BEGIN_SAVE)
+        return self.group.call(TrainerWorker.begin_save, request, dispatch=_BEGIN_SAVE)
 
     def is_save_written(self) -> bool:
         """Return whether all files are written, so that `finish_save` will not block."""
-        return self.group.call(TrainerWorker.is_save_written, None, via=_IS_WRITTEN)
+        return self.group.call(TrainerWorker.is_save_written, None, dispatch=_IS_WRITTEN)
 
     def finish_save(self) -> SavedShard:
         """Block until all files are written; return the files of all ranks."""
-        return self.group.call(TrainerWorker.finish_save, None, via=_FINISH_SAVE)
+        return self.group.call(TrainerWorker.finish_save, None, dispatch=_FINISH_SAVE)
 
     def load_training(self, folder: str) -> LoadReport:
         """Load the training state from `folder`, which may have been saved in another parallel layout."""
-        return self.group.call(TrainerWorker.load_training, folder, via=_LOAD)
+        return self.group.call(TrainerWorker.load_training, folder, dispatch=_LOAD)
 
 
-_PREPARE: Transfer[SyncSetup, RendezvousInfo | None] = Transfer(to_all, from_first)
+_PREPARE: Dispatch[SyncSetup, RendezvousInfo | None] = Dispatch(to_all, from_first)
 
 
 def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
@@ -170,12 +170,12 @@ def _merge_load_reports(results: Sequence[LoadReport], _: RankGrid) -> LoadRepor
     return LoadReport(same_layout=all(r.same_layout for r in results), bytes=sum(r.bytes for r in results))
 
 
-_BEGIN_SAVE: Transfer[SaveRequest, SaveStats] = Transfer(to_all, _sum_save_stats)
-_IS_WRITTEN: Transfer[None, bool] = Transfer(to_all, lambda results, _: all(results))
-_FINISH_SAVE: Transfer[None, SavedShard] = Transfer(to_all, _merge_saved_shards)
-_LOAD: Transfer[str, LoadReport] = Transfer(to_all, _merge_load_reports)
-_OFFLOAD: Transfer[OffloadConfig, OffloadStats] = Transfer(to_all, _sum_offload_stats)
-_ONLOAD: Transfer[None, OffloadStats] = Transfer(to_all, _sum_offload_stats)
+_BEGIN_SAVE: Dispatch[SaveRequest, SaveStats] = Dispatch(to_all, _sum_save_stats)
+_IS_WRITTEN: Dispatch[None, bool] = Dispatch(to_all, lambda results, _: all(results))
+_FINISH_SAVE: Dispatch[None, SavedShard] = Dispatch(to_all, _merge_saved_shards)
+_LOAD: Dispatch[str, LoadReport] = Dispatch(to_all, _merge_load_reports)
+_OFFLOAD: Dispatch[OffloadConfig, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
+_ONLOAD: Dispatch[None, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
 
 
 def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGroup:

@@ -29,7 +29,7 @@ from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.tracking.phases import PhaseTimer
-from megarl.workers.group import Pending, RemoteCall
+from megarl.workers.group import WorkerFuture, RemoteCall
 
 T = TypeVar("T")
 
@@ -157,10 +157,10 @@ class WeightSync:
         return sum_sync_stats([sent, *chain.from_iterable(received)])
 
     def _wait_both(
-        self, rendezvous_info: RendezvousInfo, engines: RemoteCall[list[Any]], trainer: Pending[T]
+        self, rendezvous_info: RendezvousInfo, engines: RemoteCall[list[Any]], trainer: WorkerFuture[T]
     ) -> tuple[list[Any], T]:
         try:
-            return engines.beside(trainer).result(self._timeout_seconds + REPORT_GRACE_SECONDS)
+            return engines.joined_with(trainer).result(self._timeout_seconds + REPORT_GRACE_SECONDS)
         except WeightSyncError as e:
             raise WeightSyncError(f"{e} ({rendezvous_info.transfer_spec.rank_legend})") from e
 

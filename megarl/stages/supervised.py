@@ -16,8 +16,8 @@ from megarl.run.events import EventLog
 from megarl.run.run_state import RunState
 from megarl.run.stage_run import StageRun
 from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.progress import StepLine
-from megarl.workers.group import Pending
+from megarl.tracking.progress import StepSummary
+from megarl.workers.group import WorkerFuture
 
 STEPS_AHEAD = 2
 """Steps in flight at the trainer: it does not idle between steps, except for evaluations and checkpoints."""
@@ -70,7 +70,7 @@ class SupervisedRun(StageRun, ABC):
         elif not self.should_stop():
             self.evaluate()
         self._finished_at = time.perf_counter()
-        in_flight: deque[Pending[TrainStats]] = deque()
+        in_flight: deque[WorkerFuture[TrainStats]] = deque()
         for step in range(self.step + 1, self._stage_config.trainer.steps + 1):
             if self._checkpoints is not None:
                 self._checkpoints.poll()
@@ -97,7 +97,7 @@ class SupervisedRun(StageRun, ABC):
             self._checkpoints.add_state(self.state)
         self._finished_at = time.perf_counter()
 
-    def _finish_step(self, pending: Pending[TrainStats]) -> None:
+    def _finish_step(self, pending: WorkerFuture[TrainStats]) -> None:
         self.step += 1
         with self.phase("train"):
             stats = pending.result()
@@ -108,7 +108,7 @@ class SupervisedRun(StageRun, ABC):
         metrics = {**stats.metrics, "time/step_seconds": seconds, "tokens_per_second": rate}
         if self._checkpoints is not None and self._is_save_due(self.step):
             metrics |= self.begin_save(self._checkpoints)
-        line = StepLine(step=self.step, seconds=seconds, loss=stats.metrics["loss"], tokens_per_second=rate)
+        line = StepSummary(step=self.step, seconds=seconds, loss=stats.metrics["loss"], tokens_per_second=rate)
         self.log(metrics, line if self._is_step_shown() else None)
 
     def _is_eval_due(self, step: int) -> bool:

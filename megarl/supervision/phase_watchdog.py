@@ -4,7 +4,7 @@
     watchdog thread                | timeout | collects all stacks, writes the file
                                              `stacks/step-000012-train.txt`
 
-Only waits for worker processes can be aborted (`deadline` in megarl.workers.failures). If the controller's own thread
+Only waits for worker processes can be aborted (`abort_check` in megarl.workers.failures). If the controller's own thread
 hangs elsewhere, the user is notified and the file contains its stack, but the phase does not end.
 """
 
@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from megarl.errors import MegarlError, WorkerError
 from megarl.process.atomic_files import replaced
-from megarl.workers.failures import deadline
+from megarl.workers.failures import abort_check
 
 STACKS_FOLDER = "stacks"
 
@@ -56,7 +56,7 @@ class PhaseWatchdog:
         timer.name, timer.daemon = "phase watchdog", True
         timer.start()
         try:
-            with deadline(late.check_abort):
+            with abort_check(late.check_abort):
                 yield
         finally:
             timer.cancel()

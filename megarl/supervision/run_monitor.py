@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.placement.rank_grid import RankGrid
-from megarl.process.stack_dump import ProcessPlace
+from megarl.process.stack_dump import ProcessInfo
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
@@ -40,7 +40,7 @@ class RunMonitor:
         self._actors: Callable[[], Mapping[str, Any]] = dict
         self._located: dict[str, Any] = {}
         """Actors whose entry in `_places` is current."""
-        self._places: dict[str, ProcessPlace] = {}
+        self._places: dict[str, ProcessInfo] = {}
 
     @contextmanager
     def start(self, step: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Models beside the policy, in real processes: two steps of PPO, with the engines' part written down beforehand."""
+"""Auxiliary models in real processes: two steps of PPO with scripted rollouts instead of engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.placement.pool import reserve_pools
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.events import EventLog
 from megarl.run.rollout_batch import RolloutBatch
-from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_on
+from tests.algorithms.scripted_run import Call, FakeRolloutGroup, train_with_fakes
 from tests.megatron.fidelity.models import save_model, save_value_model
 from tests.megatron.fidelity.reference import _load
 from tests.run.finished_groups import completion, finished_group, run_config
@@ -33,24 +33,24 @@ VARYING = ("time/", "controller/", "tokens_per_second")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ran:
-    """What two steps did."""
+class RunResult:
+    """Results of two training steps."""
 
     grids: dict[str, RankGrid]
     dedicated: set[str]
-    """Roles that are not in the trainer's processes."""
+    """Models that do not share the trainer's processes."""
     metrics: list[dict[str, float]]
-    """By step, without what varies."""
+    """Metrics of each step, without timings."""
     values: dict[tuple[int, int], Any]
-    """What the critic said of `GROUP` before."""
+    """Values of the critic for `GROUP` before training."""
     weights: dict[str, dict[str, Tensor]]
-    """Of policy and critic after, as they are written."""
+    """Exported weights of policy and critic after training, by model and tensor name."""
 
 
-Run = Callable[..., Ran]
+Run = Callable[..., RunResult]
 
 
-def length(sample: int) -> int:
+def sample_length(sample: int) -> int:
     return 3 + 4 * sample
 
 
@@ -58,7 +58,7 @@ def reward(label: str, number: int, sample: int) -> float:
     return float((number + sample) % 3 == 0)
 
 
-GROUP = [completion([0] + [1] * length(sample)) for sample in range(SAMPLES)]
+GROUP = [completion([0] + [1] * sample_length(sample)) for sample in range(SAMPLES)]
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str]) -> Run:
-    """By placement and the critic's layout, once; no slots are held between two."""
+    """Return a function that runs two steps once per placement and layout of the critic, and then frees the slots."""
 
     @cache
-    def start(*, swap: bool = False, dedicated: bool = False, tp: int = 1) -> Ran:
+    def run_once(*, offload: bool = False, dedicated: bool = False, tp: int = 1) -> RunResult:
         folder = tmp_path_factory.mktemp("roles")
-        placement: dict[str, Any] = {"slots_per_node": 2, "offload_idle_models": swap}
+        placement: dict[str, Any] = {"slots_per_node": 2, "offload_idle_models": offload}
         if dedicated:
             placement |= {"pools": {"elsewhere": {"slots_per_node": 2}}, "critic": {"pool": "elsewhere"}}
         config = run_config(
@@ -93,54 +93,56 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
             tracking={"tensorboard": False, "rollouts": False},
             placement=placement,
         )
-        return two_steps(config, folder)
+        return run_two_steps(config, folder)
 
-    return start
+    return run_once
 
 
-def two_steps(config: Any, folder: Path) -> Ran:
+def run_two_steps(config: Any, folder: Path) -> RunResult:
     pools = reserve_pools(config.placement, config.placement.all_pools)
     processes = make_rank_processes(pools["main"], "trainer")
-    of_role: dict[str, Any] = {"policy": processes}
+    processes_by_role: dict[str, Any] = {"policy": processes}
     try:
         trainer = make_trainer_group(config, processes)
-        models, starting = AuxiliaryModels.start(config, processes, pools)
+        models, starting = AuxiliaryModels.run_once(config, processes, pools)
         groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
-        of_role = {name: group.group._processes for name, group in groups.items()}
+        processes_by_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:
             pending.result(120)
         experience = RolloutBatch(groups=[finished_group(GROUP)])
         (found,) = map(dict, models.trained["critic"].values(experience.forward_request(config)).fetch()[:1])
         log: list[Call] = []
-        metrics = train_on(config, trainer, models, FakeRolloutGroup(reward, log, length), log, EventLog()).metrics
+        metrics = train_with_fakes(
+            config, trainer, models, FakeRolloutGroup(reward, log, sample_length), log, EventLog()
+        ).metrics
         weights = {}
         for name in ("policy", "critic"):
             groups[name].save_hf(str(folder / name))
             weights[name] = load_file(folder / name / "model.safetensors")
-        return Ran(
+        return RunResult(
             grids={name: group.grid for name, group in groups.items()},
-            dedicated={name for name, each in of_role.items() if each is not processes},
+            dedicated={name for name, each in processes_by_role.items() if each is not processes},
             metrics=[{k: v for k, v in row.items() if not k.startswith(VARYING)} for row in metrics],
             values=found,
             weights=weights,
         )
     finally:
-        for each in {id(each): each for each in of_role.values()}.values():
+        for each in {id(each): each for each in processes_by_role.values()}.values():
             each.stop()
             remove_placement_group(each.pool.group)
 
 
-def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def is_identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     assert a.keys() == b.keys()
     return all(torch.equal(a[name].view(torch.int32), b[name].view(torch.int32)) for name in a)
 
 
-def test_a_critic_of_another_layout_lives_in_the_trainer_s_processes(run: Run, folders: dict[str, str]) -> None:
+def test_critic_with_another_layout_shares_the_trainer_processes(run: Run, folders: dict[str, str]) -> None:
     ran = run(tp=2)
     sizes = {name: (grid.dp, grid.tp) for name, grid in ran.grids.items()}
     assert sizes == {"policy": (2, 1), "critic": (1, 2), "reference": (2, 1)}
     assert ran.dedicated == set()
-    want = values_of_transformers(folders["critic"])
+    want = compute_transformers_values(folders["critic"])
     assert ran.values.keys() == {(0, i) for i in range(SAMPLES)}
     for (_, i), values in ran.values.items():
         assert values[0] == 0
@@ -155,7 +157,7 @@ def test_a_critic_of_another_layout_lives_in_the_trainer_s_processes(run: Run, f
     assert first["critic/loss"] != second["critic/loss"]
 
 
-def values_of_transformers(folder: str) -> list[list[float]]:
+def compute_transformers_values(folder: str) -> list[list[float]]:
     from transformers import AutoModelForSequenceClassification
 
     model = _load(folder, AutoModelForSequenceClassification)
@@ -164,30 +166,28 @@ def values_of_transformers(folder: str) -> list[list[float]]:
         return [model.score(model.model(each).last_hidden_state)[0, :, 0].tolist() for each in ids]
 
 
-def assert_same_bits(a: Ran, b: Ran) -> None:
+def assert_identical(a: RunResult, b: RunResult) -> None:
     assert a.metrics == b.metrics
-    assert all(same_bits(a.weights[name], b.weights[name]) for name in ("policy", "critic"))
+    assert all(is_identical(a.weights[name], b.weights[name]) for name in ("policy", "critic"))
 
 
-def test_models_that_wait_in_host_memory_compute_the_same_bits(run: Run) -> None:
-    assert_same_bits(run(tp=2, swap=True), run(tp=2))
+def test_offloaded_idle_models_give_identical_results(run: Run) -> None:
+    assert_identical(run(tp=2, offload=True), run(tp=2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_critic_with_slots_of_its_own_computes_the_same_bits(tp: int, run: Run) -> None:
+def test_critic_on_dedicated_slots_gives_identical_results(tp: int, run: Run) -> None:
     dedicated = run(tp=tp, dedicated=True)
     assert dedicated.dedicated == {"critic"}
-    assert_same_bits(dedicated, run(tp=tp))
+    assert_identical(dedicated, run(tp=tp))
 
 
 @pytest.mark.parametrize(
     ("device", "offload_idle_models", "want"),
     [("cuda", None, True), ("cpu", None, False), ("cpu", True, True), ("cuda", False, False)],
 )
-def test_models_wait_in_host_memory_where_they_share_slots(
-    device: str, offload_idle_models: bool | None, want: bool
-) -> None:
+def test_models_are_offloaded_only_on_shared_slots(device: str, offload_idle_models: bool | None, want: bool) -> None:
     placement = {
         "pools": {"elsewhere": {}},
         "critic": {"pool": "elsewhere"},

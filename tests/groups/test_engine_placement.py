@@ -1,4 +1,4 @@
-"""Where a run puts its engines, without starting one."""
+"""Placement of engines on slots, without starting engines."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def pool(nodes: int, per_node: int) -> SlotPool:
-    """Ray numbers machines by long random ids."""
+def make_pool(nodes: int, per_node: int) -> SlotPool:
+    """Return a pool whose node ids, like Ray's, are not in the order of the nodes."""
     slots = [Slot(i, 1.0, 0.0, f"{7 - i // per_node}f", None) for i in range(nodes * per_node)]
     return SlotPool(None, tuple(slots), "cpu")
 
 
-def config(model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen_tp: int, replicas: int) -> RunConfig:
+def make_config(
+    model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen_tp: int, replicas: int
+) -> RunConfig:
     joined = nodes if per_node % tp else 1  # tensor-parallel groups over several nodes need NVLink between them
     return RunConfig.model_validate(
         {
@@ -55,8 +57,8 @@ def config(model: str, strategy: str, *, nodes: int, per_node: int, tp: int, gen
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """SGLang's layouts are the trainer's at the same size; sizes that were asked for."""
+def traced_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace the engine trace by the trainer's layouts of the same size; return the list of traced sizes."""
     sizes: list[int] = []
 
     def layouts(path: str, *, tp: int, device: str, dtype: str) -> list[WeightLayout]:
@@ -71,7 +73,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]]]] = {
     "strided": ({"nodes": 1, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 2}, [(0, 2), (1, 3)]),
     "one of two": ({"nodes": 1, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 1}, [(0, 2)]),
-    "strided on each machine": (
+    "strided on each node": (
         {"nodes": 2, "per_node": 4, "tp": 4, "gen_tp": 2, "replicas": 4},
         [(0, 2), (1, 3), (4, 6), (5, 7)],
     ),
@@ -80,17 +82,17 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", ["auto", "micro_dp", "exact"])
-def test_where_sizes_divide_engines_are_strided_and_nothing_is_traced(
-    case: str, strategy: str, model: str, traced: list[int]
+def test_engines_are_strided_without_a_trace_if_sizes_divide(
+    case: str, strategy: str, model: str, traced_sizes: list[int]
 ) -> None:
     sizes, expected = CASES[case]
-    run = config(model, strategy, **sizes)
-    found = place_engines(run, pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
+    run = make_config(model, strategy, **sizes)
+    found = place_engines(run, make_pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
     assert found == expected
-    assert traced == []
+    assert traced_sizes == []
 
 
-OTHERS = [
+OVERLAP_CASES = [
     {"nodes": 1, "per_node": 6, "tp": 3, "gen_tp": 2, "replicas": 3},
     {"nodes": 1, "per_node": 4, "tp": 2, "gen_tp": 4, "replicas": 1},
     {"nodes": 2, "per_node": 4, "tp": 2, "gen_tp": 4, "replicas": 2},
@@ -99,15 +101,15 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+@pytest.mark.parametrize("sizes", OVERLAP_CASES, ids=str)
 @pytest.mark.parametrize("strategy", ["auto", "exact"])
-def test_elsewhere_a_run_places_engines_as_explain_does(
-    sizes: dict[str, int], strategy: str, model: str, traced: list[int]
+def test_other_placements_match_reshard_explain(
+    sizes: dict[str, int], strategy: str, model: str, traced_sizes: list[int]
 ) -> None:
-    run = config(model, strategy, **sizes)
-    slots = pool(sizes["nodes"], sizes["per_node"])
+    run = make_config(model, strategy, **sizes)
+    slots = make_pool(sizes["nodes"], sizes["per_node"])
     found = place_engines(run, slots, RankGrid(tp=sizes["tp"], dp=run.dp))
-    assert traced == [sizes["gen_tp"]]
+    assert traced_sizes == [sizes["gen_tp"]]
     assert find_cross_node_group([(group,) for group in found], pool_topology(slots)) is None
     decoder, _ = load_architecture_and_dtype(model)
     scenario = make_scenario(
@@ -128,22 +130,24 @@ def test_elsewhere_a_run_places_engines_as_explain_does(
 
 
 @pytest.mark.parametrize("strategy", ["micro_dp", "gather_hf"])
-def test_an_engine_over_two_machines_is_refused(strategy: str, model: str) -> None:
+def test_engine_across_two_nodes_is_rejected(strategy: str, model: str) -> None:
     sizes = {"nodes": 2, "per_node": 3, "tp": 3, "gen_tp": 3, "replicas": 1}
     if strategy == "micro_dp":
         sizes = {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2}
-    run = config(model, strategy, **sizes)
-    split = pool(2, 2) if strategy == "micro_dp" else pool(3, 2)
+    run = make_config(model, strategy, **sizes)
+    split = make_pool(2, 2) if strategy == "micro_dp" else make_pool(3, 2)
     ranks = r"\[0, 2\]" if strategy == "micro_dp" else r"\[0, 1, 2\]"
-    says = rf"^weight_sync\.strategy: {strategy} puts engine 0 on the slots of trainer ranks {ranks}, which are on 2 "
-    with pytest.raises(ConfigError, match=says):
+    message = (
+        rf"^weight_sync\.strategy: {strategy} puts engine 0 on the slots of trainer ranks {ranks}, which are on 2 "
+    )
+    with pytest.raises(ConfigError, match=message):
         place_engines(run, split, RankGrid(tp=sizes["tp"], dp=run.dp))
 
 
-def test_micro_dp_is_refused_where_sizes_do_not_divide(model: str) -> None:
-    run = config(model, "micro_dp", nodes=1, per_node=4, tp=2, gen_tp=4, replicas=1)
+def test_micro_dp_is_rejected_if_sizes_do_not_divide(model: str) -> None:
+    run = make_config(model, "micro_dp", nodes=1, per_node=4, tp=2, gen_tp=4, replicas=1)
     with pytest.raises(ConfigError, match=r"tp 2 % 4 = 2"):
-        place_engines(run, pool(1, 4), RankGrid(tp=2, dp=2))
+        place_engines(run, make_pool(1, 4), RankGrid(tp=2, dp=2))
 
 
 @pytest.mark.parametrize(
@@ -154,20 +158,20 @@ def test_micro_dp_is_refused_where_sizes_do_not_divide(model: str) -> None:
         (2, 4, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
     ],
 )
-def test_engines_with_slots_of_their_own_take_neighbours_on_one_machine(
+def test_dedicated_engines_use_consecutive_slots_of_one_node(
     nodes: int, per_node: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
 ) -> None:
-    run = config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
-    assert place_dedicated_engines(run, pool(nodes, per_node)) == expected
+    run = make_config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
+    assert place_dedicated_engines(run, make_pool(nodes, per_node)) == expected
 
 
-def test_engines_that_a_pool_has_no_room_for_are_refused(model: str) -> None:
-    run = config(model, "auto", nodes=2, per_node=3, tp=1, gen_tp=2, replicas=3)
-    says = r"^rollout\.replicas: each engine needs rollout\.tp = 2 slots of one node, .* has for 2 engines, got 3$"
-    with pytest.raises(ConfigError, match=says):
-        place_dedicated_engines(run, pool(2, 3))
+def test_more_engines_than_the_pool_holds_are_rejected(model: str) -> None:
+    run = make_config(model, "auto", nodes=2, per_node=3, tp=1, gen_tp=2, replicas=3)
+    message = r"^rollout\.replicas: each engine needs rollout\.tp = 2 slots of one node, .* has for 2 engines, got 3$"
+    with pytest.raises(ConfigError, match=message):
+        place_dedicated_engines(run, make_pool(2, 3))
 
 
-def test_an_engine_sees_its_gpus_in_the_order_of_its_ranks() -> None:
+def test_cuda_visible_devices_lists_gpus_in_rank_order() -> None:
     assert gpu_environment([3, 0, 5]) == {"CUDA_VISIBLE_DEVICES": "3,0,5"}
     assert gpu_environment([None, None]) == {}

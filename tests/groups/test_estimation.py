@@ -1,4 +1,4 @@
-"""Estimates of every algorithm against loops over one completion at a time, holes and all.
+"""Estimators of all algorithms against reference loops over completions, including tokens that are not sampled.
 
 Legend: N completions; `sampled` are the places of a completion's sampled tokens.
 """
@@ -38,7 +38,7 @@ from tests.run.finished_groups import completion
 
 SIZES = (2, 4, 3)
 NOTHING_SAMPLED = 3
-ENDS_WITH_A_TOOL = 5
+ENDS_WITH_TOOL_OUTPUT = 5
 
 
 def make_groups() -> list[list[Trajectory]]:
@@ -51,7 +51,7 @@ def make_groups() -> list[list[Trajectory]]:
             mask[0], mask[1] = 0, 1
             if n == NOTHING_SAMPLED:
                 mask[:] = 0
-            mask[-1] = n not in (NOTHING_SAMPLED, ENDS_WITH_A_TOOL)
+            mask[-1] = n not in (NOTHING_SAMPLED, ENDS_WITH_TOOL_OUTPUT)
             group.append(completion(mask.tolist()))
             n += 1
         groups.append(group)
@@ -76,17 +76,17 @@ COLUMNS = {
 }
 
 Values = list[list[float]]
-"""By completion, of its sampled tokens."""
+"""Values of the sampled tokens of each completion."""
 
 
-def of(name: str) -> Values:
+def sampled_values(name: str) -> Values:
     return [[float(column[t]) for t in sampled] for column, sampled in zip(COLUMNS[name], SAMPLED, strict=True)]
 
 
-def ask(
+def run_estimator(
     estimator: Callable[..., Any], *arguments: object, outputs: tuple[str, ...]
 ) -> tuple[EstimateSummary, dict[str, Values]]:
-    """Through the form in which it travels, columns in two parts; what stands at tokens that were not sampled is 0."""
+    """Run the estimator as a worker does, with columns in two parts; check that unsampled tokens have 0."""
     parts: Any = {
         name: LocalPayload([{KEYS[n]: column[n] for n in half} for half in (range(0, N, 2), range(1, N, 2))])
         for name, column in COLUMNS.items()
@@ -104,13 +104,13 @@ def ask(
     return found, out
 
 
-def flat(values: Values) -> list[float]:
+def flatten(values: Values) -> list[float]:
     return list(itertools.chain(*values))
 
 
 def assert_close(got: Values, want: Values) -> None:
     assert [len(each) for each in got] == [len(each) for each in want]
-    assert flat(got) == pytest.approx(flat(want), rel=1e-4, abs=1e-5)
+    assert flatten(got) == pytest.approx(flatten(want), rel=1e-4, abs=1e-5)
 
 
 KINDS: dict[str, Callable[[float], float]] = {
@@ -122,21 +122,21 @@ KLS = [None, ("k1", 0.3), ("k2", 0.2), ("k3", 0.1)]
 Kl = tuple[str, float] | None
 
 
-def settings(kl: Kl) -> tuple[Any, float]:
-    """The configuration's, with a coefficient that is not the one of now; and that."""
+def make_kl_section(kl: Kl) -> tuple[Any, float]:
+    """Return the section, whose own coefficient must not be used, and the current coefficient."""
     return (None, 0.0) if kl is None else (KlRewardConfig(kind=kl[0], coefficient=9.0), kl[1])
 
 
-def divergence(kl: Kl) -> Values:
-    """Per token, without the coefficient."""
+def token_kl(kl: Kl) -> Values:
+    """Return the KL estimate of each sampled token, without the coefficient."""
     kind = KINDS["k1" if kl is None else kl[0]]
-    pairs = zip(of("old_logprobs"), of("ref_logprobs"), strict=True)
+    pairs = zip(sampled_values("old_logprobs"), sampled_values("ref_logprobs"), strict=True)
     return [[0.0 if kl is None else kind(a - b) for a, b in zip(new, ref, strict=True)] for new, ref in pairs]
 
 
 def token_rewards(kl: Kl, *, rewards: Sequence[float] = REWARDS, factor: float = -1.0) -> Values:
-    """The reward at the last sampled token, and `factor` times the penalty everywhere."""
-    out = [[factor * (kl[1] if kl else 0.0) * d for d in each] for each in divergence(kl)]
+    """Return the reward at the last sampled token plus `factor` times the penalty at every sampled token."""
+    out = [[factor * (kl[1] if kl else 0.0) * d for d in each] for each in token_kl(kl)]
     for each, reward in zip(out, rewards, strict=True):
         if each:
             each[-1] += reward
@@ -147,7 +147,7 @@ def check_metrics(found: EstimateSummary, kl: Kl) -> None:
     if kl is None:
         assert "kl/reference" not in found.metrics
     else:
-        assert found.metrics["kl/reference"] == pytest.approx(fmean(flat(divergence(kl))), rel=1e-4, abs=1e-6)
+        assert found.metrics["kl/reference"] == pytest.approx(fmean(flatten(token_kl(kl))), rel=1e-4, abs=1e-6)
 
 
 def check_means(found: EstimateSummary, advantages: Values) -> None:
@@ -155,8 +155,8 @@ def check_means(found: EstimateSummary, advantages: Values) -> None:
     assert found.scalars["advantages"] == pytest.approx(means, rel=1e-4, abs=1e-5)
 
 
-def whitened(values: Values) -> Values:
-    mean, deviation = fmean(flat(values)), pstdev(flat(values))
+def whiten_values(values: Values) -> Values:
+    mean, deviation = fmean(flatten(values)), pstdev(flatten(values))
     return [[(v - mean) / (deviation + 1e-8) for v in each] for each in values]
 
 
@@ -174,17 +174,17 @@ def gae_loop(rewards: Values, values: Values, gamma: float, lam: Sequence[float]
     return advantages, returns
 
 
-def explained(values: Values, returns: Values) -> float:
-    rest = [r - v for r, v in zip(flat(returns), flat(values), strict=True)]
-    return 1 - (pstdev(rest) / pstdev(flat(returns))) ** 2
+def explained_variance_loop(values: Values, returns: Values) -> float:
+    rest = [r - v for r, v in zip(flatten(returns), flatten(values), strict=True)]
+    return 1 - (pstdev(rest) / pstdev(flatten(returns))) ** 2
 
 
 @pytest.mark.parametrize("kl", KLS)
 @pytest.mark.parametrize("kind", [GrpoConfig, DrGrpoConfig, RlooConfig])
 def test_group_estimates(kind: Any, kl: Kl) -> None:
-    section, coefficient = settings(kl)
-    found, _ = ask(group_estimates, kind(kl_loss=None, kl_reward=section), coefficient, outputs=())
-    rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, divergence(kl), strict=True)]
+    section, coefficient = make_kl_section(kl)
+    found, _ = run_estimator(group_estimates, kind(kl_loss=None, kl_reward=section), coefficient, outputs=())
+    rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, token_kl(kl), strict=True)]
     want = []
     for members in MEMBERS:
         group = [rewards[n] for n in members]
@@ -203,10 +203,10 @@ def test_group_estimates(kind: Any, kl: Kl) -> None:
 
 @pytest.mark.parametrize("kl", KLS)
 def test_reinforce_pp_estimates(kl: Kl) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = ReinforcePlusPlusConfig(gamma=0.9, kl_reward=section)
-    found, got = ask(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
-    want = whitened(returns_to_go(token_rewards(kl), 0.9))
+    found, got = run_estimator(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
+    want = whiten_values(returns_to_go(token_rewards(kl), 0.9))
     assert_close(got["advantages"], want)
     check_means(found, want)
     check_metrics(found, kl)
@@ -214,12 +214,12 @@ def test_reinforce_pp_estimates(kl: Kl) -> None:
 
 @pytest.mark.parametrize("kl", KLS)
 def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = ReinforcePlusPlusBaselineConfig(kl_loss=None, kl_reward=section)
-    found, got = ask(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
-    rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, divergence(kl), strict=True)]
+    found, got = run_estimator(reinforce_estimates, algorithm, coefficient, outputs=("advantages",))
+    rewards = [r - coefficient * sum(d) for r, d in zip(REWARDS, token_kl(kl), strict=True)]
     means = [fmean(rewards[m] for m in members) for members in MEMBERS for _ in members]
-    want = whitened([[rewards[n] - means[n]] * len(SAMPLED[n]) for n in range(N)])
+    want = whiten_values([[rewards[n] - means[n]] * len(SAMPLED[n]) for n in range(N)])
     assert_close(got["advantages"], want)
     check_means(found, want)
     check_metrics(found, kl)
@@ -227,10 +227,10 @@ def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
 
 @pytest.mark.parametrize("kl", KLS)
 def test_remax_estimates(kl: Kl) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     baselines = [0.5 * KEYS[n][0] for n in range(N)]
     algorithm = RemaxConfig(kl_reward=section)
-    found, got = ask(remax_estimates, algorithm, coefficient, baselines, outputs=("advantages",))
+    found, got = run_estimator(remax_estimates, algorithm, coefficient, baselines, outputs=("advantages",))
     to_go = returns_to_go(token_rewards(kl), 1.0)
     want = [[r - base for r in each] for each, base in zip(to_go, baselines, strict=True)]
     assert_close(got["advantages"], want)
@@ -241,62 +241,70 @@ def test_remax_estimates(kl: Kl) -> None:
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", KLS)
 def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = PpoConfig(gamma=0.97, lam=0.8, whiten=whiten, kl_reward=section)
-    found, got = ask(ppo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
-    advantages, returns = gae_loop(token_rewards(kl), of("values"), 0.97, [0.8] * N)
-    want = whitened(advantages) if whiten else advantages
+    found, got = run_estimator(ppo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
+    advantages, returns = gae_loop(token_rewards(kl), sampled_values("values"), 0.97, [0.8] * N)
+    want = whiten_values(advantages) if whiten else advantages
     assert_close(got["advantages"], want)
     assert_close(got["returns"], returns)
     check_means(found, want)
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(explained(of("values"), returns), rel=1e-4)
+    assert found.metrics["critic/explained_variance"] == pytest.approx(
+        explained_variance_loop(sampled_values("values"), returns), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("alpha", [None, 0.4])
 @pytest.mark.parametrize("kl", [None, ("k1", 0.3)])
 def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = VapoConfig(gamma=0.97, lam=0.9, whiten=False, length_alpha=alpha, kl_reward=section)
-    found, got = ask(vapo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
+    found, got = run_estimator(vapo_estimates, algorithm, coefficient, outputs=("advantages", "returns"))
     rewards = token_rewards(kl)
-    advantages, returns = gae_loop(rewards, of("values"), 0.97, [0.9] * N)
+    advantages, returns = gae_loop(rewards, sampled_values("values"), 0.97, [0.9] * N)
     if alpha is not None:
         lams = [1 - 1 / max(alpha * len(sampled), 1) for sampled in SAMPLED]
         assert len(set(lams)) > 2
         assert found.metrics["vapo/lambda"] == pytest.approx(fmean(lams), rel=1e-5)
-        advantages, _ = gae_loop(rewards, of("values"), 0.97, lams)
+        advantages, _ = gae_loop(rewards, sampled_values("values"), 0.97, lams)
     assert_close(got["advantages"], advantages)
     assert_close(got["returns"], returns)
     check_means(found, advantages)
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(explained(of("values"), returns), rel=1e-4)
+    assert found.metrics["critic/explained_variance"] == pytest.approx(
+        explained_variance_loop(sampled_values("values"), returns), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("kl", [None, ("k1", 0.3)])
 def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = VapoConfig(gamma=0.97, lam=0.5, kl_reward=section)
-    found, got = ask(monte_carlo_estimates, algorithm, coefficient, outputs=("returns",))
+    found, got = run_estimator(monte_carlo_estimates, algorithm, coefficient, outputs=("returns",))
     returns = returns_to_go(token_rewards(kl), 0.97)
     assert_close(got["returns"], returns)
     assert not found.scalars
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(explained(of("values"), returns), rel=1e-4)
+    assert found.metrics["critic/explained_variance"] == pytest.approx(
+        explained_variance_loop(sampled_values("values"), returns), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("whiten", [False, True])
 @pytest.mark.parametrize("kl", KLS)
 def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
-    section, coefficient = settings(kl)
+    section, coefficient = make_kl_section(kl)
     algorithm = SafeRlhfConfig(gamma=0.97, lam=0.8, whiten=whiten, kl_reward=section)
     outputs = ("advantages", "returns", "cost_returns")
-    found, got = ask(safe_estimates, algorithm, coefficient, COSTS, 1.7, outputs=outputs)
-    of_reward, returns = gae_loop(token_rewards(kl, factor=-0.5), of("values"), 0.97, [0.8] * N)
-    of_cost, cost_returns = gae_loop(token_rewards(kl, rewards=COSTS, factor=0.5), of("cost_values"), 0.97, [0.8] * N)
+    found, got = run_estimator(safe_estimates, algorithm, coefficient, COSTS, 1.7, outputs=outputs)
+    of_reward, returns = gae_loop(token_rewards(kl, factor=-0.5), sampled_values("values"), 0.97, [0.8] * N)
+    of_cost, cost_returns = gae_loop(
+        token_rewards(kl, rewards=COSTS, factor=0.5), sampled_values("cost_values"), 0.97, [0.8] * N
+    )
     pairs = zip(of_reward, of_cost, strict=True)
     weighed = [[(r - 1.7 * c) / 2.7 for r, c in zip(a, b, strict=True)] for a, b in pairs]
-    want = whitened(weighed) if whiten else weighed
+    want = whiten_values(weighed) if whiten else weighed
     assert_close(got["advantages"], want)
     assert_close(got["returns"], returns)
     assert_close(got["cost_returns"], cost_returns)
@@ -304,13 +312,13 @@ def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
     check_metrics(found, kl)
     for name, values, of_values in (("critic", "values", returns), ("cost_critic", "cost_values", cost_returns)):
         share = found.metrics[f"{name}/explained_variance"]
-        assert share == pytest.approx(explained(of(values), of_values), rel=1e-4)
+        assert share == pytest.approx(explained_variance_loop(sampled_values(values), of_values), rel=1e-4)
 
 
 def test_prime_estimates() -> None:
     algorithm = PrimeConfig(beta=0.2, process_coefficient=3.0, outcome_coefficient=2.0)
-    found, got = ask(prime_estimates, algorithm, outputs=("advantages",))
-    pairs = zip(of("reward_logprobs"), of("ref_logprobs"), strict=True)
+    found, got = run_estimator(prime_estimates, algorithm, outputs=("advantages",))
+    pairs = zip(sampled_values("reward_logprobs"), sampled_values("ref_logprobs"), strict=True)
     process = [[0.2 * (a - b) for a, b in zip(new, ref, strict=True)] for new, ref in pairs]
     means = [fmean(each) if each else 0.0 for each in process]
     want = []
@@ -323,16 +331,16 @@ def test_prime_estimates() -> None:
             want.append([3.0 * sum(r - base for r in process[n][t:]) + 2.0 * outcome for t in range(length)])
     assert_close(got["advantages"], want)
     check_means(found, want)
-    assert found.metrics == {"prime/process_reward": pytest.approx(fmean(flat(process)), rel=1e-4)}
+    assert found.metrics == {"prime/process_reward": pytest.approx(fmean(flatten(process)), rel=1e-4)}
 
 
 def test_distillation_estimates() -> None:
-    found, got = ask(distillation_estimates, outputs=("advantages",))
-    pairs = zip(of("teacher_logprobs"), of("old_logprobs"), strict=True)
+    found, got = run_estimator(distillation_estimates, outputs=("advantages",))
+    pairs = zip(sampled_values("teacher_logprobs"), sampled_values("old_logprobs"), strict=True)
     want = [[a - b for a, b in zip(teacher, student, strict=True)] for teacher, student in pairs]
     assert_close(got["advantages"], want)
     check_means(found, want)
-    assert found.metrics == {"distillation/reverse_kl": pytest.approx(-fmean(flat(want)), rel=1e-4)}
+    assert found.metrics == {"distillation/reverse_kl": pytest.approx(-fmean(flatten(want)), rel=1e-4)}
 
 
 @pytest.fixture
@@ -340,7 +348,7 @@ def tokens() -> TokenBatch:
     return make_token_batch(GROUPS, REWARDS, {})
 
 
-def test_the_tokens_of_a_step(tokens: TokenBatch) -> None:
+def test_token_batch_fields(tokens: TokenBatch) -> None:
     assert tokens.mask_T.tolist() == [bool(m) for t in TRAJECTORIES for m in t.loss_mask]
     assert tokens.cu_seqlens_N.tolist() == [0, *itertools.accumulate(t.num_tokens for t in TRAJECTORIES)]
     assert tokens.group_ids_N.tolist() == [g for g, _ in KEYS]
@@ -348,7 +356,7 @@ def test_the_tokens_of_a_step(tokens: TokenBatch) -> None:
     assert tokens.lengths.tolist() == [len(sampled) for sampled in SAMPLED]
 
 
-def test_rewards_stand_at_the_last_sampled_token(tokens: TokenBatch) -> None:
+def test_token_rewards_are_at_the_last_sampled_token(tokens: TokenBatch) -> None:
     want = np.zeros(len(tokens.mask_T), np.float32)
     starts = tokens.cu_seqlens_N.tolist()
     for start, sampled, reward in zip(starts, SAMPLED, REWARDS, strict=False):
@@ -359,7 +367,7 @@ def test_rewards_stand_at_the_last_sampled_token(tokens: TokenBatch) -> None:
     assert tokens.token_rewards(penalty_T).numpy() == pytest.approx(want - np.arange(len(want)) * tokens.mask_T.numpy())
 
 
-def test_sums_and_means_are_of_sampled_tokens_whatever_stands_elsewhere(tokens: TokenBatch) -> None:
+def test_sums_and_means_ignore_tokens_that_were_not_sampled(tokens: TokenBatch) -> None:
     values_T = torch.where(tokens.mask_T, torch.arange(len(tokens.mask_T)).float(), torch.nan)
     starts = tokens.cu_seqlens_N.tolist()
     want = [sum(start + t for t in sampled) for start, sampled in zip(starts, SAMPLED, strict=False)]
@@ -367,8 +375,8 @@ def test_sums_and_means_are_of_sampled_tokens_whatever_stands_elsewhere(tokens: 
     assert tokens.masked_mean(values_T) == pytest.approx(sum(want) / sum(map(len, SAMPLED)))
 
 
-def test_short_sums_behind_long_ones_are_exact() -> None:
-    """A running sum in float32 would lose them."""
+def test_sequence_sums_are_exact_after_large_values() -> None:
+    """A cumulative sum in float32 would round them away."""
     groups = [[completion([0] + [1] * 5000), completion([0, 1])]]
     tokens = make_token_batch(groups, [0.0, 0.0], {})
     values_T = torch.full((5003,), 1e4)
@@ -376,7 +384,7 @@ def test_short_sums_behind_long_ones_are_exact() -> None:
     assert tokens.sequence_sums(values_T).tolist() == pytest.approx([5e7, 0.123], rel=1e-6)
 
 
-def test_variance_is_explained_between_everything_and_less_than_nothing(tokens: TokenBatch) -> None:
+def test_explained_variance_of_good_constant_and_bad_values(tokens: TokenBatch) -> None:
     returns_T = torch.from_numpy(np.random.default_rng(4).normal(size=len(tokens.mask_T)))
     assert tokens.explained_variance(returns_T + 3.0, returns_T) == pytest.approx(1.0)
     assert tokens.explained_variance(torch.zeros_like(returns_T), returns_T) == pytest.approx(0.0)
@@ -384,7 +392,7 @@ def test_variance_is_explained_between_everything_and_less_than_nothing(tokens: 
     assert tokens.explained_variance(returns_T, torch.ones_like(returns_T)) == 0.0
 
 
-def test_a_step_in_which_nothing_was_sampled_says_nothing() -> None:
+def test_token_batch_without_sampled_tokens_gives_zeros() -> None:
     tokens = make_token_batch([[completion([0, 0]), completion([0, 0, 0])]], [1.0, 2.0], {})
     zeros_T = torch.zeros(5)
     assert tokens.masked_mean(zeros_T) == tokens.explained_variance(zeros_T, zeros_T) == 0.0

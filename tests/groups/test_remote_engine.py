@@ -1,4 +1,4 @@
-"""What trainer ranks and rollout workers hear of an engine that does not answer."""
+"""Errors that trainer ranks and rollout workers receive from remote engines, and retries of lost answers."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from megarl.groups import remote_engine
 from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
 
 
-class Method:
+class FakeMethod:
     def remote(self, *_: Any) -> str:
         return "ref"
 
 
-class Handle:
-    """Of an actor that has got the call."""
+class FakeHandle:
+    """Handle of an actor whose calls return the reference `ref`."""
 
-    invoke = Method()
+    invoke = FakeMethod()
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "message"),
     [
         (WeightSyncError("norm is no parameter"), "engine 1{rank}: norm is no parameter"),
         (WorkerError("it died"), "engine 1{rank} did not load a bucket of weights: it died"),
     ],
 )
-def test_the_engine_is_named(error: MegarlError, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sink_errors_name_the_engine(error: MegarlError, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(refs: list[Any], **_: Any) -> None:
         assert refs == ["ref"]
         raise error
 
     monkeypatch.setattr(remote_engine, "wait_all", fail)
-    boxes = EngineRankSink(Handle(), "engine 1", 3, 1.0).load_boxes(0, None)
-    whole = EngineSink(Handle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
+    boxes = EngineRankSink(FakeHandle(), "engine 1", 3, 1.0).load_boxes(0, None)
+    whole = EngineSink(FakeHandle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
     for wait, rank in ((boxes, " rank 3"), (whole, "")):
         with pytest.raises(WeightSyncError) as raised:
             wait()
-        assert str(raised.value) == says.format(rank=rank)
+        assert str(raised.value) == message.format(rank=rank)
         assert raised.value.__cause__ is error
 
 
-class Answers:
-    """Of an actor, one a call: values, or what Ray raises."""
+class FakeActor:
+    """An actor that answers each call with the next value or Ray error."""
 
     def __init__(self, *answers: Any) -> None:
         self.left, self.invoke = list(answers), SimpleNamespace(remote=self._invoke)
@@ -64,19 +64,19 @@ class Answers:
         return SimpleNamespace(future=lambda: future)
 
 
-def lost_on_its_way() -> list[RayError]:
+def lost_answer_errors() -> list[RayError]:
     return [ActorUnavailableError("the connection was reset", b"x" * 16), ObjectLostError("0" * 56, None, "")]
 
 
-def test_an_answer_that_was_lost_on_its_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_is_retried_if_the_answer_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
-    handle = Answers(*lost_on_its_way(), ["completion"])
+    handle = FakeActor(*lost_answer_errors(), ["completion"])
     assert asyncio.run(RemoteEngine(handle, "engine 1").generate_many([])) == ["completion"]  # type: ignore[comparison-overlap]
     assert handle.left == []
 
 
-def test_an_engine_is_lost_once_ray_knows_that_it_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_engine_raises_lost_engine_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
-    handle = Answers(*lost_on_its_way(), ActorDiedError())
+    handle = FakeActor(*lost_answer_errors(), ActorDiedError())
     with pytest.raises(LostEngineError, match="generate_many: engine 1 died"):
         asyncio.run(RemoteEngine(handle, "engine 1").generate_many([]))

@@ -1,3 +1,5 @@
+"""The rollout actor's journal: replay after a restart, and batching of engine calls."""
+
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,17 +17,17 @@ from megarl.rollout.rollout_worker import GroupJob
 
 
 class SeededEngine:
-    """Completions follow from the seeds; requests of prompts in `broken` fail."""
+    """Fake engine whose completions depend only on the seed; requests with prompts in `broken` fail."""
 
     def __init__(self, broken=()):
         self.broken = broken
-        self.asked = {}
+        self.requested_seeds = {}
         self.calls = 0
 
     async def generate_many(self, requests):
         self.calls += 1
         for r in requests:
-            self.asked[r.request_id] = r.sampling.seed
+            self.requested_seeds[r.request_id] = r.sampling.seed
         await asyncio.sleep(0)
         if any(r.token_ids[-1] in self.broken for r in requests):
             raise WorkerError("the engine was killed")
@@ -49,7 +51,7 @@ class Scorer:
 
 
 @pytest.fixture
-def process(tmp_path, monkeypatch):
+def make_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_actor.RewardScorer, "from_model", lambda *_: Scorer())
     monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda _: SimpleNamespace(decode=str))
 
@@ -71,14 +73,14 @@ def job(group, label="step-5", seed=(0, 5)):
     )
 
 
-def run(process, jobs):
+def run(make_actor, jobs):
     async def main():
-        return await asyncio.gather(*map(process.rollout_group, jobs), return_exceptions=True)
+        return await asyncio.gather(*map(make_actor.rollout_group, jobs), return_exceptions=True)
 
     return asyncio.run(main())
 
 
-def plain(answer):
+def comparable(answer):
     summary, trajectories = answer
     return replace(summary, replayed=False), [
         (t.token_ids.tolist(), t.loss_mask.tolist(), t.logprobs.tobytes(), t.policy_versions.tolist(), t.rewards)
@@ -87,60 +89,60 @@ def plain(answer):
 
 
 def replayed(answers):
-    """By answer, whether it is from the journal."""
+    """Return for each answer whether it comes from the journal."""
     return [not isinstance(answer, WorkerError) and answer[0].replayed for answer in answers]
 
 
-def test_a_second_incarnation_asks_for_nothing_that_had_finished(process, tmp_path):
+def test_restarted_actor_regenerates_only_unfinished_groups(make_actor, tmp_path):
     undisturbed = SeededEngine()
-    expected = run(process(undisturbed, run_dir=str(tmp_path / "undisturbed")), [job(g) for g in range(4)])
+    expected = run(make_actor(undisturbed, run_dir=str(tmp_path / "undisturbed")), [job(g) for g in range(4)])
 
-    first = process(SeededEngine(broken=[102]))
-    answers = [run(first, [job(g)])[0] for g in range(4)]  # one engine call each, of which one fails
+    first = make_actor(SeededEngine(broken=[102]))
+    answers = [run(first, [job(g)])[0] for g in range(4)]  # one engine call per job; the call of job 2 fails
     assert [isinstance(a, WorkerError) for a in answers] == [False, False, True, False]
     assert not any(replayed(answers))
 
     engine = SeededEngine()
-    second = process(engine)
+    second = make_actor(engine)
     again = run(second, [job(g) for g in range(4)])
-    assert engine.asked == {f"step-5-2-{s}": undisturbed.asked[f"step-5-2-{s}"] for s in range(4)}
+    assert engine.requested_seeds == {f"step-5-2-{s}": undisturbed.requested_seeds[f"step-5-2-{s}"] for s in range(4)}
     assert replayed(again) == [True, True, False, True]
-    assert [plain(again[g]) for g in (0, 1, 3)] == [plain(answers[g]) for g in (0, 1, 3)]
-    assert [plain(a)[1] for a in again] == [plain(a)[1] for a in expected]
+    assert [comparable(again[g]) for g in (0, 1, 3)] == [comparable(answers[g]) for g in (0, 1, 3)]
+    assert [comparable(a)[1] for a in again] == [comparable(a)[1] for a in expected]
 
     idle = SeededEngine()
-    assert [plain(a) for a in run(process(idle), [job(g) for g in range(4)])] == [plain(a) for a in again]
+    assert [comparable(a) for a in run(make_actor(idle), [job(g) for g in range(4)])] == [comparable(a) for a in again]
     assert idle.calls == 0
 
 
-def test_evaluations_belong_to_a_step_and_scores_without_a_run_to_none(process, tmp_path):
-    first = process(SeededEngine())
+def test_evaluation_of_a_step_is_journaled_and_without_a_step_is_not(make_actor, tmp_path):
+    first = make_actor(SeededEngine())
     run(first, [job(1, label="evaluate-5", seed=()), job(1, label="evaluate", seed=())])
     assert [group.request_id for group in read_step(tmp_path, 5)] == ["evaluate-5-1"]
     engine = SeededEngine()
-    run(process(engine), [job(1, label="evaluate-5", seed=()), job(1, label="evaluate", seed=())])
-    assert list(engine.asked) == [f"evaluate-1-{s}" for s in range(4)]
+    run(make_actor(engine), [job(1, label="evaluate-5", seed=()), job(1, label="evaluate", seed=())])
+    assert list(engine.requested_seeds) == [f"evaluate-1-{s}" for s in range(4)]
 
 
-def test_another_prompt_under_the_same_name_is_asked_for(process):
-    run(process(SeededEngine()), [job(1)])
+def test_journal_entry_of_another_prompt_is_not_replayed(make_actor):
+    run(make_actor(SeededEngine()), [job(1)])
     engine = SeededEngine()
     other = replace(job(1), prompt=job(2).prompt)
-    (answer,) = run(process(engine), [other])
-    assert len(engine.asked) == 4
-    assert plain(answer)[0].prompt_id == "d.jsonl:2"
+    (answer,) = run(make_actor(engine), [other])
+    assert len(engine.requested_seeds) == 4
+    assert comparable(answer)[0].prompt_id == "d.jsonl:2"
 
 
-def test_another_configuration_s_journal_is_an_error_of_every_group(process):
-    run(process(SeededEngine()), [job(1)])
+def test_journal_of_another_configuration_fails_every_group(make_actor):
+    run(make_actor(SeededEngine()), [job(1)])
     engine = SeededEngine()
-    answers = run(process(engine, seed=3), [job(g) for g in range(3)])
+    answers = run(make_actor(engine, seed=3), [job(g) for g in range(3)])
     assert all(isinstance(a, WorkerError) and "move" in str(a) for a in answers)
     assert engine.calls == 0
 
 
-def test_groups_that_are_asked_for_together_still_travel_together(process):
+def test_concurrent_groups_are_sent_in_one_engine_call(make_actor):
     engine = SeededEngine()
-    run(process(engine), [job(g) for g in range(16)])
+    run(make_actor(engine), [job(g) for g in range(16)])
     assert engine.calls == 1
-    assert len(engine.asked) == 64
+    assert len(engine.requested_seeds) == 64

@@ -1,4 +1,4 @@
-"""Rollout workers that fail, die or stand still, with a clock and a Ray that the test moves."""
+"""Rollout workers that fail, die or hang, with a fake Ray and clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,60 +35,60 @@ class Ref:
 
 
 def method(call: Callable[..., Any]) -> Any:
-    """Of an actor: what `call` returns, with options or without."""
-    found = SimpleNamespace(remote=call, given=None)
+    """Return a fake actor method that calls `call` and records the options it was given."""
+    found = SimpleNamespace(remote=call, options_given=None)
 
-    def options(**given: Any) -> Any:
-        found.given = given
+    def options(**options_given: Any) -> Any:
+        found.options_given = options_given
         return found
 
     found.options = options
     return found
 
 
-class Worker:
-    """Builds at once where `builds`; groups are finished by the test, and signs of life given where `answers`."""
+class FakeWorker:
+    """Fake worker: builds at once if `ray.builds`, answers pings if `is_responsive`; the test finishes its groups."""
 
-    def __init__(self, ray: "Ray") -> None:
-        self.ray, self.answers, self.asked, self.signs = ray, True, dict[str, Ref](), list[Ref]()
-        self.invoke, self.place = method(self._invoke), method(self._place)
-        self.expect = method(lambda *_: Ref())
+    def __init__(self, ray: "FakeRay") -> None:
+        self.ray, self.is_responsive, self.calls, self.pings = ray, True, dict[str, Ref](), list[Ref]()
+        self.invoke, self.place = method(self._invoke), method(self._answer_ping)
+        self.preimport = method(lambda *_: Ref())
         self.build = method(lambda *_: Ref(is_done=ray.builds))
 
     def _invoke(self, name: str, *arguments: Any) -> Any:
         if name == "record":
-            self.asked["record"] = Ref()
-            return self.asked["record"]
+            self.calls["record"] = Ref()
+            return self.calls["record"]
         assert name == "rollout_group"
-        self.asked[arguments[0].request_id] = Ref()
-        return self.asked[arguments[0].request_id], "payload"
+        self.calls[arguments[0].request_id] = Ref()
+        return self.calls[arguments[0].request_id], "payload"
 
-    def _place(self) -> Ref:
-        assert self.place.given == {"concurrency_group": LIVENESS_GROUP}
-        self.signs.append(Ref(is_done=self.answers))
-        return self.signs[-1]
+    def _answer_ping(self) -> Ref:
+        assert self.place.options_given == {"concurrency_group": LIVENESS_GROUP}
+        self.pings.append(Ref(is_done=self.is_responsive))
+        return self.pings[-1]
 
     def die(self, error: RayError | None = None) -> None:
-        for ref in self.asked.values():
+        for ref in self.calls.values():
             if not ref.is_done:
                 ref.end(error or ActorDiedError())
 
 
 @dataclass
-class Ray:
-    """Waiting takes its time; `before_waiting` may move things."""
+class FakeRay:
+    """Fake Ray and clock: waiting advances the time; `before_waiting` is called before each wait."""
 
     now: float = 100.0
     builds: bool = True
-    workers: list[Worker] = field(default_factory=list)
-    killed: list[Worker] = field(default_factory=list)
+    workers: list[FakeWorker] = field(default_factory=list)
+    killed: list[FakeWorker] = field(default_factory=list)
     before_waiting: Callable[[], None] = lambda: None
 
     def remote(self, *, concurrency_groups: dict[str, int]) -> Any:
         assert concurrency_groups == {LIVENESS_GROUP: 1}
 
-        def launch(environment: Any) -> Worker:
-            self.workers.append(Worker(self))
+        def launch(environment: Any) -> FakeWorker:
+            self.workers.append(FakeWorker(self))
             return self.workers[-1]
 
         return lambda _: method(launch)
@@ -109,10 +109,10 @@ class Ray:
         return ref.value
 
     def cancel(self, ref: Ref, *, recursive: bool) -> None:
-        assert not recursive  # other jobs may travel in the same call to an engine
+        assert not recursive  # other jobs may share the same call to an engine
         ref.was_cancelled = True
 
-    def kill(self, worker: Worker) -> None:
+    def kill(self, worker: FakeWorker) -> None:
         self.killed.append(worker)
         worker.die()
 
@@ -127,8 +127,8 @@ class Ray:
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    fake = Ray()
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
     for module in (rollout_group, liveness_probe, failures):
         monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(module, "time", fake)
@@ -141,14 +141,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
 @dataclass
 class Run:
     group: RolloutGroup
-    said: list[str]
+    messages: list[str]
 
     def stream(self) -> Any:
         return self.group.stream(PROMPTS, num_samples=2, sampling=SAMPLING, label="step-3")
 
 
-def started(ray: Ray, workers: int = 2, **recovery: Any) -> Run:
-    said: list[str] = []
+def start_group(ray: FakeRay, workers: int = 2, **recovery: Any) -> Run:
+    messages: list[str] = []
     budget = RecoveryConfig(**recovery)
     config: Any = SimpleNamespace(
         recovery=budget,
@@ -156,18 +156,18 @@ def started(ray: Ray, workers: int = 2, **recovery: Any) -> Run:
         placement=SimpleNamespace(start_timeout_seconds=30.0),
     )
     supervisor = SimpleNamespace(
-        restart_budget=RestartBudget(budget, said.append), refs=list, poll=lambda: None, serving=[0]
+        restart_budget=RestartBudget(budget, messages.append), refs=list, poll=lambda: None, serving=[0]
     )
     engines: Any = SimpleNamespace(supervisor=supervisor, remote_engines=lambda: ["engine 0"])
     group = RolloutGroup(config, engines)
     group.start()
-    return Run(group, said)
+    return Run(group, messages)
 
 
-def finish(worker: Worker, *requests: str, replayed: bool = False) -> None:
+def finish(worker: FakeWorker, *requests: str, replayed: bool = False) -> None:
     for request in requests:
         number = int(request.rpartition("-")[2])
-        worker.asked[request].end(
+        worker.calls[request].end(
             GroupSummary(
                 group_id=number,
                 prompt_id=PROMPTS[number].prompt_id,
@@ -179,26 +179,26 @@ def finish(worker: Worker, *requests: str, replayed: bool = False) -> None:
         )
 
 
-def test_what_is_under_way_when_a_group_fails_is_given_up(ray: Ray) -> None:
-    run = started(ray)
+def test_unfinished_groups_are_cancelled_if_a_group_fails(ray: FakeRay) -> None:
+    run = start_group(ray)
     first, second = ray.workers
     stream = run.stream()
 
     def fail() -> None:
         finish(first, "step-3-0")
-        second.asked["step-3-1"].end(RayError("no answer"))
+        second.calls["step-3-1"].end(RayError("no answer"))
 
     ray.before_waiting = fail
     assert next(stream).summary.group_id == 0
     with pytest.raises(WorkerError, match="rollout failed on rollout worker 1"):
         next(stream)
-    cancelled = {name for worker in ray.workers for name, ref in worker.asked.items() if ref.was_cancelled}
+    cancelled = {name for worker in ray.workers for name, ref in worker.calls.items() if ref.was_cancelled}
     assert cancelled == {"step-3-1", "step-3-2", "step-3-3"}
     assert ray.killed == []
 
 
-def test_groups_from_the_journal_are_told(ray: Ray) -> None:
-    run = started(ray, workers=1)
+def test_number_of_replayed_groups_is_reported(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1)
 
     def answer() -> None:
         finish(ray.workers[0], "step-3-0", "step-3-2", "step-3-3", replayed=True)
@@ -206,89 +206,89 @@ def test_groups_from_the_journal_are_told(ray: Ray) -> None:
 
     ray.before_waiting = answer
     assert sorted(group.summary.group_id for group in run.stream()) == [0, 1, 2, 3]
-    assert run.said == ["step-3: replayed 3 of 4 groups from the journal"]
-    assert not any(ref.was_cancelled for ref in ray.workers[0].asked.values())
-    run.said.clear()
+    assert run.messages == ["step-3: replayed 3 of 4 groups from the journal"]
+    assert not any(ref.was_cancelled for ref in ray.workers[0].calls.values())
+    run.messages.clear()
     ray.before_waiting = lambda: finish(ray.workers[0], *(f"step-3-{n}" for n in range(4)))
     list(run.stream())
-    assert run.said == []
+    assert run.messages == []
 
 
-def test_a_worker_that_stands_still_is_replaced_and_its_groups_asked_again(ray: Ray) -> None:
-    run = started(ray, engine_stall_seconds=20)
+def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray: FakeRay) -> None:
+    run = start_group(ray, engine_stall_seconds=20)
     first, second = ray.workers
-    second.answers, began = False, ray.now
+    second.is_responsive, started_at = False, ray.now
 
-    def go_on() -> None:
+    def advance() -> None:
         if len(ray.workers) == 3:
             finish(first, "step-3-0", "step-3-2")
-            finish(ray.workers[2], *ray.workers[2].asked)
+            finish(ray.workers[2], *ray.workers[2].calls)
 
-    ray.before_waiting = go_on
+    ray.before_waiting = advance
     assert sorted(group.summary.group_id for group in run.stream()) == [0, 1, 2, 3]
-    assert 20 < ray.now - began < 35
+    assert 20 < ray.now - started_at < 35
     assert set(ray.killed) == {second}
-    assert len(first.signs) >= 3
-    assert run.said[0] == (
+    assert len(first.pings) >= 3
+    assert run.messages[0] == (
         "rollout worker 1 has not answered a ping for 20 s (recovery.engine_stall_seconds); killing it"
     )
-    assert run.said[1].startswith("rollout worker 1 was lost (")
+    assert run.messages[1].startswith("rollout worker 1 was lost (")
 
 
-def test_a_worker_that_is_busy_for_long_is_left_alone(ray: Ray) -> None:
-    run = started(ray, engine_stall_seconds=20)
-    began = ray.now
+def test_busy_worker_is_not_killed(ray: FakeRay) -> None:
+    run = start_group(ray, engine_stall_seconds=20)
+    started_at = ray.now
 
-    def go_on() -> None:
-        if ray.now > began + 300:
+    def advance() -> None:
+        if ray.now > started_at + 300:
             for worker in ray.workers:
-                finish(worker, *worker.asked)
+                finish(worker, *worker.calls)
 
-    ray.before_waiting = go_on
+    ray.before_waiting = advance
     assert len(list(run.stream())) == 4
-    assert (ray.killed, run.said) == ([], [])
+    assert (ray.killed, run.messages) == ([], [])
 
 
-def test_a_worker_that_stands_still_while_it_writes_rollouts_does_not_hold_up_the_run_for_good(ray: Ray) -> None:
-    run = started(ray, workers=1, engine_stall_seconds=20)
-    ray.workers[0].answers = False
+def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1, engine_stall_seconds=20)
+    ray.workers[0].is_responsive = False
     run.group.record(3, [], [])
 
-    def go_on() -> None:
-        if len(ray.workers) == 2 and "record" in ray.workers[1].asked:
-            ray.workers[1].asked["record"].end(None)
+    def advance() -> None:
+        if len(ray.workers) == 2 and "record" in ray.workers[1].calls:
+            ray.workers[1].calls["record"].end(None)
 
-    ray.before_waiting = go_on
+    ray.before_waiting = advance
     run.group.flush_records()
     assert ray.killed[0] is ray.workers[0]
-    assert run.said[-1].startswith("rollout worker 0 was lost (")
+    assert run.messages[-1].startswith("rollout worker 0 was lost (")
 
 
-def test_a_worker_whose_machine_is_lost_before_it_is_there_is_started_elsewhere(ray: Ray) -> None:
-    run = started(ray, workers=1)
+def test_worker_whose_node_is_lost_before_it_starts_is_restarted(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1)
 
-    def go_on() -> None:
+    def advance() -> None:
         if len(ray.workers) == 1:
             ray.workers[0].die(ActorUnschedulableError("the node does not exist any more"))
         else:
-            finish(ray.workers[1], *ray.workers[1].asked)
+            finish(ray.workers[1], *ray.workers[1].calls)
 
-    ray.before_waiting = go_on
+    ray.before_waiting = advance
     assert len(list(run.stream())) == 4
-    assert run.said[0].endswith("restarting it (restart 1 of 20)")
+    assert run.messages[0].endswith("restarting it (restart 1 of 20)")
 
 
-def test_a_worker_that_does_not_come_up_is_not_waited_for_for_good(ray: Ray) -> None:
+def test_worker_start_times_out(ray: FakeRay) -> None:
     ray.builds = False
-    began = ray.now
+    started_at = ray.now
     with pytest.raises(WorkerError, match=r"rollout worker start: no answer within 30 s from rollout worker 0"):
-        started(ray, workers=1)
-    assert ray.now - began < 35
+        start_group(ray, workers=1)
+    assert ray.now - started_at < 35
     assert ray.killed == ray.workers
 
 
-def test_a_worker_that_dies_again_and_again_ends_the_run(ray: Ray) -> None:
-    run = started(ray, workers=1)
+def test_worker_that_dies_repeatedly_aborts_the_run(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1)
     ray.before_waiting = lambda: ray.workers[-1].die()
     with pytest.raises(RestartLimitError, match="rollout worker 0 was lost 3 times for the same reason"):
         list(run.stream())

@@ -1,4 +1,4 @@
-"""Which trainer rank hands what to whom, with engines that only say what they would take."""
+"""Which trainer rank sends what to which engine rank, with fake engines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GRID = RankGrid(tp=4, dp=2)
 SPECS = {"norm": TensorSpec((4,), "float32")}
 
 
-class Engines:
-    """In the place of an EngineGroup: sinks are named by what they lead to."""
+class FakeEngines:
+    """Fake EngineGroup whose sinks are strings that name their destination."""
 
     def __init__(
         self, engine_slots: list[tuple[int, ...]], whole: tuple[str, ...], pool: SlotPool | None = None
@@ -38,7 +38,7 @@ class Engines:
         return f"engine {replica} rank {tp_rank}"
 
 
-def setup_of(strategy: str, engines: Engines, *, machines: int = 2, placement: Any = None) -> Any:
+def make_setup(strategy: str, engines: FakeEngines, *, nodes_used: int = 2, placement: Any = None) -> Any:
     config = RunConfig.model_validate(
         {
             "run_dir": "unused",
@@ -51,7 +51,7 @@ def setup_of(strategy: str, engines: Engines, *, machines: int = 2, placement: A
             "placement": {"nodes": 2, "slots_per_node": 4} | (placement or {}),
         }
     )
-    slots = tuple(Slot(i, 1.0, 0.0, f"node {i * machines // 8}", None) for i in range(8))
+    slots = tuple(Slot(i, 1.0, 0.0, f"node {i * nodes_used // 8}", None) for i in range(8))
     return make_sync_setup(config, GRID, engines, SlotPool(None, slots, "cpu"))  # type: ignore[arg-type]
 
 
@@ -59,9 +59,9 @@ STRIDED = [(0, 2), (1, 3), (4, 6)]
 
 
 @pytest.mark.parametrize("strategy", ["auto", "micro_dp", "exact"])
-def test_every_engine_rank_is_served_by_the_rank_beside_it(strategy: str) -> None:
-    engines = Engines(STRIDED, ())
-    setup = setup_of(strategy, engines)
+def test_colocated_engine_rank_receives_boxes_from_the_rank_on_its_slot(strategy: str) -> None:
+    engines = FakeEngines(STRIDED, ())
+    setup = make_setup(strategy, engines)
     assert setup.config.strategy == ("exact" if strategy == "exact" else "micro_dp")
     assert {rank: sinks.boxes for rank, sinks in setup.sinks.items()} == {
         0: "engine 0 rank 0",
@@ -80,8 +80,8 @@ def test_every_engine_rank_is_served_by_the_rank_beside_it(strategy: str) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["micro_dp", "exact"])
-def test_what_engines_compute_with_comes_whole_from_their_first_servers(strategy: str) -> None:
-    setup = setup_of(strategy, Engines(STRIDED, ("norm",)))
+def test_full_tensors_come_from_the_first_rank_of_each_engine(strategy: str) -> None:
+    setup = make_setup(strategy, FakeEngines(STRIDED, ("norm",)))
     assert setup.full_tensors == ("norm",)
     assert {rank: sinks.full_tensors for rank, sinks in setup.sinks.items() if sinks.full_tensors} == {
         0: ("engine 0",),
@@ -91,8 +91,8 @@ def test_what_engines_compute_with_comes_whole_from_their_first_servers(strategy
     assert all(sinks.boxes for sinks in setup.sinks.values())
 
 
-def test_gather_hf_brings_everything_whole() -> None:
-    setup = setup_of("gather_hf", Engines([(0, 1), (2, 3)], ("norm",)))
+def test_gather_hf_sends_only_full_tensors() -> None:
+    setup = make_setup("gather_hf", FakeEngines([(0, 1), (2, 3)], ("norm",)))
     assert {rank: (sinks.full_tensors, sinks.boxes) for rank, sinks in setup.sinks.items()} == {
         0: (("engine 0",), None),
         2: (("engine 1",), None),
@@ -100,20 +100,20 @@ def test_gather_hf_brings_everything_whole() -> None:
     assert (setup.needs, setup.full_tensors) == ({}, ())
 
 
-def test_auto_is_exact_where_strided_engines_would_span_machines() -> None:
-    setup = setup_of("auto", Engines([(0, 1), (2, 3)], ()), machines=4)
+def test_auto_is_exact_if_strided_engines_would_span_nodes() -> None:
+    setup = make_setup("auto", FakeEngines([(0, 1), (2, 3)], ()), nodes_used=4)
     assert setup.config.strategy == "exact"
     assert setup.groups == ()
 
 
 @pytest.mark.parametrize("strategy", ["auto", "exact"])
-def test_engines_apart_are_ranks_of_the_trainers_plan(strategy: str) -> None:
-    """Two on machines of their own, the last slot of each of which is free, and one beside trainer ranks."""
+def test_disaggregated_engine_ranks_follow_trainer_ranks_in_the_transfer_spec(strategy: str) -> None:
+    """Two engines on nodes of their own, which leave one slot free, and one on a node of trainer ranks."""
     nodes = ["node 2"] * 3 + ["node 3"] * 3 + ["node 1"] * 2
     pool = SlotPool(None, tuple(Slot(i, 1.0, 0.0, node, None) for i, node in enumerate(nodes)), "cpu")
-    engines = Engines([(0, 1), (3, 4), (6, 7)], ("norm",), pool)
+    engines = FakeEngines([(0, 1), (3, 4), (6, 7)], ("norm",), pool)
     placement = {"pools": {"b": {"nodes": 4, "slots_per_node": 2}}, "rollout": {"pool": "b"}}
-    setup = setup_of(strategy, engines, placement=placement)
+    setup = make_setup(strategy, engines, placement=placement)
     transfer_spec = setup.transfer_spec
     assert (setup.sinks, setup.needs, setup.groups, setup.full_tensors) == ({}, {}, (), ())
     assert transfer_spec.nodes == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 1, 1)

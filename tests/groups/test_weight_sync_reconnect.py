@@ -1,4 +1,4 @@
-"""A push that fails breaks the ranks' connections: the next one makes them anew, on both sides."""
+"""A failed push breaks the connections of the ranks: the next push reconnects both sides."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ HANDOVER = TransferSpec(sources=[NOTHING] * 2, needs=[NOTHING], num_engines=1, n
 CONFIG = SimpleNamespace(weight_sync=SimpleNamespace(timeout_seconds=9.0))
 
 
-class Trainer:
+class FakeTrainer:
     grid = None
 
     def __init__(self):
@@ -34,8 +34,8 @@ class Trainer:
         return STATS
 
 
-class EngineSupervisor:
-    """All engines are up, and what fails is not their fault."""
+class FakeSupervisor:
+    """Fake supervisor: all engines are ready, and no failure is attributed to them."""
 
     def wait_ready(self):
         return [0]
@@ -47,9 +47,9 @@ class EngineSupervisor:
         return False
 
 
-class Engines:
+class FakeEngines:
     def __init__(self):
-        self.calls, self.engines, self.supervisor = [], ["engine 0"], EngineSupervisor()
+        self.calls, self.engines, self.supervisor = [], ["engine 0"], FakeSupervisor()
 
     def select(self, replicas):
         assert replicas == [0]
@@ -59,9 +59,9 @@ class Engines:
         self.calls.append(call)
 
 
-def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkeypatch):
+def test_ranks_reconnect_only_after_a_failed_push(monkeypatch):
     monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = Trainer(), Engines()
+    trainer, engines = FakeTrainer(), FakeEngines()
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     for version in (0, 1):
         assert sync.push(version).bytes_moved == 3
@@ -76,7 +76,7 @@ def test_connections_are_made_anew_after_a_push_that_failed_and_only_then(monkey
     assert trainer.calls == ["prepare setup", "push", "push", "push", "prepare setup", "push"]
 
 
-def counted(sent, received, extra):
+def make_stats(sent, received, extra):
     return SyncStats(
         bytes_sent=sent,
         bytes_received=received,
@@ -86,14 +86,14 @@ def counted(sent, received, extra):
     )
 
 
-class Call:
-    """Of one side, which waits for the other."""
+class FakeCall:
+    """A pending call on one side."""
 
     def __init__(self, value):
         self.value = value
 
-    def beside(self, other):
-        return Call((self.value, other.value))
+    def joined_with(self, other):
+        return FakeCall((self.value, other.value))
 
     def result(self, _):
         if isinstance(self.value[1], Exception):
@@ -101,59 +101,59 @@ class Call:
         return self.value
 
 
-class TrainerApart(Trainer):
+class FakeDisaggregatedTrainer(FakeTrainer):
     def prepare_sync(self, setup):
         super().prepare_sync(setup)
         return RendezvousInfo(transfer_spec=HANDOVER, host="10.0.0.1", port=7000 + len(self.calls))
 
     def begin_connect(self, transfer_group):
         self.calls.append(transfer_group)
-        return Call(None)
+        return FakeCall(None)
 
     def begin_push(self):
         self.calls.append("push")
         lost = WeightSyncError("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
-        return Call(lost if self.fails else counted(5, 0, 7))
+        return FakeCall(lost if self.fails else make_stats(5, 0, 7))
 
 
-class EnginesApart(Engines):
+class FakeDisaggregatedEngines(FakeEngines):
     def prepare_receive(self, transfer_spec):
         self.calls.append(transfer_spec)
 
     def begin(self, *call):
         self.calls.append(call)
-        return Call([[counted(1, 4, 3), counted(0, 2, 3)]])
+        return FakeCall([[make_stats(1, 4, 3), make_stats(0, 2, 3)]])
 
 
-def test_engines_apart_receive_while_the_trainer_sends(monkeypatch):
+def test_disaggregated_engines_receive_while_the_trainer_sends(monkeypatch):
     monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = TrainerApart(), EnginesApart()
+    trainer, engines = FakeDisaggregatedTrainer(), FakeDisaggregatedEngines()
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     first = TransferGroup("10.0.0.1", 7001, "weights", 3, 9.0)
     report = sync.push(0)
-    assert report.stats == counted(6, 6, 7)
+    assert report.stats == make_stats(6, 6, 7)
     assert report.bytes_moved == 6
     trainer.fails = True
-    says = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
-    with pytest.raises(WeightSyncError, match=says):
+    message = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
+    with pytest.raises(WeightSyncError, match=message):
         sync.push(1)
     assert sync.policy_version == 0
     trainer.fails = False
     sync.push(1)
-    again = TransferGroup("10.0.0.1", 7005, "weights", 3, 9.0)
-    assert trainer.calls == ["prepare setup", first, "push", "push", "prepare setup", again, "push"]
+    second = TransferGroup("10.0.0.1", 7005, "weights", 3, 9.0)
+    assert trainer.calls == ["prepare setup", first, "push", "push", "prepare setup", second, "push"]
     receive, begin = ("receive_weights",), ("begin_weights",)
     assert engines.calls == [
         *(HANDOVER, ("join_trainer", first)),
         *(begin, receive, ("end_weights", 0)),
         *(begin, receive),
-        *(begin, HANDOVER, ("join_trainer", again), receive, ("end_weights", 1)),
+        *(begin, HANDOVER, ("join_trainer", second), receive, ("end_weights", 1)),
     ]
 
 
-def test_an_engine_that_came_back_is_given_its_weights_although_another_one_was_to_blame(monkeypatch):
+def test_resync_is_retried_if_another_engine_was_lost(monkeypatch):
     monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = Trainer(), Engines()
+    trainer, engines = FakeTrainer(), FakeEngines()
     trainer.offload_config = SimpleNamespace(is_enabled=False)
     sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
     sync.push(4)
@@ -167,5 +167,5 @@ def test_an_engine_that_came_back_is_given_its_weights_although_another_one_was_
     trainer.fails, engines.supervisor.attribute_failure = True, attribute_failure
     sync.resync(0)
     assert engines.calls == [("begin_weights",), ("begin_weights",), ("end_weights", 4)]
-    sync.resync(1)  # the one that was lost
+    sync.resync(1)  # the engine that was lost
     assert len(engines.calls) == 3

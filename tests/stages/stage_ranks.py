@@ -1,4 +1,4 @@
-"""Stages without engines on ranks that run the loop themselves, and what they leave behind."""
+"""Helpers that run the stages without engines in SPMD fashion, and read what they write."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ TIMED = ("time/", "tokens_per_second", "checkpoint/")
 
 
 class DiedError(Exception):
-    """As if it had been killed."""
+    """Raised to simulate a killed run."""
 
 
 def write_data(folder: Path) -> Path:
-    """Write a model, 20 demonstrations and as many pairs into `folder`, and return it: a few steps are an epoch."""
+    """Write a model, 20 demonstrations and 20 pairs to `folder`, so that an epoch is a few steps; return `folder`."""
     write_world(folder)
     write_arithmetic(folder / "data", seed=0, num_train=20, num_heldout=6)
     return folder
 
 
-def stage_tree(stage: str, world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """The content of a YAML file: 8 steps on two ranks, evaluated and saved now and then; `sections` replace whole."""
-    data = {"path": str(world / "data/sft.jsonl")}
+def stage_tree(stage: str, data_dir: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
+    """Return a config of 8 steps on two ranks, with evaluations and checkpoints; `sections` replace whole sections."""
+    data = {"path": str(data_dir / "data/sft.jsonl")}
     if stage != "sft":
         files = {"path": "preferences", "eval_path": "heldout-preferences"}
-        data = {name: str(world / f"data/{file}.jsonl") for name, file in files.items()}
+        data = {name: str(data_dir / f"data/{file}.jsonl") for name, file in files.items()}
     return {
         "run_dir": str(run_dir),
-        "model": {"path": str(world / "model")},
+        "model": {"path": str(data_dir / "model")},
         "data": data,
         "trainer": trainer(),
         "placement": {"slots_per_node": 2},
@@ -46,18 +46,18 @@ def stage_tree(stage: str, world: Path, run_dir: Path, **sections: Any) -> dict[
 
 
 def trainer(**keys: Any) -> dict[str, Any]:
-    """The section of that name."""
+    """Return the `trainer` section, updated with `keys`."""
     optimizer = {"lr": 1e-2, "warmup_steps": 4}
     return {"steps": 8, "batch_size": 6, "eval_every": 2, "optimizer": optimizer} | keys
 
 
-def stage_config(stage: str, world: Path, run_dir: Path, **sections: Any) -> StageConfig:
-    """See `stage_tree`."""
-    return make_config(STAGES[stage], stage_tree(stage, world, run_dir, **sections))
+def stage_config(stage: str, data_dir: Path, run_dir: Path, **sections: Any) -> StageConfig:
+    """Return the validated configuration of `stage_tree`."""
+    return make_config(STAGES[stage], stage_tree(stage, data_dir, run_dir, **sections))
 
 
-def join() -> Any:
-    """The world of the ranks that call this."""
+def join_world() -> Any:
+    """Initialize torch.distributed and return the world of the calling ranks."""
     import torch.distributed as dist
 
     from megarl.workers.spmd import SpmdWorld
@@ -74,10 +74,11 @@ def train(
     resume: str | None = None,
     at_step: tuple[int, Callable[[Any], None]] | None = None,
 ) -> list[str]:
-    """The stage as `run_spmd_stage` runs it; what it said on this rank.
+    """Run the stage as `run_spmd_stage` does; return the messages of this rank.
 
     Args:
-        at_step: what to do with its events while the step of that number is begun; `DiedError` from it ends the run.
+        at_step: a step and a function that is called with the event log when the step begins; `DiedError` from it
+            ends the run.
     """
     from megarl.controller.run_stage import begin_run
     from megarl.controller.spmd_stage import NOTHING
@@ -90,16 +91,16 @@ def train(
         if ranks.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)
-        work, begun = run.make_train_request, run.step
+        make_request, step = run.make_train_request, run.step
 
-        def watched(rows: list[int]) -> Any:
-            nonlocal begun
-            begun += 1
-            if at_step is not None and begun == at_step[0]:
+        def make_watched_request(rows: list[int]) -> Any:
+            nonlocal step
+            step += 1
+            if at_step is not None and step == at_step[0]:
                 at_step[1](events)
-            return work(rows)
+            return make_request(rows)
 
-        run.make_train_request = watched
+        run.make_train_request = make_watched_request
         try:
             run.train()
         except DiedError:
@@ -107,27 +108,27 @@ def train(
     return [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
 
 
-def train_whole(stage: str, config: StageConfig) -> list[str]:
-    """Undisturbed, for `run_ranks`."""
-    return train(join(), stage, config)
+def train_uninterrupted(stage: str, config: StageConfig) -> list[str]:
+    """Run the whole stage; for `run_ranks`."""
+    return train(join_world(), stage, config)
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """All lines, but for what is measured."""
+    """Return all lines of metrics.jsonl, without timings."""
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """By step."""
+    """Return the loss by step."""
     return {int(row["step"]): row["loss"] for row in metrics(run_dir) if "loss" in row}
 
 
-def assert_same(run: Path, undisturbed: Path) -> None:
-    """Metrics, the last checkpoint and the exported model are, to the last bit."""
-    assert metrics(run) == metrics(undisturbed)
-    saved, expected = read_last_checkpoint(run), read_last_checkpoint(undisturbed)
+def assert_same_results(run: Path, uninterrupted: Path) -> None:
+    """Assert that metrics, last checkpoint and exported model are bitwise identical."""
+    assert metrics(run) == metrics(uninterrupted)
+    saved, expected = read_last_checkpoint(run), read_last_checkpoint(uninterrupted)
     assert any("optimizer.state.exp_avg" in name for name in expected)
     assert {name for name in expected if not same(saved.get(name), expected[name])} == set()
     assert saved.keys() == expected.keys()
-    assert read_model(run / "model") == read_model(undisturbed / "model") != {}
+    assert read_model(run / "model") == read_model(uninterrupted / "model") != {}

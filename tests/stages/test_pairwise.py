@@ -1,4 +1,4 @@
-"""Stages that learn from pairs: what is checked before, and the parts that need no ranks."""
+"""Reward-model and DPO stages: preflight checks and the functions that need no ranks."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def problems(kind: type[StageConfig], tree: dict[str, Any], **sections: Any) -> 
 
 
 @pytest.mark.parametrize("kind", [RmConfig, DpoConfig])
-def test_a_good_one_has_no_problems(kind: type[StageConfig], tree: dict[str, Any]) -> None:
+def test_valid_config_has_no_problems(kind: type[StageConfig], tree: dict[str, Any]) -> None:
     assert problems(kind, tree) == []
 
 
-def test_bad_rows_of_both_files_and_too_small_a_batch_are_found_at_once(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_rows_of_both_files_and_a_small_batch_are_reported_together(tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "held.jsonl").write_text(json.dumps(PAIR | {"rejected": "2"}) + "\n")
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | {"margin": "wide"}) + "\n")
     data = {"path": str(tmp_path / "pairs.jsonl"), "eval_path": str(tmp_path / "held.jsonl")}
@@ -71,14 +71,14 @@ def test_bad_rows_of_both_files_and_too_small_a_batch_are_found_at_once(tree: di
     assert second.startswith(f"data.eval_path: {tmp_path}/held.jsonl:1: fields 'chosen'")
 
 
-def test_safety_is_checked_of_cost_models_alone(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_safety_labels_are_checked_only_for_cost_models(tree: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | {"chosen_safe": "yes", "rejected_safe": False}) + "\n")
     assert problems(RmConfig, tree) == []
     (problem,) = problems(RmConfig, tree, rm={"kind": "cost"})
     assert "'chosen_safe' (data.fields.chosen_safe) needs true or false, got 'yes'" in problem
 
 
-def test_a_reference_needs_the_vocabulary_and_a_layout_that_fits(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_reference_needs_the_same_vocabulary_and_a_valid_layout(tree: dict[str, Any], tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other", ["1+1=211"], seed=0, vocab_size=300)
     reference = {"path": str(tmp_path / "other"), "parallel": {"tp": 3}}
     found = problems(DpoConfig, tree, dpo={"reference": reference}, placement={"slots_per_node": 3})
@@ -92,33 +92,35 @@ def test_a_reference_needs_the_vocabulary_and_a_layout_that_fits(tree: dict[str,
     ("kind", "sections", "message"),
     [
         (DpoConfig, {"dpo": {"reference": {"parallel": {"tp": 2}}}}, "dpo: reference.parallel needs reference.path"),
-        (RmConfig, {"trainer": {"offload": {"weights": True}}}, "trainer.offload: learning from pairs"),
+        (RmConfig, {"trainer": {"offload": {"weights": True}}}, "trainer.offload: rm and dpo have no engines"),
         (RmConfig, {"rm": {"kind": "price"}}, "rm.kind: Input should be 'reward' or 'cost', got 'price'"),
         (DpoConfig, {"dpo": {"beta": 0}}, "dpo.beta: Input should be greater than 0, got 0"),
     ],
 )
-def test_impossible_values(kind: type[StageConfig], sections: Any, message: str, tree: dict[str, Any]) -> None:
+def test_invalid_values_are_rejected(
+    kind: type[StageConfig], sections: Any, message: str, tree: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(kind, tree | sections)
 
 
-def test_the_reference_is_found_from_elsewhere(tree: dict[str, Any]) -> None:
+def test_reference_path_is_made_absolute(tree: dict[str, Any]) -> None:
     config = with_absolute_paths(make_config(DpoConfig, tree | {"dpo": {"reference": {"path": "some/model"}}}))
     assert config.dpo.reference.path == str(Path.cwd() / "some/model")
 
 
-def test_a_tie_is_half_a_pair() -> None:
+def test_tie_counts_as_half_a_pair() -> None:
     assert preference_accuracy([(1.0, 0.0), (0.0, 0.0), (0.0, 1.0), (2.0, 1.0)]) == 0.625
 
 
-def test_signs_say_where_harm_is() -> None:
+def test_pair_scalars_mark_unsafe_answers() -> None:
     pair = PreferencePair(chosen=answer(4), rejected=answer(5), margin=0.5)
     assert make_pair_scalars(pair) == ({"margins": 0.5}, {"margins": 0.5})
     chosen, rejected = make_pair_scalars(replace(pair, safe=(True, False)))
     assert (chosen, rejected) == ({"margins": 0.5, "signs": -1.0}, {"margins": 0.5, "signs": 1.0})
 
 
-def test_chunks_hold_every_answer_in_order() -> None:
+def test_forward_requests_contain_every_answer_in_order() -> None:
     model: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload), grid=RankGrid(dp=2))
     answers = [answer(n) for n in range(10, 60)]
     chunks = list(iter_forward_requests(answers, model, max_tokens=20))
@@ -127,18 +129,18 @@ def test_chunks_hold_every_answer_in_order() -> None:
     for chunk in chunks:
         lengths = [a.num_tokens for a in chunk.payloads[0].fetch()]
         assert [(ref.key, ref.num_tokens) for ref in chunk.samples] == [((0, i), n) for i, n in enumerate(lengths)]
-        # full micro-batches on both replicas, but for the last answer
+        # without the last answer, a chunk fits into full micro-batches on both replicas
         assert sum(lengths[:-1]) < 2 * 16 * 20
     assert list(iter_forward_requests([], model, max_tokens=20)) == []
 
 
 @pytest.mark.parametrize(("steps", "used"), [(2, 6), (4, 10)])
-def test_the_reference_is_asked_of_the_rows_that_will_be_taken(steps: int, used: int, tree: dict[str, Any]) -> None:
+def test_select_rows_covers_all_rows_that_are_sampled(steps: int, used: int, tree: dict[str, Any]) -> None:
     config = make_config(DpoConfig, tree | {"trainer": {"steps": steps, "batch_size": 3}, "seed": 5})
     rows = select_rows(config, 10)
     assert len(rows) == used
     assert set(rows) >= set(PromptSampler(10, 5, shuffle=True).take(3 * steps))
 
 
-def test_an_answers_log_probability_leaves_the_prompt_out() -> None:
+def test_answer_logprob_excludes_the_prompt() -> None:
     assert sum_answer_logprobs(answer(4), np.array([0, -1, -2, -4], np.float32)) == -6

@@ -1,4 +1,4 @@
-"""Fine-tuning and learning from pairs that end at some step and go on, on two ranks that run the loop themselves."""
+"""Stages without engines that are interrupted and resumed, on two SPMD ranks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from megarl.config import StageConfig
 from tests.megatron.ranks import run_ranks
 from tests.stages.stage_ranks import (
     DiedError,
-    assert_same,
-    join,
+    assert_same_results,
+    join_world,
     losses,
     metrics,
     stage_config,
     train,
-    train_whole,
+    train_uninterrupted,
     trainer,
     write_data,
 )
 
-DIES = 8
-"""While this step is begun; checkpoints of steps 3 and 6 have been, and the second may be whole by then or not."""
+DIES_AT = 8
+"""Step at whose beginning the run dies: after the checkpoints of steps 3 and 6, of which 6 may be incomplete."""
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a fine-tuning that nothing happens to."""
+def uninterrupted(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run folder of an uninterrupted SFT run."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(train_whole, 2, folder, "sft", stage_config("sft", world, folder / "run"))
+    run_ranks(train_uninterrupted, 2, folder, "sft", stage_config("sft", data_dir, folder / "run"))
     return folder / "run"
 
 
@@ -52,10 +52,10 @@ def die(events: Any) -> None:
 
 
 def train_both(stage: str, whole: StageConfig, parts: StageConfig) -> list[str]:
-    """One undisturbed, one that dies and goes on."""
-    ranks = join()
+    """Run the stage uninterrupted, then run it until it dies and resume it; return the messages of the resumed run."""
+    ranks = join_world()
     train(ranks, stage, whole)
-    train(ranks, stage, parts, at_step=(DIES, die))
+    train(ranks, stage, parts, at_step=(DIES_AT, die))
     return train(ranks, stage, parts, resume="auto")
 
 
@@ -67,14 +67,16 @@ def train_both(stage: str, whole: StageConfig, parts: StageConfig) -> list[str]:
         ("dpo", None),
         pytest.param("dpo", {"parallel": {"tp": 2}}, marks=pytest.mark.slow),
     ],
-    ids=["sft", "rm", "dpo", "dpo with a reference of its own"],
+    ids=["sft", "rm", "dpo", "dpo with a separate reference"],
 )
-def test_one_that_died_comes_to_the_same(stage: str, reference: Any, world: Path, tmp_path: Path) -> None:
-    sections = {"dpo": {"reference": {"path": str(world / "model"), **reference}}} if reference else {}
-    whole, parts = (stage_config(stage, world, tmp_path / name, **sections) for name in ("whole", "parts"))
-    said = run_ranks(train_both, 2, tmp_path, stage, whole, parts)
-    assert re.fullmatch(r"resuming from step [36]: .*/parts/checkpoints/step-00000[36]", said[0])
-    assert_same(tmp_path / "parts", tmp_path / "whole")
+def test_resumed_run_is_identical_to_an_uninterrupted_run(
+    stage: str, reference: Any, data_dir: Path, tmp_path: Path
+) -> None:
+    sections = {"dpo": {"reference": {"path": str(data_dir / "model"), **reference}}} if reference else {}
+    whole, parts = (stage_config(stage, data_dir, tmp_path / name, **sections) for name in ("whole", "parts"))
+    messages = run_ranks(train_both, 2, tmp_path, stage, whole, parts)
+    assert re.fullmatch(r"resuming from step [36]: .*/parts/checkpoints/step-00000[36]", messages[0])
+    assert_same_results(tmp_path / "parts", tmp_path / "whole")
     assert list(losses(tmp_path / "whole")) == list(range(1, 9))
     assert steps_saved(tmp_path / "whole") == steps_saved(tmp_path / "parts") == [3, 6, 8]
     if stage != "sft":
@@ -82,87 +84,91 @@ def test_one_that_died_comes_to_the_same(stage: str, reference: Any, world: Path
         assert (before["eval_before"], before["eval_after"]) == (after["eval_before"], after["eval_after"])
 
 
-def end_and_go_on(ends: StageConfig, config: StageConfig) -> list[str]:
-    ranks = join()
+def stop_and_resume(ends: StageConfig, config: StageConfig) -> list[str]:
+    ranks = join_world()
     train(ranks, "sft", ends, at_step=(4, lambda events: events.request_stop()))
     return train(ranks, "sft", config, resume="auto")
 
 
-def test_asked_to_end_it_saves_the_step_before(world: Path, tmp_path: Path, undisturbed: Path) -> None:
-    rarely = stage_config("sft", world, tmp_path / "run", checkpoint={"every": 100, "keep_last": 9})
-    said = run_ranks(end_and_go_on, 2, tmp_path, rarely, stage_config("sft", world, tmp_path / "run"))
-    assert said[0].startswith("resuming from step 4: ")
+def test_stop_request_saves_the_last_completed_step(data_dir: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    rarely = stage_config("sft", data_dir, tmp_path / "run", checkpoint={"every": 100, "keep_last": 9})
+    messages = run_ranks(stop_and_resume, 2, tmp_path, rarely, stage_config("sft", data_dir, tmp_path / "run"))
+    assert messages[0].startswith("resuming from step 4: ")
     assert steps_saved(tmp_path / "run") == [4, 6, 8]
-    assert_same(tmp_path / "run", undisturbed)
+    assert_same_results(tmp_path / "run", uninterrupted)
 
 
 def fail_to_write(config: StageConfig) -> list[str]:
-    """At step 2 rank 0 has no room, at step 4 rank 1 cannot write its part, at step 6 rank 0 not the state."""
+    """Fail checkpoints: rank 0 lacks disk space at step 2, rank 1 cannot write at 4, rank 0 cannot write state at 6."""
     from megarl.errors import DataError
     from megarl.megatron.checkpoint import background_writer
     from megarl.run.run_state import RunState
 
-    ranks = join()
+    ranks = join_world()
     write, write_state, require_room = background_writer._write, RunState.write, CheckpointStore.require_room
 
-    def refuse(path: Path, *arguments: Any) -> Any:
+    def fail_write(path: Path, *arguments: Any) -> Any:
         if ranks.rank == 1 and ".step-000004." in str(path):
             raise OSError(28, "No space left on device")
         return write(path, *arguments)
 
-    def refuse_state(state: RunState, folder: Path) -> None:
+    def fail_state_write(state: RunState, folder: Path) -> None:
         if state.step == 6:
             raise OSError(28, "No space left on device")
         write_state(state, folder)
 
-    def refuse_room(store: CheckpointStore, num_bytes: int, *, step: int) -> None:
+    def fail_disk_space(store: CheckpointStore, num_bytes: int, *, step: int) -> None:
         if step == 2:
             raise DataError("there is no room")
         require_room(store, num_bytes, step=step)
 
-    background_writer._write = refuse
+    background_writer._write = fail_write
     if ranks.rank == 0:
-        RunState.write, CheckpointStore.require_room = refuse_state, refuse_room  # type: ignore[method-assign]
+        RunState.write, CheckpointStore.require_room = fail_state_write, fail_disk_space  # type: ignore[method-assign]
     return train(ranks, "sft", config)
 
 
-def test_what_one_rank_cannot_write_all_give_up(world: Path, tmp_path: Path, undisturbed: Path) -> None:
-    config = stage_config("sft", world, tmp_path / "run", checkpoint={"every": 2, "keep_last": 9})
-    said = run_ranks(fail_to_write, 2, tmp_path, config)
-    no_room, no_part, no_state = (text for text in said if "no checkpoint" in text)
+def test_checkpoint_is_abandoned_on_all_ranks_if_one_cannot_write(
+    data_dir: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    config = stage_config("sft", data_dir, tmp_path / "run", checkpoint={"every": 2, "keep_last": 9})
+    messages = run_ranks(fail_to_write, 2, tmp_path, config)
+    no_room, no_part, no_state = (text for text in messages if "no checkpoint" in text)
     assert no_room == "step 2: no checkpoint: there is no room"
     assert re.match(r"step 4: no checkpoint: .* could not be written, on rank 1: .*: No space left on device$", no_part)
     assert re.match(r"step 6: no checkpoint: .* cannot be written: No space left on device$", no_state)
     assert steps_saved(tmp_path / "run") == [8]
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
-    assert_same(tmp_path / "run", undisturbed)
+    assert_same_results(tmp_path / "run", uninterrupted)
 
 
-def go_on(config: StageConfig, resume: str) -> list[str]:
-    return train(join(), "sft", config, resume=resume)
+def resume_run(config: StageConfig, resume: str) -> list[str]:
+    return train(join_world(), "sft", config, resume=resume)
 
 
-def test_another_layout_goes_on_with_the_same_loss(world: Path, tmp_path: Path, undisturbed: Path) -> None:
-    config = stage_config("sft", world, tmp_path / "run", trainer=trainer(parallel={"tp": 2}))
-    saved = undisturbed / "checkpoints/step-000003"
-    said = run_ranks(go_on, 2, tmp_path, config, str(saved))
-    assert said[:2] == [
+def test_resume_in_another_layout_continues_with_the_same_loss(
+    data_dir: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    config = stage_config("sft", data_dir, tmp_path / "run", trainer=trainer(parallel={"tp": 2}))
+    saved = uninterrupted / "checkpoints/step-000003"
+    messages = run_ranks(resume_run, 2, tmp_path, config, str(saved))
+    assert messages[:2] == [
         f"resuming from step 3: {saved}",
         "policy: saved in another layout; the random numbers of its ranks begin anew",
     ]
-    found, expected = losses(tmp_path / "run"), losses(undisturbed)
+    found, expected = losses(tmp_path / "run"), losses(uninterrupted)
     assert list(found) == [4, 5, 6, 7, 8]
     assert found[4] == pytest.approx(expected[4], abs=1e-5)
     assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-3)
 
 
 @pytest.mark.slow
-def test_of_a_damaged_checkpoint_the_one_before_is_used(world: Path, tmp_path: Path, undisturbed: Path) -> None:
-    shutil.copytree(undisturbed, tmp_path / "run")
+def test_resume_skips_damaged_checkpoints(data_dir: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "run")
     for step in (6, 8):
         part = next((tmp_path / f"run/checkpoints/step-00000{step}/policy").glob("__1_*.distcp"))
         part.write_bytes(part.read_bytes()[:-1] + b"?")
-    said = run_ranks(go_on, 2, tmp_path, stage_config("sft", world, tmp_path / "run"), "auto")
-    assert said[0].startswith("resuming from step 3: ")
-    assert_same(tmp_path / "run", undisturbed)
+    messages = run_ranks(resume_run, 2, tmp_path, stage_config("sft", data_dir, tmp_path / "run"), "auto")
+    assert messages[0].startswith("resuming from step 3: ")
+    assert_same_results(tmp_path / "run", uninterrupted)
     assert len(metrics(tmp_path / "run")) == 8

@@ -1,4 +1,4 @@
-"""Engines that die or stand still, with a clock and a Ray that the test moves."""
+"""Supervision of engines that die or hang, with a fake Ray and clock."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ class Ref:
     value: Any = None
 
 
-class Clock:
+class FakeClock:
     now = 100.0
 
     def monotonic(self):
@@ -33,12 +33,12 @@ class Clock:
 
 
 @dataclass(eq=False)
-class Handle:
-    """An engine's actor: beats are answered where `answers`, and so is `stop`."""
+class FakeHandle:
+    """Fake actor of an engine: answers pings and `stop` if `is_responsive`."""
 
-    answers: bool = True
+    is_responsive: bool = True
     watch: Ref = field(default_factory=Ref)
-    beats: list[Ref] = field(default_factory=list)
+    pings: list[Ref] = field(default_factory=list)
     was_killed: bool = False
 
     @property
@@ -47,18 +47,18 @@ class Handle:
 
     @property
     def stop(self):
-        return SimpleNamespace(remote=lambda: Ref(self.answers))
+        return SimpleNamespace(remote=lambda: Ref(self.is_responsive))
 
     def _invoke(self, method):
         if method == "watch":
             return self.watch
         assert method == "ping"
-        self.beats.append(Ref(self.answers))
-        return self.beats[-1]
+        self.pings.append(Ref(self.is_responsive))
+        return self.pings[-1]
 
 
-class Ray:
-    """Refs are `Ref`s; waiting takes its time."""
+class FakeRay:
+    """Fake Ray whose references are `Ref`s; waiting advances the clock."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -79,14 +79,14 @@ class Ray:
         handle.was_killed = True
 
 
-class Engines:
+class FakeEngines:
     def __init__(self, count):
         self.handles = [None] * count
         self.starting = []
-        self.lost_machines = set()
+        self.lost_nodes = set()
 
     def has_live_node(self, replica):
-        return replica not in self.lost_machines
+        return replica not in self.lost_nodes
 
     def name(self, replica):
         return f"engine {replica}"
@@ -95,18 +95,18 @@ class Engines:
         return self.handles[replica]
 
     def start(self, replica):
-        self.handles[replica] = Handle()
+        self.handles[replica] = FakeHandle()
         self.starting.append(Ref())
         return self.starting[-1]
 
 
 @dataclass
 class World:
-    clock: Clock
-    engines: Engines
+    clock: FakeClock
+    engines: FakeEngines
     supervisor: EngineSupervisor
-    said: list[str]
-    restored: list[int]
+    messages: list[str]
+    resynced: list[int]
 
     def pass_time(self, seconds):
         for _ in range(round(seconds)):
@@ -115,63 +115,64 @@ class World:
 
 
 @pytest.fixture
-def make(monkeypatch):
-    def make(count=2, is_up=True, **recovery):
-        clock, said, restored = Clock(), [], []
+def make_world(monkeypatch):
+    def make_world(count=2, is_up=True, **recovery):
+        clock, messages, resynced = FakeClock(), [], []
         monkeypatch.setattr(engine_supervisor, "time", clock)
-        monkeypatch.setattr(engine_supervisor, "ray", Ray(clock))
+        monkeypatch.setattr(engine_supervisor, "ray", FakeRay(clock))
         config = SimpleNamespace(
             recovery=RecoveryConfig(**recovery),
             rollout=SimpleNamespace(engine=SimpleNamespace(start_timeout_seconds=300.0)),
         )
-        engines = Engines(count)
-        found = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, said.append))
-        found.resync = restored.append
-        found.start()
+        engines = FakeEngines(count)
+        supervisor = EngineSupervisor(engines, count, config, RestartBudget(config.recovery, messages.append))
+        supervisor.resync = resynced.append
+        supervisor.start()
         if is_up:
             for ref in engines.starting:
                 ref.is_done = True
-            found.wait_started()
+            supervisor.wait_started()
             engines.starting.clear()
-        return World(clock, engines, found, said, restored)
+        return World(clock, engines, supervisor, messages, resynced)
 
-    return make
+    return make_world
 
 
-def end(handle, error: MegarlError = DIED):
+def kill(handle, error: MegarlError = DIED):
     handle.watch.is_done, handle.watch.value = True, error
 
 
-def test_an_engine_that_died_gets_its_weights_before_it_serves(make):
-    world = make()
+def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_world):
+    world = make_world()
     first = world.engines.handles[1]
     world.pass_time(100)
     assert world.supervisor.serving == world.supervisor.ready == [0, 1]
-    end(first)
+    kill(first)
     world.supervisor.poll()
     assert first.was_killed
     assert world.supervisor.serving == [0]
     world.pass_time(20)
     (starting,) = world.engines.starting
     assert world.engines.handles[1] is not first
-    assert (world.supervisor.ready, world.restored) == ([0], [])
+    assert (world.supervisor.ready, world.resynced) == ([0], [])
 
     def resync(replica):
         assert (world.supervisor.serving, world.supervisor.ready) == ([0], [0, 1])
-        world.restored.append(replica)
+        world.resynced.append(replica)
 
     world.supervisor.resync = resync
     starting.is_done = True
     world.supervisor.poll()
-    assert (world.supervisor.serving, world.restored) == ([0, 1], [1])
-    assert world.said == [
-        "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it (restart 1 of 20)",
+    assert (world.supervisor.serving, world.resynced) == ([0, 1], [1])
+    assert world.messages == [
+        "engine 1 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
+        "restarting it (restart 1 of 20)",
         "engine 1 is serving again, 20.0 s after its loss was detected",
     ]
 
 
-def test_an_engine_that_is_killed_while_it_starts_is_started_again(make):
-    world = make(2, is_up=False)
+def test_engine_killed_during_start_is_restarted(make_world):
+    world = make_world(2, is_up=False)
     first, second = world.engines.starting
     second.is_done = True
     first.value, first.is_done = LostEngineError("the engine did not start: scheduler died"), True
@@ -180,77 +181,79 @@ def test_an_engine_that_is_killed_while_it_starts_is_started_again(make):
     world.engines.starting[-1].is_done = True
     world.supervisor.wait_started()
     assert world.supervisor.serving == [0, 1]
-    assert world.said == [
+    assert world.messages == [
         "engine 0 was lost (the engine did not start: scheduler died); restarting it (restart 1 of 20)"
     ]
 
 
-def test_an_engine_that_fails_by_itself_at_its_first_start_would_fail_again(make):
-    world = make(1, is_up=False)
+def test_first_start_that_fails_without_a_death_is_not_retried(make_world):
+    world = make_world(1, is_up=False)
     (ref,) = world.engines.starting
     ref.value, ref.is_done = WorkerError("the engine did not start: no such model"), True
     with pytest.raises(WorkerError, match="no such model"):
         world.supervisor.wait_started()
-    assert world.said == []
+    assert world.messages == []
 
 
-def test_engines_that_are_shut_down_are_not_lost(make):
-    world = make()
+def test_closed_supervisor_does_not_restart_engines(make_world):
+    world = make_world()
     world.supervisor.close()
-    end(world.engines.handles[0], LostEngineError("the engine was shut down"))
+    kill(world.engines.handles[0], LostEngineError("the engine was shut down"))
     with pytest.raises(RestartLimitError, match="the engines were shut down"):
         world.supervisor.poll()
-    assert world.said == []
+    assert world.messages == []
 
 
-def test_an_engine_that_answers_late_is_not_lost(make):
-    world = make(1, engine_stall_seconds=20)
+def test_engine_that_answers_within_the_timeout_is_not_lost(make_world):
+    world = make_world(1, engine_stall_seconds=20)
     handle = world.engines.handles[0]
     for _ in range(3):
-        handle.answers = False
+        handle.is_responsive = False
         world.pass_time(18)
-        handle.beats[-1].is_done = handle.answers = True
+        handle.pings[-1].is_done = handle.is_responsive = True
         world.pass_time(2)
-    assert world.said == []
-    assert len(handle.beats) == 3
+    assert world.messages == []
+    assert len(handle.pings) == 3
 
 
-def test_an_engine_that_stands_still_is_lost_and_given_time_to_be_killed(make):
-    world = make(1, engine_stall_seconds=20)
+def test_hung_engine_is_restarted_after_it_has_been_killed(make_world):
+    world = make_world(1, engine_stall_seconds=20)
     handle = world.engines.handles[0]
-    handle.answers = False
+    handle.is_responsive = False
     while not handle.was_killed:
         assert not world.engines.starting
         world.pass_time(1)
-    assert world.said[0].startswith("engine 0 was lost (engine 0 has not answered a ping for 20 s (recovery.engine_s")
-    lost = world.clock.now
+    assert world.messages[0].startswith(
+        "engine 0 was lost (engine 0 has not answered a ping for 20 s (recovery.engine_s"
+    )
+    lost_at = world.clock.now
     while not world.engines.starting:
         world.pass_time(1)
-    assert world.clock.now - lost >= KILL_WAIT_SECONDS - 3
+    assert world.clock.now - lost_at >= KILL_WAIT_SECONDS - 3
 
 
-def test_time_in_which_nobody_looked_is_not_held_against_an_engine(make):
-    world = make(1, engine_stall_seconds=20)
+def test_time_without_polling_does_not_count_as_hung(make_world):
+    world = make_world(1, engine_stall_seconds=20)
     handle = world.engines.handles[0]
-    handle.answers = False
+    handle.is_responsive = False
     world.pass_time(8)
-    world.clock.now += 1000  # training
+    world.clock.now += 1000  # the trainer works
     world.pass_time(2)
-    assert (world.said, len(handle.beats)) == ([], 1)
-    handle.beats[0].is_done = handle.answers = True
+    assert (world.messages, len(handle.pings)) == ([], 1)
+    handle.pings[0].is_done = handle.is_responsive = True
     world.pass_time(30)
-    assert world.said == []
+    assert world.messages == []
 
 
-def test_a_start_that_fails_is_tried_again_later_and_given_up_at_last(make):
-    world = make(1, max_identical_failures=3, backoff_seconds=4)
-    end(world.engines.handles[0])
+def test_failed_restarts_back_off_and_finally_abort(make_world):
+    world = make_world(1, max_identical_failures=3, backoff_seconds=4)
+    kill(world.engines.handles[0])
     world.pass_time(1)
     failure = WorkerError("the engine did not start: out of memory")
     for wait, count in ((4, 2), (8, 3)):
         world.engines.starting[-1].value, world.engines.starting[-1].is_done = failure, True
         world.supervisor.poll()
-        assert world.said[-1].endswith(f"; restarting it in {wait} s (restart {count} of 20)")
+        assert world.messages[-1].endswith(f"; restarting it in {wait} s (restart {count} of 20)")
         world.pass_time(wait - 1)
         assert len(world.engines.starting) == count - 1
         world.pass_time(1)
@@ -260,88 +263,88 @@ def test_a_start_that_fails_is_tried_again_later_and_given_up_at_last(make):
         world.supervisor.poll()
 
 
-def test_a_start_that_takes_too_long_failed(make):
-    world = make(1)
-    end(world.engines.handles[0])
+def test_restart_times_out(make_world):
+    world = make_world(1)
+    kill(world.engines.handles[0])
     world.pass_time(302)
-    assert world.said[-1].startswith(
+    assert world.messages[-1].startswith(
         "engine 0 was lost (engine 0 did not start within 300 s (rollout.engine.start_timeout"
     )
 
 
-def test_a_push_that_fails_is_an_engine_s_fault_only_if_one_is_lost(make):
-    world = make()
+def test_failed_push_is_attributed_to_an_engine_only_if_one_is_lost(make_world):
+    world = make_world()
     assert not world.supervisor.attribute_failure(WeightSyncError("trainer rank 1 is late"))
     assert not world.supervisor.attribute_failure(WorkerError("trainer rank 1 died"))
-    end(world.engines.handles[1])
+    kill(world.engines.handles[1])
     assert world.supervisor.attribute_failure(WorkerError("begin_weights: ..."))
     assert world.supervisor.wait_ready() == [0]
-    assert world.restored == []
+    assert world.resynced == []
 
 
-def test_a_push_that_an_engine_holds_up_by_standing_still_is_its_fault(make):
-    world = make(engine_stall_seconds=20)
-    world.engines.handles[0].answers = False
-    began = world.clock.now
+def test_failed_push_is_attributed_to_a_hung_engine(make_world):
+    world = make_world(engine_stall_seconds=20)
+    world.engines.handles[0].is_responsive = False
+    started_at = world.clock.now
     assert world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
-    assert world.clock.now - began < 40
+    assert world.clock.now - started_at < 40
     assert world.supervisor.ready == [1]
 
 
-def test_a_push_that_no_engine_holds_up_is_soon_known_not_to_be_its_fault_however_many_there_are(make):
-    """While one is slow to answer, others are asked again: some are being asked at any time."""
-    world = make(count=200, engine_stall_seconds=200)
+def test_attribution_ends_once_every_engine_has_answered_one_ping(make_world):
+    """While one engine answers slowly, the others are pinged again: some ping is always pending."""
+    world = make_world(count=200, engine_stall_seconds=200)
     delays = {world.engines.handles[0]: 60} | dict.fromkeys(world.engines.handles[1::2], 5)
     for handle in delays:
-        handle.answers = False
-    began, wait = world.clock.now, engine_supervisor.ray.wait
+        handle.is_responsive = False
+    started_at, wait = world.clock.now, engine_supervisor.ray.wait
 
-    def waits(refs, **given):
-        assert world.clock.now - began < 500, "it is still waited for"
+    def delayed_wait(refs, **given):
+        assert world.clock.now - started_at < 500, "still waiting for answers"
         for handle, seconds in delays.items():
-            if world.clock.now - began > seconds and handle.beats and not handle.answers:
-                handle.beats[-1].is_done = handle.answers = True
+            if world.clock.now - started_at > seconds and handle.pings and not handle.is_responsive:
+                handle.pings[-1].is_done = handle.is_responsive = True
         return wait(refs, **given)
 
-    engine_supervisor.ray.wait = waits
+    engine_supervisor.ray.wait = delayed_wait
     assert not world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
-    assert 60 < world.clock.now - began < 120
+    assert 60 < world.clock.now - started_at < 120
 
 
-def test_what_no_engine_is_up_for_waits(make):
-    world = make(1)
-    end(world.engines.handles[0])
+def test_wait_ready_blocks_until_an_engine_has_restarted(make_world):
+    world = make_world(1)
+    kill(world.engines.handles[0])
     world.supervisor.poll()
     start = world.engines.start
 
-    def quick(replica):
+    def start_at_once(replica):
         ref = start(replica)
         ref.is_done = True
         return ref
 
-    world.engines.start = quick
+    world.engines.start = start_at_once
     assert world.supervisor.wait_ready() == [0]
-    assert (world.supervisor.serving, world.restored) == ([], [])
+    assert (world.supervisor.serving, world.resynced) == ([], [])
     world.supervisor.mark_serving([0])
     assert world.supervisor.serving == [0]
 
 
-def test_where_nothing_may_be_restarted_the_engine_s_last_words_are_the_error(make):
-    world = make(max_restarts=0)
-    end(world.engines.handles[0])
+def test_engine_error_with_log_tail_is_raised_if_restarts_are_disabled(make_world):
+    world = make_world(max_restarts=0)
+    kill(world.engines.handles[0])
     with pytest.raises(LostEngineError, match=r"(?s)ended by SIGKILL; the end of x\.log:\nlast"):
         world.supervisor.poll()
 
 
-def test_an_engine_whose_machine_is_lost_is_gone(make):
-    world = make(count=2)
-    world.engines.lost_machines.add(0)
-    end(world.engines.handles[0])
+def test_engine_of_a_lost_node_is_not_restarted(make_world):
+    world = make_world(count=2)
+    world.engines.lost_nodes.add(0)
+    kill(world.engines.handles[0])
     world.pass_time(10)
     assert world.supervisor.serving == world.supervisor.ready == [1]
-    assert world.said[-1] == "the node of engine 0 is lost; the run continues without this engine"
+    assert world.messages[-1] == "the node of engine 0 is lost; the run continues without this engine"
     assert world.engines.starting == []
-    world.engines.lost_machines.add(1)
-    end(world.engines.handles[1])
+    world.engines.lost_nodes.add(1)
+    kill(world.engines.handles[1])
     with pytest.raises(WorkerError, match=r"^the nodes of all engines are lost$"):
         world.pass_time(10)

@@ -1,4 +1,4 @@
-"""Phases that take too long; tests/workers/test_group.py has one with processes."""
+"""Phase timeouts, with a fake Ray; tests/workers/test_group.py covers them with real processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import failures
 
 
-class Scripted:
-    """In Ray's place: references are over at a time of their own."""
+class FakeRay:
+    """A fake Ray whose references become ready after the given seconds."""
 
     def __init__(self, over: dict[str, float]) -> None:
         self._over = {name: time.monotonic() + seconds for name, seconds in over.items()}
@@ -32,20 +32,18 @@ class Scripted:
         return refs
 
 
-def wait(monkeypatch: pytest.MonkeyPatch, over: dict[str, float], timeout: float | None = None) -> list[str]:
-    monkeypatch.setattr(failures, "ray", Scripted(over))
+def wait_all_refs(monkeypatch: pytest.MonkeyPatch, over: dict[str, float], timeout: float | None = None) -> list[str]:
+    monkeypatch.setattr(failures, "ray", FakeRay(over))
     monkeypatch.setattr(failures, "POLL_SECONDS", 0.05)
     return failures.wait_all(list(over), what="train", names={name: f"rank {name}" for name in over}, timeout=timeout)
 
 
-def test_a_late_phase_fails_naming_ranks_and_its_stacks_are_on_disk(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    watch = PhaseWatchdog(0.3, said.append, lambda: "the workers' stacks", tmp_path)
+def test_late_phase_fails_with_rank_names_and_stacks_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    messages: list[str] = []
+    watchdog = PhaseWatchdog(0.3, messages.append, lambda: "the workers' stacks", tmp_path)
     file = tmp_path / "stacks" / "step-000012-train.txt"
-    with pytest.raises(WorkerError) as error, watch.phase(12, "train"):
-        wait(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
+    with pytest.raises(WorkerError) as error, watchdog.phase(12, "train"):
+        wait_all_refs(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
     assert str(error.value) == (
         f"train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3; stacks: {file}"
     )
@@ -53,79 +51,79 @@ def test_a_late_phase_fails_naming_ranks_and_its_stacks_are_on_disk(
     assert text.startswith("train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3\n")
     assert "the workers' stacks" in text
     assert ", in wait_any" in text, "the controller's own stack is missing"
-    assert [line.split(";")[0] for line in said] == ["train of step 12 took longer than 0.3 s"] * 2
+    assert [line.split(";")[0] for line in messages] == ["train of step 12 took longer than 0.3 s"] * 2
 
 
-def test_the_file_is_there_before_the_phase_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What follows a failure may end the processes whose stacks are read."""
+def test_stacks_are_written_before_the_phase_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Recovery from the failure may end the processes whose stacks are collected."""
     read = threading.Event()
 
-    def slowly() -> str:
+    def collect_slowly() -> str:
         time.sleep(0.4)
         read.set()
         return "stacks"
 
-    with pytest.raises(WorkerError), PhaseWatchdog(0.1, print, slowly, tmp_path).phase(1, "train"):
-        wait(monkeypatch, {"0": 60.0})
+    with pytest.raises(WorkerError), PhaseWatchdog(0.1, print, collect_slowly, tmp_path).phase(1, "train"):
+        wait_all_refs(monkeypatch, {"0": 60.0})
     assert read.is_set()
 
 
-def test_phases_in_time_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said: list[str] = []
-    watch = PhaseWatchdog(0.3, said.append, lambda: "", tmp_path)
+def test_phases_within_the_timeout_are_not_affected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    messages: list[str] = []
+    watchdog = PhaseWatchdog(0.3, messages.append, lambda: "", tmp_path)
     for _ in range(3):
-        with watch.phase(1, "train"):
-            assert wait(monkeypatch, {"0": 0.15, "1": 0.2}) == ["0", "1"]
+        with watchdog.phase(1, "train"):
+            assert wait_all_refs(monkeypatch, {"0": 0.15, "1": 0.2}) == ["0", "1"]
     time.sleep(0.4)
-    assert said == []
+    assert messages == []
     assert "phase watchdog" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(WorkerError, match=r"^train: no answer within 0\.2 s from rank 1$"):
-        wait(monkeypatch, {"0": 0.0, "1": 60.0}, timeout=0.2)
+        wait_all_refs(monkeypatch, {"0": 0.0, "1": 60.0}, timeout=0.2)
 
 
-def test_a_shorter_timeout_of_a_call_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shorter_call_timeout_applies_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (
         pytest.raises(WorkerError, match=r"^train: no answer within 0\.12 s from rank 0$"),
         PhaseWatchdog(60, print, lambda: "", tmp_path).phase(1, "train"),
     ):
-        wait(monkeypatch, {"0": 60.0}, timeout=0.12)
+        wait_all_refs(monkeypatch, {"0": 60.0}, timeout=0.12)
 
 
-def test_without_a_timeout_nothing_is_watched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_phase_without_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with PhaseWatchdog(None, print, lambda: "", tmp_path).phase(1, "train"):
-        assert wait(monkeypatch, {"0": 0.3}) == ["0"]
+        assert wait_all_refs(monkeypatch, {"0": 0.3}) == ["0"]
 
 
-def test_stacks_that_cannot_be_had_or_written_do_not_keep_the_phase(
+def test_phase_fails_even_if_stacks_cannot_be_collected_or_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail() -> str:
         raise WorkerError("no node answers")
 
     with pytest.raises(WorkerError, match="stacks: "), PhaseWatchdog(0.1, print, fail, tmp_path).phase(1, "train"):
-        wait(monkeypatch, {"0": 60.0})
+        wait_all_refs(monkeypatch, {"0": 60.0})
     assert (
         "could not collect the stacks of workers: WorkerError: no node answers"
         in (tmp_path / "stacks/step-000001-train.txt").read_text()
     )
     (tmp_path / "file").write_text("")
-    watch = PhaseWatchdog(0.1, print, lambda: "", tmp_path / "file")
+    watchdog = PhaseWatchdog(0.1, print, lambda: "", tmp_path / "file")
     with (
         pytest.raises(WorkerError, match="no answer from rank 0; stacks could not be written: "),
-        watch.phase(1, "train"),
+        watchdog.phase(1, "train"),
     ):
-        wait(monkeypatch, {"0": 60.0})
+        wait_all_refs(monkeypatch, {"0": 60.0})
 
 
-def test_the_outer_phase_is_watched_again_after_an_inner_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outer_phase_can_fail_after_an_inner_phase_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outer = PhaseWatchdog(0.2, print, lambda: "", tmp_path)
     inner = PhaseWatchdog(60, print, lambda: "", tmp_path)
 
     def step() -> None:
         with inner.phase(1, "train"):
-            assert wait(monkeypatch, {"0": 0.4}) == ["0"]
-        wait(monkeypatch, {"1": 60.0})
+            assert wait_all_refs(monkeypatch, {"0": 0.4}) == ["0"]
+        wait_all_refs(monkeypatch, {"1": 60.0})
 
-    says = r"^step of step 1 took longer than 0\.2 s; no answer from rank 1;"
-    with pytest.raises(WorkerError, match=says), outer.phase(1, "step"):
+    message = r"^step of step 1 took longer than 0\.2 s; no answer from rank 1;"
+    with pytest.raises(WorkerError, match=message), outer.phase(1, "step"):
         step()

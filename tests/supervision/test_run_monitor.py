@@ -1,4 +1,4 @@
-"""Whose stacks are read, and how long a run's processes may take to start."""
+"""Which processes' stacks are collected, and the timeout of a run's start."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ def monitor(tmp_path: Path) -> Iterator[RunMonitor]:
         placement={"start_timeout_seconds": 0.1},
         rollout={"engine": {"start_timeout_seconds": 0.2}},
     )
-    one = RunMonitor(config, lambda _: None)
-    yield one
-    one.close(None)
+    monitor_instance = RunMonitor(config, lambda _: None)
+    yield monitor_instance
+    monitor_instance.close(None)
 
 
-def test_processes_that_have_replaced_others_are_read_in_their_place(
-    monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def ask(shells: Mapping[str, str], timeout: float) -> dict[str, str]:
-        asked.extend(shells.values())
-        if "starts" in shells.values():
+    def ask(actors: Mapping[str, str], timeout: float) -> dict[str, str]:
+        asked.extend(actors.values())
+        if "starts" in actors.values():
             raise WorkerError("no answer")
-        return {name: f"place of {actor}" for name, actor in shells.items()}
+        return {name: f"place of {actor}" for name, actor in actors.items()}
 
     monkeypatch.setattr(run_monitor, "ask_places", ask)
     monkeypatch.setattr(run_monitor, "collect_stacks", lambda places: str(sorted(places.items())))
@@ -56,12 +54,12 @@ def test_processes_that_have_replaced_others_are_read_in_their_place(
     assert asked == ["first", "second", "starts", "third", "starts"]
 
 
-def test_a_start_that_hangs_ends_after_what_processes_and_a_phase_may_take(monitor: RunMonitor, tmp_path: Path) -> None:
-    began = time.monotonic()
+def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor: RunMonitor, tmp_path: Path) -> None:
+    started_at = time.monotonic()
 
     def start() -> None:
         with monitor.start(13):
-            while time.monotonic() < began + 30:
+            while time.monotonic() < started_at + 30:
                 check_deadline(["rank 1"])
                 time.sleep(0.01)
 
@@ -69,5 +67,5 @@ def test_a_start_that_hangs_ends_after_what_processes_and_a_phase_may_take(monit
         WorkerError, match=r"^start of step 13 took longer than 0\.4 s; no answer from rank 1; stacks: "
     ):
         start()
-    assert time.monotonic() - began >= 0.4
+    assert time.monotonic() - started_at >= 0.4
     assert (tmp_path / STACKS_FOLDER / "step-000013-start.txt").exists()
