@@ -2,7 +2,7 @@
 
 import time
 
-IMPORTED_SINCE = time.time()
-"""When this process began to import megarl, in Unix time: a start is measured by it."""
+IMPORT_STARTED_AT = time.time()
+"""Unix time at which this process began to import megarl; startup is measured from it."""
 
 __version__ = "0.1.0"

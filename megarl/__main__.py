@@ -1,4 +1,4 @@
-"""`python -m megarl` is `megarl`: torchrun starts modules."""
+"""Entry point of `python -m megarl`, which torchrun needs; the same as the command `megarl`."""
 
 from __future__ import annotations
 

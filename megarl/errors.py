@@ -6,16 +6,16 @@
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   |-- LostWorkerError        a process has ended
-    |   |-- LostEngineError        a rollout engine is gone, with the requests that it had
-    |   `-- GivenUpError           one has been lost too often
-    |-- LostNodeError              a machine of a run was lost, and none came in its place; exit code 4
-    |-- LaunchError                nodes did not meet, or one of a run's was lost; exit code 1
-    |-- WeightSyncError            weights did not arrive whole; exit code 1
-    |   `-- LostRankError          because another rank is gone or has given up
-    |-- LimitError                 a watched quantity passed its configured limit; exit code 3
-    `-- StoppedEarly               a run ended in order before its last step, as it was asked to; exit code 75
+    |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
+    |   `-- RestartLimitError      processes were lost more often than `recovery` allows
+    |-- LostNodeError              a node of a run was lost and not replaced in time; exit code 4
+    |-- LaunchError                nodes did not join the launch, or one was lost; exit code 1
+    |-- WeightSyncError            a weight sync did not complete; exit code 1
+    |   `-- LostRankError          because another rank has ended or aborted
+    |-- LimitError                 a monitored quantity passed its configured limit; exit code 3
+    `-- EarlyStop                  a run stopped gracefully before its last step, on request; exit code 75
 
-All take one message, so that they cross process boundaries by pickle.
+All take one message, so that pickle can carry them between processes.
 """
 
 from __future__ import annotations
@@ -24,70 +24,70 @@ from typing import ClassVar
 
 
 class MegarlError(Exception):
-    """Base of every error that megarl raises on purpose."""
+    """Base class of all errors that megarl raises."""
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(MegarlError, ValueError):
-    """A configuration value that cannot work; the message names its YAML path."""
+    """A configuration value is invalid; the message names its YAML path."""
 
     exit_code = 2
 
 
 class DataError(MegarlError, ValueError):
-    """A data file, model folder or tokenizer that cannot be used; the message names file and line."""
+    """A data file, model folder or tokenizer cannot be used; the message names file and line."""
 
     exit_code = 2
 
 
 class RewardError(MegarlError):
-    """A reward function that raised, timed out or returned no finite number."""
+    """A reward function raised, timed out or returned no finite number."""
 
     exit_code = 2
 
 
 class WorkerError(MegarlError):
-    """A trainer worker or rollout engine that died or failed; carries its last words."""
+    """A trainer worker or rollout engine died or failed; the message includes the end of its log."""
 
 
 class LostWorkerError(WorkerError):
-    """A worker's process that has ended."""
+    """The process of a worker has ended."""
 
 
 class LostEngineError(WorkerError):
-    """A rollout engine that has ended, or is taken for dead; another one may do what it was asked."""
+    """A rollout engine has ended or hangs; its requests can be retried on another engine."""
 
 
-class GivenUpError(WorkerError):
-    """A process that was lost too often, or again and again for the same reason; carries the last one."""
+class RestartLimitError(WorkerError):
+    """Processes were lost too often, or repeatedly for the same reason; the message includes the last failure."""
 
 
 class LostNodeError(MegarlError):
-    """A machine that was lost, and for which none came in time; says where the run can go on from."""
+    """A node was lost and not replaced in time; the message names the checkpoint to resume from."""
 
     exit_code = 4
 
 
 class LaunchError(MegarlError):
-    """Nodes that did not meet, or one that was lost; names it."""
+    """Nodes did not join the launch, or one was lost; the message names it."""
 
 
 class WeightSyncError(MegarlError):
-    """Weights that did not arrive whole at a rollout engine."""
+    """The weights did not arrive completely at a rollout engine."""
 
 
 class LostRankError(WeightSyncError):
-    """Another rank is gone or has given up, which has the cause to tell."""
+    """Another rank has ended or aborted; that rank reports the cause."""
 
 
 class LimitError(MegarlError):
-    """A watched quantity that passed its configured limit."""
+    """A monitored quantity passed its configured limit."""
 
     exit_code = 3
 
 
-class StoppedEarly(MegarlError):  # noqa: N818 -- nothing went wrong
-    """A run that ended in order before its last step, as it was asked to; says where its model is."""
+class EarlyStop(MegarlError):  # noqa: N818 -- not a failure
+    """A run stopped gracefully before its last step, on request; the message names its model's folder."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: to be tried again
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: rerun to continue

@@ -1,4 +1,4 @@
-"""One local Ray cluster for all tests that need one."""
+"""Fixtures for all tests: one local Ray cluster per session."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 CLUSTER_SLOTS = 6
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # as in a shell's background job, whose children would not be interrupted by tests either
+    # SIGINT is ignored in background jobs of a shell; the children of tests would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """This process is its driver; it ends with the session."""
+    """Start a local Ray cluster with `CLUSTER_SLOTS` slots for the session; this process is its driver."""
     import ray
 
     from megarl.config.placement import PlacementConfig
@@ -26,7 +26,7 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("OMP_NUM_THREADS", "1")
-        # for rollout workers, which load the tests' reward functions by name
+        # rollout workers import reward functions from tests
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])))
         assert start_cluster(PlacementConfig(slots_per_node=CLUSTER_SLOTS))
         yield

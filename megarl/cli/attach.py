@@ -9,13 +9,15 @@ from megarl.cli.output import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--stop", action="store_true", help="have it end after the step under way, with a checkpoint")
+    """Declare the arguments `RUN [--stop]`."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "--stop", action="store_true", help="stop the run after its current step; it writes a checkpoint first"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `megarl.cli.main.Command`. Ctrl-C leaves the run alone."""
+    """Print the run's progress until it ends. Ctrl-C stops following; the run continues."""
     from megarl.controller.attach import attach
 
     attach(args.run.absolute(), stop=args.stop)

@@ -1,4 +1,4 @@
-"""`megarl checkpoint ls | verify | prune`: the checkpoints of a run."""
+"""`megarl checkpoint ls | verify | prune`: list, verify or remove the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -21,50 +21,54 @@ if TYPE_CHECKING:
     from megarl.config.checkpoint import CheckpointConfig
 
 ACTIONS = {
-    "ls": "what there is, what of it is whole as far as sizes tell, and what keeps it",
-    "verify": "read every file and compare it with the manifest; exit code 1 where one differs",
-    "prune": "remove the checkpoints that nothing keeps; the newest that is whole, which is read to be sure, stays",
+    "ls": "list checkpoints: whether file sizes match the manifest, and which retention rule keeps each",
+    "verify": "compare the checksum of every file with the manifest; exit code 1 if any differs",
+    "prune": "remove the checkpoints that no retention rule keeps; the latest valid one is verified first and stays",
 }
+"""Name -> help text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A checkpoint, as `ls` shows it."""
+    """One checkpoint as `ls` prints it; --json prints these fields."""
 
     step: int
     created: str | None
-    """UTC, as ISO 8601. None, as the layout, where the manifest cannot be read."""
+    """Time of creation in UTC, ISO 8601. None where the manifest cannot be read."""
     bytes: int
-    """Of the files that are there."""
+    """Bytes of the files in the folder."""
     layout: Mapping[str, Any] | None
+    """Model name -> parallel sizes. None where the manifest cannot be read."""
     whole: bool
+    """Whether all files exist with the size that the manifest states."""
     problems: tuple[str, ...]
+    """One message for each reason why the checkpoint is not `whole`."""
     kept_by: str | None
-    """None: `prune` would remove it."""
+    """Retention rule that keeps the checkpoint. None: `prune` would remove it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
+    """Declare the actions, each with `RUN`, and their options."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     parsers = {}
     for name, summary in ACTIONS.items():
         action = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
+        action.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run (its run_dir)")
         parsers[name] = action
-    parsers["ls"].add_argument("--json", action="store_true", help="one object a line")
-    parsers["verify"].add_argument("step", type=int, nargs="?", metavar="STEP", help="only the checkpoint of this step")
+    parsers["ls"].add_argument("--json", action="store_true", help="print one JSON object per line")
+    parsers["verify"].add_argument("step", type=int, nargs="?", metavar="STEP", help="verify only this step")
     prune = parsers["prune"]
-    for option, what in (("last", "newest checkpoints to keep"), ("every", "keep those of every so many steps too")):
+    for option, what in (("last", "keep the N latest checkpoints"), ("every", "also keep those of every N-th step")):
         help_text = f"{what}; default: checkpoint.keep_{option} of the run"
         prune.add_argument(f"--keep-{option}", type=int, metavar="N", help=help_text)
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Results on stdout, what is wrong with a checkpoint and progress on stderr.
+    """Run the action: results go to stdout, problems and progress to stderr.
 
     Raises:
-        MegarlError: there is no such run or step, or the run is to be pruned and is in use.
+        MegarlError: the run or step does not exist, or `prune` finds the run in use.
     """
     from megarl.checkpoint.store import CheckpointStore
 
@@ -91,7 +95,7 @@ def _list(store: CheckpointStore, run_dir: Path, *, as_json: bool) -> int:
         return 0
     out = console()
     if rows:
-        _show(rows)
+        _print_table(rows)
     else:
         out.print(f"{store.folder} has no checkpoints", soft_wrap=True)
     for row in rows:
@@ -106,7 +110,7 @@ def _rows(store: CheckpointStore) -> Iterator[Row]:
     from megarl.checkpoint.manifest import NewerFormatError, read_manifest
     from megarl.checkpoint.verify import damage
 
-    options = _options(store)
+    options = _retention_config(store)
     kept = store.retention(keep_last=options.keep_last, keep_every=options.keep_every)
     for saved, kept_by in kept.items():
         try:
@@ -117,11 +121,11 @@ def _rows(store: CheckpointStore) -> Iterator[Row]:
         except DataError:
             manifest, problems = None, damage(saved.folder)
         if not saved.folder.exists():
-            continue  # the run has removed it meanwhile
+            continue  # the run has removed it in the meantime
         yield Row(
             step=saved.step,
             created=manifest.created if manifest else None,
-            bytes=_size(saved.folder),
+            bytes=_folder_bytes(saved.folder),
             layout=manifest.layout if manifest else None,
             whole=not problems,
             problems=tuple(problems),
@@ -129,25 +133,25 @@ def _rows(store: CheckpointStore) -> Iterator[Row]:
         )
 
 
-def _show(rows: Sequence[Row]) -> None:
+def _print_table(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     from megarl.tracking.progress import scaled
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("step", "when", "size", "layout", "whole", "kept by"):
+    for heading in ("step", "created", "size", "layout", "valid", "kept by"):
         table.add_column(heading, justify="right" if heading in ("step", "size") else "left")
     for row in rows:
         created = "-" if row.created is None else row.created.replace("T", " ").replace("+00:00", " UTC")
-        whole = "yes" if row.whole else "no"
+        valid = "yes" if row.whole else "no"
         table.add_row(
-            str(row.step), created, f"{scaled(row.bytes)}B", _layout(row.layout), whole, row.kept_by or "nothing"
+            str(row.step), created, f"{scaled(row.bytes)}B", _format_layout(row.layout), valid, row.kept_by or "nothing"
         )
     console().print(table)
 
 
-def _layout(layout: Mapping[str, Any] | None) -> str:
-    """Of each model the sizes that split it, and the ranks: `policy tp=2 world=4`."""
+def _format_layout(layout: Mapping[str, Any] | None) -> str:
+    """Format the parallel sizes above 1 and the world size of each model, such as `policy tp=2 world=4`."""
     if layout is None:
         return "-"
     models = []
@@ -166,32 +170,32 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
     chosen = [saved for saved in store.saved() if step in (None, saved.step)]
     if not chosen:
         there = ", ".join(str(saved.step) for saved in store.saved())
-        needed = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        raise DataError(f"{store.folder} needs {needed}, " + (f"got those of steps {there}" if there else "has none"))
-    is_whole = True
+        needed = "checkpoints" if step is None else f"checkpoint of step {step}"
+        raise DataError(f"{store.folder} has no {needed}" + (f"; it has steps {there}" if there else ""))
+    all_valid = True
     for saved in chosen:
-        start, size = time.perf_counter(), _size(saved.folder)
+        start, size = time.perf_counter(), _folder_bytes(saved.folder)
         is_newer = False
         try:
-            with _hashing(saved.name, size) as advance:
+            with _show_read_progress(saved.name, size) as advance:
                 problems = store.verify(saved.folder, advance=advance)
         except NewerFormatError as e:
             problems, is_newer = [str(e)], True
         if not saved.folder.exists():
-            print(f"{saved.name}  removed meanwhile", flush=True)
+            print(f"{saved.name}  removed while it was read", flush=True)
             continue
         seconds, num_files = time.perf_counter() - start, len(files_below(saved.folder))
-        result = "newer" if is_newer else "damaged" if problems else "whole"
+        result = "newer" if is_newer else "damaged" if problems else "valid"
         print(f"{saved.name}  {result:<7}  {num_files} files  {scaled(size)}B  {seconds:.1f} s", flush=True)
         for problem in problems:
             print_error(f"{saved.name}: {problem}")
-            is_whole = False
-    return 0 if is_whole else 1
+            all_valid = False
+    return 0 if all_valid else 1
 
 
 @contextmanager
-def _hashing(name: str, num_bytes: int) -> Iterator[Advance]:
-    """On a terminal a bar of the bytes that are read; elsewhere a line now and then."""
+def _show_read_progress(name: str, num_bytes: int) -> Iterator[Advance]:
+    """Show how many bytes have been read: a progress bar on a terminal, else a line from time to time."""
     from megarl.checkpoint.verify import telling
 
     if not sys.stderr.isatty():
@@ -209,7 +213,7 @@ def _hashing(name: str, num_bytes: int) -> Iterator[Advance]:
 def _prune(store: CheckpointStore, args: argparse.Namespace) -> int:
     from megarl.checkpoint.run_lock import RunLock
 
-    options = _options(store)
+    options = _retention_config(store)
     keep_last = options.keep_last if args.keep_last is None else args.keep_last
     keep_every = options.keep_every if args.keep_every is None else args.keep_every
     if keep_last < 1:
@@ -218,22 +222,22 @@ def _prune(store: CheckpointStore, args: argparse.Namespace) -> int:
         raise ConfigError(f"--keep-every needs to be at least 0, got {keep_every}")
     with nullcontext() if args.dry_run else RunLock(args.run_dir):
         for name in () if args.dry_run else store.clean():
-            print(f"removed  {name}, which was not finished")
+            print(f"removed  {name}, which is incomplete")
         plan, newest = store.retention(keep_last=keep_last, keep_every=keep_every), None
         if None in plan.values():
-            newest = _newest_whole(store, deep=options.verify == "checksums")
+            newest = _find_latest_valid(store, deep=options.verify == "checksums")
             plan = store.retention(keep_last=keep_last, keep_every=keep_every, newest=newest)
-        _tell(plan, "would remove" if args.dry_run else "removing")
+        _print_plan(plan, "would remove" if args.dry_run else "removing")
         if not args.dry_run:
             store.prune(keep_last=keep_last, keep_every=keep_every, newest=newest)
     return 0
 
 
-def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
-    """The step of the newest that is whole; 0: none is. What is wrong with later ones is told.
+def _find_latest_valid(store: CheckpointStore, *, deep: bool) -> int:
+    """Return the step of the latest valid checkpoint, or 0; print the problems of later ones to stderr.
 
     Args:
-        deep: every byte is compared; else sizes are.
+        deep: compare checksums; else file sizes only.
     """
     from megarl.checkpoint.manifest import NewerFormatError
     from megarl.checkpoint.store import shortened
@@ -241,7 +245,7 @@ def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
 
     for saved in reversed(store.saved()):
         try:
-            with _hashing(saved.name, _size(saved.folder)) if deep else nullcontext() as advance:
+            with _show_read_progress(saved.name, _folder_bytes(saved.folder)) if deep else nullcontext() as advance:
                 found = damage(saved.folder, deep=deep, advance=advance)
         except NewerFormatError as e:
             found = [str(e)]
@@ -251,23 +255,23 @@ def _newest_whole(store: CheckpointStore, *, deep: bool) -> int:
     return 0
 
 
-def _tell(plan: Mapping[Saved, str | None], verb: str) -> None:
-    """A line for each checkpoint."""
+def _print_plan(plan: Mapping[Saved, str | None], verb: str) -> None:
+    """Print one line per checkpoint: kept, with the rule, or `verb`."""
     from megarl.tracking.progress import scaled
 
     for saved, kept_by in plan.items():
         what = verb if kept_by is None else "keeping"
         why = "" if kept_by is None else f"  ({kept_by})"
-        print(f"{what:<12}  {saved.name}  {scaled(_size(saved.folder))}B{why}", flush=True)
+        print(f"{what:<12}  {saved.name}  {scaled(_folder_bytes(saved.folder))}B{why}", flush=True)
 
 
-def _options(store: CheckpointStore) -> CheckpointConfig:
-    """What the run says of its checkpoints, in the configuration that the newest was saved with.
+def _retention_config(store: CheckpointStore) -> CheckpointConfig:
+    """Return the section `checkpoint` of the configuration that the latest readable checkpoint was saved with.
 
-    Nothing else of it is read, and no key that is unknown: another version may have written it.
+    Other sections and unknown keys are ignored: another version of megarl may have written them.
 
     Raises:
-        DataError: it has no such section.
+        DataError: the configuration has no such section.
     """
     import yaml
 
@@ -288,16 +292,16 @@ def _options(store: CheckpointStore) -> CheckpointConfig:
         except OSError as e:
             print_error(f"{file} cannot be read: {e.strerror}")
         except (AttributeError, KeyError, TypeError, ValueError, yaml.YAMLError) as e:
-            raise DataError(f"{file} needs a section `checkpoint` that this megarl can read: {e}") from e
+            raise DataError(f"{file} needs a section `checkpoint` that this version of megarl can read: {e}") from e
     return CheckpointConfig()
 
 
-def _size(folder: Path) -> int:
-    """Bytes of the files that are there."""
+def _folder_bytes(folder: Path) -> int:
+    """Return the total size in bytes of the files in `folder`."""
     from megarl.checkpoint.verify import files_below
 
     num_bytes = 0
     for path in files_below(folder).values():
-        with suppress(FileNotFoundError):  # the run may remove a checkpoint meanwhile
+        with suppress(FileNotFoundError):  # the run may remove a checkpoint in the meantime
             num_bytes += path.stat().st_size
     return num_bytes

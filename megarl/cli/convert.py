@@ -1,4 +1,4 @@
-"""`megarl convert hf-to-megatron | megatron-to-hf`: a model in the other format."""
+"""`megarl convert hf-to-megatron | megatron-to-hf`: convert a model between the two formats."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ DIRECTIONS = {
     "hf-to-megatron": (
         "HF_DIR",
         "CKPT_DIR",
-        "Write the weights of a Hugging Face folder as a distributed checkpoint of megatron-core (torch_dist), laid "
-        "out as Megatron-LM's are: latest_checkpointed_iteration.txt and release/. What stands beside the weights goes "
-        "to hf/, for the way back.",
+        "Write the weights of a Hugging Face folder as a distributed checkpoint of megatron-core (torch_dist), in the "
+        "layout of Megatron-LM: latest_checkpointed_iteration.txt and release/. The folder's other files are copied to "
+        "hf/, for the conversion back.",
     ),
     "megatron-to-hf": (
         "CKPT_DIR",
         "HF_DIR",
         "Write the weights of the distributed checkpoint that latest_checkpointed_iteration.txt names as a Hugging "
-        "Face folder, with what CKPT_DIR/hf holds beside them. Checkpoints are pickles in part: convert only those "
-        "that you trust.",
+        "Face folder, along with the files of CKPT_DIR/hf. Checkpoints contain pickles: convert only those that you "
+        "trust.",
     ),
 }
-"""Name -> what it reads, what it writes, what it does."""
+"""Name -> (metavar of the input folder, metavar of the output folder, description)."""
 
 LAYOUT = (
-    "A checkpoint can be loaded in any layout, whatever it was written in: "
-    "--set trainer.parallel.tp=2 trainer.parallel.pp=2 only divides the work and the memory."
+    "A checkpoint can be loaded in any parallel layout, not only in the one it was written in: "
+    "--set trainer.parallel.tp=2 trainer.parallel.pp=2 only splits work and memory over more ranks."
 )
+"""Help text on parallel sizes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
+    """Declare the two directions with `--model`, `--output`, `--dtype` and `--set`."""
     directions = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION", title="directions")
     for name, (source, target, description) in DIRECTIONS.items():
         direction = directions.add_parser(
@@ -44,27 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         direction.add_argument("--model", required=True, type=Path, metavar=source, help="folder to read")
         direction.add_argument(
-            "--output", required=True, type=Path, metavar=target, help="folder to write: empty, or not there yet"
+            "--output", required=True, type=Path, metavar=target, help="folder to write: empty or not existing yet"
         )
         direction.add_argument(
             "--dtype",
             choices=("auto", "float32", "bfloat16"),
             default="auto",
-            help="of the weights as they are written; auto, the default: bfloat16 where all are, else float32",
+            help="dtype of the weights written; auto, the default: bfloat16 if all weights are bfloat16, else float32",
         )
         add_overrides(direction)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the other format; stdout says where, stderr how far.
+    """Convert the model; print its folder to stdout and progress to stderr.
 
     Raises:
-        MegarlError: configuration, model and output are checked before anything starts.
+        MegarlError: the configuration, model or output folder is invalid; all are checked before anything starts.
     """
     from megarl.config import make_convert_config
 
     config = make_convert_config(args.overrides)
-    from megarl.offline.model_conversion import plan_export, plan_import  # after the configuration: it brings Ray
+    from megarl.offline.model_conversion import plan_export, plan_import  # after the checks: it imports Ray
 
     plan = plan_import if args.direction == "hf-to-megatron" else plan_export
     conversion = plan(config, args.model, args.output, args.dtype)
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ConvertProgress:
-    """What is being done, on stderr: a spinner in a terminal, a line each elsewhere.
+    """Shows the current phase on stderr: a spinner on a terminal, else one line per phase.
 
     with ConvertProgress() as progress:
         progress.show("reading")
@@ -89,7 +90,7 @@ class ConvertProgress:
         self._status = self._console.status("")
 
     def show(self, what: str) -> None:
-        """Say what is being done now."""
+        """Show `what` as the current phase."""
         if self._console.is_terminal:
             self._status.update(what)
             self._status.start()

@@ -1,4 +1,4 @@
-"""`megarl demo`: a model that learns, from nothing, on this machine."""
+"""`megarl demo`: fine-tune a tiny random model on this machine, then train it with GRPO."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from typing import Any
 
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
-from megarl.cli.train import print_where
+from megarl.cli.train import print_results
 from megarl.config import RunConfig, SftConfig, load_config
 
 NUM_TRAIN, NUM_HELD_OUT = 6000, 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
-    parser.add_argument("--sft", type=Path, default=Path("yaml/demo-sft.yaml"), help="configuration of the warm start")
-    parser.add_argument("--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything that is written")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data-only", action="store_true", help="write the problems into OUT/data, and no more")
+    """Declare `--sft`, `--train`, `--out`, `--seed`, `--data-only` and `--set`."""
+    parser.add_argument("--sft", type=Path, default=Path("yaml/demo-sft.yaml"), help="configuration of fine-tuning")
+    parser.add_argument(
+        "--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO; --set overrides its keys"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), help="output folder; an existing one is moved aside first"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, fine-tuning and GRPO (0)")
+    parser.add_argument("--data-only", action="store_true", help="only write the problems to OUT/data")
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `megarl.cli.main.Command`."""
+    """Write the data, fine-tune, train with GRPO, and print the held-out accuracy before and after."""
     from megarl.controller.actor import Controller
-    from megarl.controller.run_stage import run_stage, set_aside
+    from megarl.controller.run_stage import rotate, run_stage
     from megarl.data.demo_arithmetic import write_arithmetic
 
     out, show = args.out, console()
     if out.exists():
-        show.print(f"{out} exists; moved to {set_aside(out)}", highlight=False)
+        show.print(f"{out} exists; moved to {rotate(out)}", highlight=False)
     stage = "" if args.data_only else "1/3  "
     show.print(f"{stage}writing arithmetic problems to {out}/data", highlight=False)
     started = time.perf_counter()
@@ -52,14 +56,14 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(RunConfig, args.train, [*overrides, *args.overrides])
     show.print(f"3/3  GRPO ({args.train})", highlight=False)
     run_stage(config, Controller.train)
-    summary = _add_stages(out / "summary.json", made - started, tuned - made, time.perf_counter() - started)
+    summary = _add_earlier_phases(out / "summary.json", made - started, tuned - made, time.perf_counter() - started)
     show.print(f"held-out accuracy {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}", highlight=False)
-    print_where(config)
+    print_results(config)
     return 0
 
 
-def _add_stages(path: Path, data_seconds: float, sft_seconds: float, total: float) -> dict[str, Any]:
-    """Count the stages before GRPO into its summary."""
+def _add_earlier_phases(path: Path, data_seconds: float, sft_seconds: float, total: float) -> dict[str, Any]:
+    """Add the time of the stages before GRPO to its summary file; return the summary."""
     summary: dict[str, Any] = json.loads(path.read_text())
     phases = {"make_data": data_seconds, "sft": sft_seconds, **summary["seconds_by_phase"]}
     summary |= {"seconds_total": total, "seconds_by_phase": phases}

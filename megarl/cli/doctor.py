@@ -1,4 +1,4 @@
-"""`megarl doctor`: what this machine has, what a run will use of it, and what is missing; or the same of a cluster."""
+"""`megarl doctor`: report hardware, packages and what is missing, of this machine or of all nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -45,60 +45,65 @@ REQUIRED = (
 OPTIONAL = ("transformer-engine", "apex", "triton", "sglang-kernel", "flash-attn", "wandb")
 
 GIB = 2**30
-LEAST_MEMORY = 6 * GIB
-"""The demo's peak: two trainer ranks, two engines, Ray."""
-LEAST_SHARED_MEMORY = 512 * 2**20
-"""Ray's object store and weight buckets."""
+MIN_MEMORY = 6 * GIB
+"""Bytes of host memory at the demo's peak: two trainer ranks, two engines, Ray."""
+MIN_SHARED_MEMORY = 512 * 2**20
+"""Bytes of shared memory for Ray's object store and weight buckets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One thing that a run needs, and what it gets here."""
+    """A component that a run needs, and the implementation that it uses on this machine; printed by --json."""
 
     what: str
+    """Name of the component."""
     uses: str
+    """Implementation used on this machine."""
     otherwise: str
-    """What would be used instead, and when."""
+    """Alternative implementation, and when it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that `megarl doctor` has to say."""
+    """Report of `megarl doctor`, with the field names that --json prints."""
 
     machine: dict[str, str]
+    """Property of the machine -> value."""
     packages: dict[str, str | None]
-    """Name -> version; None where it is not installed."""
+    """Package name -> version; None where it is not installed."""
     choices: tuple[Choice, ...]
     missing: tuple[str, ...]
-    """What a run on this machine's CPU lacks, and what to do; empty where it is ready."""
+    """What a run on this machine's CPU lacks, each with a remedy. Empty where the machine is ready."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`[--json]`, and `--cluster [--config CONFIG [--stage ...] [--set ...]]`."""
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Declare `[--json]` and `--cluster [--config CONFIG [--stage ...] [--set ...]]`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--cluster", action="store_true", help="check all nodes of the cluster at RAY_ADDRESS, as runs on it do"
+        "--cluster",
+        action="store_true",
+        help="check all nodes of the cluster at RAY_ADDRESS, as a run does first",
     )
-    parser.add_argument("--config", type=Path, metavar="CONFIG", help="with --cluster: and the paths of this run")
-    parser.add_argument("--stage", choices=STAGE_NAMES, default="train", help="the command that CONFIG is for")
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help="with --cluster: check the paths of this run too")
+    parser.add_argument("--stage", choices=STAGE_NAMES, default="train", help="command that CONFIG is for")
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where a run on this machine's CPU can start; with --cluster, where nothing is wrong with its nodes.
+    """Print the report; return 0 if a run can start on this machine's CPU, or with --cluster if all nodes pass.
 
     Raises:
-        ConfigError: no cluster is there, or the configuration is wrong.
+        ConfigError: RAY_ADDRESS is not set, or the configuration is invalid.
     """
     if args.cluster:
         return _run_cluster(args)
     if args.config is not None or args.overrides:
-        raise ConfigError("--config and --set need --cluster; `megarl check` is for this machine")
+        raise ConfigError("--config and --set need --cluster; on this machine, use `megarl check`")
     diagnosis = diagnose()
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
-        _show(diagnosis)
+        _print_diagnosis(diagnosis)
     return 1 if diagnosis.missing else 0
 
 
@@ -106,31 +111,32 @@ def _run_cluster(args: argparse.Namespace) -> int:
     if "RAY_ADDRESS" not in os.environ:
         raise ConfigError(
             "--cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster` starts one "
-            "on the machines of a job"
+            "on the nodes of a job"
         )
     from rich.markup import escape
 
-    from megarl.config.placement import PlacementConfig  # after that: Ray takes a second to import
-    from megarl.preflight.cluster.cluster_check import Places, check_cluster, places_of
+    from megarl.config.placement import PlacementConfig  # after the check of RAY_ADDRESS: Ray takes a second to import
+    from megarl.preflight.cluster.cluster_check import RequiredPaths, check_cluster, required_paths
     from megarl.preflight.cluster.node_table import nodes_table
 
-    config = None if args.config is None else _load(args)
+    config = None if args.config is None else _load_config(args)
     placement = PlacementConfig() if config is None else config.placement
-    check = check_cluster(Places() if config is None else places_of(config), placement)
+    check = check_cluster(RequiredPaths() if config is None else required_paths(config), placement)
     if args.json:
-        print(json.dumps(asdict(check) | {"sentences": check.sentences}, indent=2))
+        problems = [{"about": p.category, "nodes": p.nodes, "says": p.message} for p in check.problems]
+        print(json.dumps(asdict(check) | {"problems": problems, "sentences": check.messages}, indent=2))
     else:
         out = console()
         out.print(nodes_table(check.reports, check.problems))
         out.print()
-        for sentence in check.sentences:
-            out.print(f"[red]wrong[/red] {escape(sentence)}", soft_wrap=True)
-        out.print(f"{check.line}: {'not ready' if check.problems else 'ready'}")
+        for message in check.messages:
+            out.print(f"[red]problem[/red] {escape(message)}", soft_wrap=True)
+        out.print(f"{check.summary}: {'not ready' if check.problems else 'ready'}")
     return 1 if check.problems else 0
 
 
-def _load(args: argparse.Namespace) -> StageConfig:
-    """The run's, with absolute paths."""
+def _load_config(args: argparse.Namespace) -> StageConfig:
+    """Load the run's configuration, with absolute paths."""
     from megarl.config import STAGES, load_config
     from megarl.controller.run_stage import with_absolute_paths
 
@@ -138,18 +144,18 @@ def _load(args: argparse.Namespace) -> StageConfig:
 
 
 def diagnose() -> Diagnosis:
-    """What can be learned from package metadata and the operating system; imports nothing heavy."""
+    """Collect the report from package metadata and the operating system, without importing the packages."""
     gpus = visible_gpus()
     packages = {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}
     return Diagnosis(
-        machine=_machine(gpus),
+        machine=_describe_machine(gpus),
         packages=packages,
-        choices=_choices(packages, bool(gpus)),
-        missing=_missing(packages),
+        choices=_choose_components(packages, bool(gpus)),
+        missing=_find_missing(packages),
     )
 
 
-def _machine(gpus: list[str]) -> dict[str, str]:
+def _describe_machine(gpus: list[str]) -> dict[str, str]:
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
     shared = free_shared_memory()
     return {
@@ -161,16 +167,16 @@ def _machine(gpus: list[str]) -> dict[str, str]:
         "shared memory": "none" if shared is None else f"{shared / GIB:.1f} GiB free",
         "disk": f"{disk.free / GIB:.1f} GiB free in {Path.cwd()}",
         "GPUs": ", ".join(gpus) or "none",
-        "C compiler": _compiler() or "none",
-        "Ray cluster": os.environ.get("RAY_ADDRESS") or "none in RAY_ADDRESS: a run starts its own",
+        "C compiler": _find_compiler() or "none",
+        "Ray cluster": os.environ.get("RAY_ADDRESS") or "RAY_ADDRESS is not set: a run starts its own",
     }
 
 
-def _choices(packages: dict[str, str | None], gpu: bool) -> tuple[Choice, ...]:
+def _choose_components(packages: dict[str, str | None], gpu: bool) -> tuple[Choice, ...]:
     te = packages["transformer-engine"]
     cuda_engine = "SGLang on CUDA"
     if packages["sglang-kernel"] is None:
-        cuda_engine += ", which lacks sglang-kernel here; placement.device=cpu does without"
+        cuda_engine += ", but sglang-kernel is missing; placement.device=cpu does not need it"
     adam = "Transformer Engine's" if te else "apex's" if packages["apex"] else None
     return (
         Choice(
@@ -201,31 +207,31 @@ def _choices(packages: dict[str, str | None], gpu: bool) -> tuple[Choice, ...]:
     )
 
 
-def _missing(packages: dict[str, str | None]) -> tuple[str, ...]:
+def _find_missing(packages: dict[str, str | None]) -> tuple[str, ...]:
     problems = []
     absent = [name for name in REQUIRED if packages[name] is None]
     if absent:
         problems.append(f"packages {', '.join(absent)}: run `make setup` in a clone of megarl")
-    if _compiler() is None:
+    if _find_compiler() is None:
         problems.append("a C compiler: install gcc or clang, or name one in CC")
     total = psutil.virtual_memory().total
-    if total < LEAST_MEMORY:
-        problems.append(f"{LEAST_MEMORY / GIB:.0f} GiB of memory, got {total / GIB:.1f}")
+    if total < MIN_MEMORY:
+        problems.append(f"{MIN_MEMORY / GIB:.0f} GiB of memory, got {total / GIB:.1f}")
     shared = free_shared_memory()
-    if shared is None or shared < LEAST_SHARED_MEMORY:
+    if shared is None or shared < MIN_SHARED_MEMORY:
         problems.append(
-            f"{LEAST_SHARED_MEMORY / 2**20:.0f} MiB of shared memory in /dev/shm, got {(shared or 0) / 2**20:.0f}: "
+            f"{MIN_SHARED_MEMORY / 2**20:.0f} MiB of shared memory in /dev/shm, got {(shared or 0) / 2**20:.0f}: "
             "in a container, start it with --shm-size=2g"
         )
     return tuple(problems)
 
 
-def _compiler() -> str | None:
+def _find_compiler() -> str | None:
     named = os.environ.get("CC")
     return next((path for name in (named, "cc", "gcc", "clang") if name and (path := shutil.which(name))), None)
 
 
-def _show(diagnosis: Diagnosis) -> None:
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
     from rich.markup import escape
     from rich.table import Table
 

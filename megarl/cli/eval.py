@@ -1,4 +1,4 @@
-"""`megarl eval CONFIG`: the held-out score of a model."""
+"""`megarl eval CONFIG`: evaluate a model on held-out rows."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megarl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
+    """Declare `CONFIG [--set KEY=VALUE ...] [--json]`."""
     add_config_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """See `megarl.cli.main.Command`."""
+    """Evaluate on `data.eval_path` and print the mean of the term `reward.eval_term`."""
     config = load_config(RunConfig, args.config, args.overrides)
     if config.data.eval_path is None:
-        raise ConfigError("data.eval_path: evaluation needs held-out rows, got none")
-    from megarl.controller.actor import Controller  # after the configuration is read: a wrong key is told at once
+        raise ConfigError("data.eval_path: evaluation needs held-out rows, got null")
+    from megarl.controller.actor import Controller  # after the configuration is loaded: an unknown key fails fast
     from megarl.controller.run_stage import run_stage
 
     value = run_stage(config, Controller.evaluate, begins_run=False)

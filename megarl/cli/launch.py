@@ -1,4 +1,4 @@
-"""`megarl launch COMMAND...`: a megarl command on Ray over several machines.
+"""`megarl launch COMMAND...`: run a megarl command on a Ray cluster of several nodes.
 
 srun --ntasks-per-node=1 megarl launch train CONFIG
 torchrun --nnodes N --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m megarl launch train CONFIG
@@ -19,46 +19,46 @@ from megarl.launch.node_labels import parse_labels
 from megarl.launch.node_world import node_world
 
 COMMANDS = ("train", "sft", "rm", "dpo", "eval", "score", "convert", "doctor")
-"""Those for which a Ray cluster makes a difference."""
+"""Commands that can be launched: those that run on a Ray cluster."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines, where neither Slurm nor torchrun says")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="of this machine; the command runs on rank 0")
-    parser.add_argument("--head", metavar="HOST[:PORT]", help="where the others find rank 0")
+    """Declare the options of the cluster and of this node, and `COMMAND ...`."""
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: Slurm's or torchrun's)")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="rank of this node (default: Slurm's or torchrun's)")
+    parser.add_argument("--head", metavar="HOST[:PORT]", help="address of rank 0 (default: Slurm's or torchrun's)")
     parser.add_argument(
-        "--node-address", metavar="ADDRESS", help="where the others find this machine (default: as it reached the head)"
+        "--node-address", metavar="ADDRESS", help="address of this node (default: the one it reaches rank 0 with)"
     )
     parser.add_argument(
-        "--join-timeout", type=float, default=60.0, metavar="S", help="seconds that machines wait for each other (60)"
+        "--join-timeout", type=float, default=60.0, metavar="S", help="seconds to wait for all nodes to join (60)"
     )
     parser.add_argument(
         "--node-timeout",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds after which a machine that is not heard of is lost, and the run with it (30)",
+        help="seconds without contact after which a node counts as lost and the launch fails (30)",
     )
-    parser.add_argument("--cpus", type=int, metavar="N", help="CPU slots of this machine (default: Slurm's, or all)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine (default: those that Ray finds)")
+    parser.add_argument("--cpus", type=int, metavar="N", help="CPU slots of this node (default: Slurm's, or all)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this node (default: those that Ray finds)")
     parser.add_argument(
         "--labels",
         action="append",
         default=[],
         metavar="K=V[,K=V...]",
-        help="labels of this machine, by which placement.pools choose theirs",
+        help="Ray labels of this node, which placement.pools select nodes by",
     )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND ...",
-        help=f"one of {', '.join(COMMANDS)}, as without launch",
+        help=f"one of {', '.join(COMMANDS)}, with its arguments; it runs on rank 0",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code of the command, on every machine."""
+    """Form the cluster and run the command; return its exit code, on every node."""
     if not args.command or args.command[0] not in COMMANDS:
         raise ConfigError(
             f"launch needs a command, one of {', '.join(COMMANDS)}, got {' '.join(args.command) or 'none'}"
@@ -70,19 +70,19 @@ def run(args: argparse.Namespace) -> int:
     options = LaunchOptions(
         join_timeout=args.join_timeout,
         node_timeout=args.node_timeout,
-        cpus=_cpus(os.environ) if args.cpus is None else args.cpus,
+        cpus=_num_cpus(os.environ) if args.cpus is None else args.cpus,
         gpus=args.gpus,
         labels=parse_labels(args.labels),
         node_address=args.node_address,
     )
-    return launch(world, options, [sys.executable, "-m", "megarl", *args.command], say=_say)
+    return launch(world, options, [sys.executable, "-m", "megarl", *args.command], say=_print_progress)
 
 
-def _cpus(environment: Mapping[str, str]) -> int:
+def _num_cpus(environment: Mapping[str, str]) -> int:
     slurm = environment.get("SLURM_CPUS_ON_NODE")
     return len(os.sched_getaffinity(0)) if slurm is None else int(slurm)
 
 
-def _say(line: str) -> None:
-    # stdout is the command's
+def _print_progress(line: str) -> None:
+    # stdout belongs to the command
     print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The `megarl` command.
 
-A command is a file of this folder with `add_arguments(parser)` and `run(args)`; only the one that is asked for is
-imported, so that `megarl --help` does not wait for torch.
+Each command is a module of this package, or an object in one, that satisfies `Command`. Only the module of the
+requested command is imported: `megarl --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -13,51 +13,51 @@ from typing import Protocol
 
 from megarl import __version__
 from megarl.cli.output import print_error
-from megarl.errors import MegarlError, StoppedEarly
-from megarl.process.early_stop_signal import signal_held
+from megarl.errors import EarlyStop, MegarlError
+from megarl.process.early_stop_signal import stop_signal_blocked
 
 SUMMARIES = {
-    "train": "reinforcement learning",
-    "attach": "follow a run that was left to its Ray cluster",
-    "sft": "supervised fine-tuning on demonstrations",
-    "rm": "a reward or cost model from pairs of answers",
-    "dpo": "direct preference optimisation on pairs of answers",
-    "eval": "accuracy of a model on held-out prompts",
-    "score": "log-probabilities and entropies of given tokens",
-    "convert": "a model from Hugging Face's format to Megatron's, and back",
+    "train": "train a policy by reinforcement learning",
+    "attach": "follow a run that was started with `megarl train --detach`",
+    "sft": "fine-tune a model on demonstrations",
+    "rm": "train a reward or cost model on preference pairs",
+    "dpo": "train a policy by direct preference optimization",
+    "eval": "evaluate a model on held-out prompts",
+    "score": "compute log-probabilities and entropies of given tokens",
+    "convert": "convert a model between Hugging Face and Megatron formats",
     "checkpoint": "list, verify or remove the checkpoints of a run",
-    "check": "find what is wrong with a configuration, without starting anything",
-    "doctor": "what this machine has, what will be used, what is missing",
-    "launch": "a command over several machines: a Ray node on each, the command on the first",
-    "reshard": "what moving weights from trainer to engines costs",
-    "demo": "fine-tune and reinforce a tiny model on this machine",
+    "check": "check a configuration without starting anything",
+    "doctor": "check the hardware and packages of this machine or of a cluster",
+    "launch": "run a command on several nodes: a Ray node on each, the command on the first",
+    "reshard": "estimate the cost of weight sync from trainer to engines",
+    "demo": "fine-tune a tiny model on this machine, then train it by reinforcement learning",
 }
 
 INTERRUPTED = 130
-"""128 + SIGINT, as shells count."""
+"""Exit code after SIGINT: 128 + 2, as in shells."""
 
 
 class Command(Protocol):
-    """What a command's file provides."""
+    """What `main` needs of a command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """The exit code."""
+        """Run the command and return its exit code."""
         ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a MegarlError becomes one message on stderr and its own code."""
-    with signal_held():
+    """Run one command and return its exit code. A MegarlError is printed to stderr and returns its `exit_code`."""
+    with stop_signal_blocked():
         return _main(sys.argv[1:] if argv is None else argv)
 
 
 def _main(argv: Sequence[str]) -> int:
     name = next((word for word in argv if not word.startswith("-")), None)
-    command = _load(name) if name in SUMMARIES else None
+    command = _import_command(name) if name in SUMMARIES else None
     parser = _parser(name, command)
     args = parser.parse_args(argv)
     if command is None:
@@ -66,10 +66,10 @@ def _main(argv: Sequence[str]) -> int:
     try:
         return command.run(args)
     except MegarlError as error:
-        # Ray raises a worker's error as a subclass whose text is the remote traceback; `cause` is what was raised.
+        # Ray raises a worker's error as a subclass whose text is the remote traceback; `cause` is the original error.
         cause = getattr(error, "cause", error)
         error = cause if isinstance(cause, MegarlError) else error
-        if isinstance(error, StoppedEarly):
+        if isinstance(error, EarlyStop):
             print(error, file=sys.stderr)
         else:
             print_error(str(error))
@@ -80,7 +80,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParser:
-    """The parser with every command named, and the arguments of command `name`."""
+    """Make the parser: all commands by name, with the arguments of command `name` only."""
     parser = argparse.ArgumentParser(prog="megarl", description="Reinforcement learning for language models.")
     parser.add_argument("-V", "--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
@@ -91,7 +91,7 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
     return parser
 
 
-def _load(name: str) -> Command:
+def _import_command(name: str) -> Command:
     match name:
         case "train":
             from megarl.cli import train
@@ -101,18 +101,10 @@ def _load(name: str) -> Command:
             from megarl.cli import attach
 
             return attach
-        case "sft":
-            from megarl.cli import sft
+        case "sft" | "rm" | "dpo":
+            from megarl.cli import supervised_stages
 
-            return sft
-        case "rm":
-            from megarl.cli import rm
-
-            return rm
-        case "dpo":
-            from megarl.cli import dpo
-
-            return dpo
+            return supervised_stages.COMMANDS[name]
         case "eval":
             from megarl.cli import eval as evaluate
 

@@ -7,23 +7,23 @@ from pathlib import Path
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """`CONFIG [--set KEY=VALUE ...]`, as `args.config` and `args.overrides`."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run")
+    """Declare `CONFIG [--set KEY=VALUE ...]`, parsed as `args.config` and `args.overrides`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML configuration file of the run")
     add_overrides(parser)
 
 
 def add_resume_option(parser: argparse.ArgumentParser) -> None:
-    """`[--resume auto|STEP|PATH]`, as `args.resume`."""
+    """Declare `[--resume auto|STEP|PATH]`, parsed as `args.resume`."""
     parser.add_argument(
         "--resume",
         metavar="auto|STEP|PATH",
-        help="go on with the run in run_dir: from its newest whole checkpoint, from that of a step, or from a "
-        "checkpoint's folder, which may be of another run",
+        help="resume the run in run_dir: from its latest valid checkpoint (auto), from that of STEP, or from the "
+        "checkpoint folder PATH, which may belong to another run",
     )
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """`[--set KEY=VALUE ...]`, as `args.overrides`."""
+    """Declare `[--set KEY=VALUE ...]`, parsed as `args.overrides`."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -31,5 +31,5 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key, such as trainer.optimizer.lr=1e-5; the value is YAML, the last one wins",
+        help="override a configuration key, such as trainer.optimizer.lr=1e-5; the value is YAML, the last one wins",
     )

@@ -1,4 +1,4 @@
-"""How commands speak: results on stdout, errors on stderr."""
+"""Output of commands: results to stdout, errors to stderr."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 160
-"""Columns of tables that go to a file or a pipe, where rich would fold them at 80."""
+"""Width in columns of tables written to a file or pipe, where rich would wrap at 80."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that keeps the terminal's width, and is wide and plain elsewhere."""
-    from rich.console import Console  # not at import: `megarl --help` answers without it
+    """Make a rich console as wide as the terminal; in a file or pipe it is `PIPE_WIDTH` wide and plain."""
+    from rich.console import Console  # not at import: `megarl --help` does not need it
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False)
 
 
 def print_error(message: str) -> None:
-    """Write `error: <message>` to stderr, every line as it is: no markup, no folding."""
+    """Write `error: <message>` to stderr verbatim: no markup, no wrapping."""
     if not sys.stderr.isatty():
         print(f"error: {message}", file=sys.stderr)
         return

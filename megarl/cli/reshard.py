@@ -1,4 +1,4 @@
-"""`megarl reshard explain`: what each way of moving weights would cost, without moving a byte."""
+"""`megarl reshard explain`: compute the cost of weight sync with each strategy, without transferring anything."""
 
 from __future__ import annotations
 
@@ -19,32 +19,39 @@ STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`explain --model M --train pp=1,tp=4,dp=2 --gen pp=1,tp=2`."""
+    """Declare `explain --model M --train pp=1,tp=4,dp=2 --gen pp=1,tp=2`, and its options."""
     actions = parser.add_subparsers(metavar="ACTION", title="actions", required=True)
-    summary = "bytes, memory and messages of every strategy, from layouts alone"
+    summary = "compute bytes, memory and messages of every strategy from the weight layouts"
     explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
-    explain.add_argument("--model", required=True, help="a model folder, of which config.json is enough, or that file")
+    explain.add_argument("--model", required=True, help="model folder, or its config.json; weights are not needed")
     explain.add_argument(
-        "--train", required=True, metavar="pp=1,tp=4,dp=2", help="the trainer's sizes; also cp, vpp, ep, etp (tp)"
+        "--train",
+        required=True,
+        metavar="pp=1,tp=4,dp=2",
+        help="parallel sizes of the trainer, also cp, vpp, ep, etp; default 1, of etp tp",
     )
-    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="one engine's sizes; also ep")
+    explain.add_argument("--gen", required=True, metavar="pp=1,tp=2", help="parallel sizes of one engine, also ep")
     for which in ("first", "last"):
-        text = f"layers of the trainer's {which} pipeline stage, where not as many as of those between"
+        text = f"layers of the trainer's {which} pipeline stage (default: as many as the other stages)"
         explain.add_argument(f"--{which}-stage-layers", type=int, metavar="N", help=text)
-    explain.add_argument("--nodes", type=int, default=1, help="machines; ranks are spread evenly, neighbours together")
-    explain.add_argument("--bucket-mb", type=float, default=256, help="MiB of weight_sync.bucket_bytes (256)")
-    explain.add_argument("--strategy", nargs="+", choices=STRATEGIES, help="only these")
-    explain.add_argument("--json", action="store_true", help="one object a line")
+    explain.add_argument("--nodes", type=int, default=1, help="number of nodes, with equally many ranks each (1)")
+    explain.add_argument("--bucket-mb", type=float, default=256, help="weight_sync.bucket_bytes in MiB (256)")
+    explain.add_argument("--strategy", nargs="+", choices=STRATEGIES, help="strategies to explain (default: all)")
+    explain.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row per strategy; those that cannot serve the sizes are named on stderr, unless asked for."""
+    """Print one row per strategy.
+
+    A strategy that does not support the sizes is left out with a message on stderr; if --strategy names it, it is an
+    error.
+    """
     if args.bucket_mb <= 0:
         raise ConfigError(f"--bucket-mb needs to be positive, got {args.bucket_mb:g}")
     from megarl.offline.reshard_explain import explain_scenarios, trace_scenario
 
-    with _progress() as tell:
-        tell("laying out both sides")
+    with _show_progress() as show_phase:
+        show_phase("computing the layouts of trainer and engines")
         scenario = trace_scenario(
             args.model,
             train=args.train,
@@ -54,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             first_stage_layers=args.first_stage_layers,
             last_stage_layers=args.last_stage_layers,
         )
-        explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES, tell)
+        explained, refused = explain_scenarios(scenario, args.strategy or STRATEGIES, show_phase)
     for name, why in refused.items():
         if args.strategy:
             raise why
@@ -63,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
         for name, each in explained.items():
             print(json.dumps(each.as_json() | {"strategy": name, "resolved": each.report.strategy}), flush=True)
     else:
-        _show(list(explained.items()))
+        _print_table(list(explained.items()))
     return 0
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Says on stderr what is being done: a line that is replaced in a terminal, line after line elsewhere."""
+def _show_progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current phase on stderr: a status line on a terminal, else one line per phase."""
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -77,7 +84,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _show(explained: Sequence[tuple[str, Explanation]]) -> None:
+def _print_table(explained: Sequence[tuple[str, Explanation]]) -> None:
     from rich.table import Table
 
     first = explained[0][1]
@@ -93,22 +100,22 @@ def _show(explained: Sequence[tuple[str, Explanation]]) -> None:
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for name, each in explained:
-        table.add_row(name if name == each.report.strategy else f"{name}: {each.report.strategy}", *_cells(each))
+        table.add_row(name if name == each.report.strategy else f"{name}: {each.report.strategy}", *_format_cells(each))
     out.print(table)
     for name, each in explained:
         if each.machines_per_tensor_group > 1:
             machines = each.machines_per_tensor_group
-            out.print(f"{name}: an engine's tensor ranks lie on {machines} machines; a run needs them on one")
+            out.print(f"{name}: tensor-parallel ranks of an engine are on {machines} nodes; a run needs them on one")
         if each.report.messages is None:
-            busiest = each.of_busiest_rank
+            busiest = each.busiest_rank_stats
             out.print(
-                f"{name}: - would take the plans of all {each.report.world:,} ranks; rank {each.busiest_rank}, into "
-                f"which the most goes, has {busiest.messages:,} messages, {busiest.collectives:,} collectives and "
-                f"{busiest.peak_extra_bytes / 1e6:,.1f} MB of peak extra"
+                f"{name}: values shown as - need the plans of all {each.report.world:,} ranks; rank "
+                f"{each.busiest_rank}, which receives the most bytes, has {busiest.messages:,} messages, "
+                f"{busiest.collectives:,} collectives and {busiest.peak_extra_bytes / 1e6:,.1f} MB of peak extra memory"
             )
 
 
-def _cells(each: Explanation) -> list[str]:
+def _format_cells(each: Explanation) -> list[str]:
     r = each.report
     moved = (r.bytes_total, r.bytes_in_max, r.bytes_in_mean, r.bytes_in_bound_max)
     nodes = (r.bytes_cross_node, each.bytes_into_node_max, each.bytes_into_node_bound_max, r.peak_extra_bytes)

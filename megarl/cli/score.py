@@ -1,4 +1,4 @@
-"""`megarl score`: log-probabilities and entropies of given tokens."""
+"""`megarl score`: compute log-probabilities and entropies of given tokens."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from typing import TYPE_CHECKING, Self
 
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
-from megarl.process.torchrun_env import TorchrunWorld, said_once, torchrun_world
+from megarl.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
 
 if TYPE_CHECKING:
     from megarl.config import ScoreConfig
     from megarl.data.token_file import TokenCount
-    from megarl.offline.token_scoring import Scored
+    from megarl.offline.token_scoring import ScoreProgress
 
-SECONDS_PER_LINE = 10.0
-"""Between two lines of progress where stderr is no terminal."""
+PROGRESS_INTERVAL_SECONDS = 10.0
+"""Seconds between two progress lines where stderr is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See `megarl.cli.main.Command`."""
+    """Declare `--model`, `--input`, `--output` and `--set`."""
     parser.description = (
-        "Log-probability of every token after the first, given those before it, and entropy (nats) of the distribution "
-        "that it was drawn from. Keys of an input line other than token_ids go to the output line, unless they are "
-        "called logprobs or entropy; blank lines are skipped."
+        "Compute the log-probability of every token after the first, given the tokens before it, and the entropy in "
+        "nats of the distribution at its position. Other keys of an input line are copied to the output line, except "
+        "logprobs and entropy. Blank lines are skipped."
     )
-    parser.add_argument("--model", required=True, metavar="HF_DIR", help="folder in Hugging Face format")
+    parser.add_argument("--model", required=True, metavar="HF_DIR", help="model folder in Hugging Face format")
     parser.add_argument(
-        "--input", required=True, type=Path, metavar="TOKENS", help='JSONL: {"token_ids": [...]} a line'
+        "--input", required=True, type=Path, metavar="TOKENS", help='JSONL file with {"token_ids": [...]} per line'
     )
     parser.add_argument(
         "--output",
         required=True,
         type=Path,
         metavar="SCORES",
-        help='JSONL: {"logprobs": [...], "entropy": [...]} a line',
+        help='JSONL file to write, {"logprobs": [...], "entropy": [...]} per line',
     )
     add_overrides(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the scores; stdout says where, stderr how far. Of torchrun's ranks, the first reads and writes.
+    """Write the scores; print their path to stdout and progress to stderr. Under torchrun, rank 0 reads and writes.
 
     Raises:
-        MegarlError: configuration, model, output and every line of the input are checked before Ray starts, and before
-            a rank has the model.
+        MegarlError: the configuration, model, output or a line of the input is invalid. All are checked before Ray
+            starts or a rank loads the model.
     """
     from megarl.config import make_score_config
 
     world = torchrun_world()
-    with said_once(world):
+    with report_on_rank0(world):
         config = make_score_config(args.model, args.overrides, slots=world.slots if world else None)
         if world is not None:
             world.require(config.sized_placement)
@@ -70,44 +70,44 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
     from megarl.data.token_file import partial_file
 
     with partial_file(args.output, source=args.input) as out:
-        from megarl.offline.token_scoring import (  # brings torch: a wrong key is told before
+        from megarl.offline.token_scoring import (  # imports torch: after the configuration is checked
             open_tokens,
             score_file,
-            scorers,
+            scorer_processes,
         )
 
         tokens = open_tokens(config, args.input)
-        with ScoreProgress(tokens.check()) as progress, scorers(config) as processes:
+        with ScoreProgressBar(tokens.check()) as progress, scorer_processes(config) as processes:
             score_file(config, processes, tokens, out, progress.show)
 
 
 def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: TorchrunWorld) -> None:
-    from megarl.controller.torchrun_ranks import joined_ranks
+    from megarl.controller.torchrun_ranks import join_ranks
     from megarl.data.token_file import partial_file
     from megarl.offline.token_scoring import open_tokens, score_file, score_with_first
 
-    with joined_ranks(config.sized_placement, world) as ranks:
+    with join_ranks(config.sized_placement, world) as ranks:
         if world.rank != 0:
             score_with_first(config, ranks)
             return
         with partial_file(args.output, source=args.input) as out:
             tokens = open_tokens(config, args.input)
-            with ScoreProgress(tokens.check()) as progress:
-                score_file(config, ranks, tokens, out, progress.show, share=ranks.from_first)
+            with ScoreProgressBar(tokens.check()) as progress:
+                score_file(config, ranks, tokens, out, progress.show, broadcast=ranks.from_first)
 
 
-class ScoreProgress:
-    """On stderr: a bar in a terminal, a line now and then elsewhere, and one at the end.
+class ScoreProgressBar:
+    """Shows progress on stderr: a bar on a terminal, else a line every 10 s; and a line at the end.
 
-    with ScoreProgress(tokens.check()) as progress:
-        progress.show(Scored(num_lines=512, num_tokens=65_536, seconds=2.0))
+    with ScoreProgressBar(tokens.check()) as bar:
+        bar.show(ScoreProgress(num_lines=512, num_tokens=65_536, seconds=2.0))
     """
 
     def __init__(self, count: TokenCount) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._count, self._shown_at = count, time.monotonic()
-        self._scored: Scored | None = None
+        self._count, self._printed_at = count, time.monotonic()
+        self._scored: ScoreProgress | None = None
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -118,16 +118,16 @@ class ScoreProgress:
         )
         self._task = self._bar.add_task("starting ranks", total=count.num_tokens)
 
-    def show(self, scored: Scored) -> None:
-        """Say how far scoring is."""
+    def show(self, scored: ScoreProgress) -> None:
+        """Show the progress of scoring."""
         self._scored = scored
-        self._bar.update(self._task, completed=scored.num_tokens, description=self._text(scored))
-        due = time.monotonic() - self._shown_at >= SECONDS_PER_LINE
+        self._bar.update(self._task, completed=scored.num_tokens, description=self._format(scored))
+        due = time.monotonic() - self._printed_at >= PROGRESS_INTERVAL_SECONDS
         if self._bar.disable and due and scored.num_lines < self._count.num_lines:
-            self._shown_at = time.monotonic()
-            print(self._text(scored), file=sys.stderr, flush=True)
+            self._printed_at = time.monotonic()
+            print(self._format(scored), file=sys.stderr, flush=True)
 
-    def _text(self, scored: Scored) -> str:
+    def _format(self, scored: ScoreProgress) -> str:
         from megarl.tracking.progress import scaled
 
         rate = scaled(scored.num_tokens / scored.seconds)
@@ -142,4 +142,4 @@ class ScoreProgress:
     ) -> None:
         self._bar.stop()
         if error is None and self._scored is not None:
-            print(f"{self._text(self._scored)}  {self._scored.seconds:.1f} s", file=sys.stderr)
+            print(f"{self._format(self._scored)}  {self._scored.seconds:.1f} s", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Frozen, validated configuration: one file per section, composed in `run`, read by `load`."""
+"""Frozen, validated configuration: one file per section, composed in `run`, loaded by `load`."""
 
 from megarl.config.commands import STAGES, command_of, load_resolved
 from megarl.config.convert import ConvertConfig, make_convert_config

@@ -1,3 +1,5 @@
+"""The section `checkpoint`: when checkpoints are written, and which are kept."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -8,26 +10,26 @@ from megarl.config.section import Section
 
 
 class CheckpointConfig(Section):
-    """What a run keeps so that it can go on after an end of any kind: `<run_dir>/checkpoints`."""
+    """Checkpoints that a run can resume from, in `<run_dir>/checkpoints`."""
 
     every: int = Field(default=20, ge=0)
-    """Steps between checkpoints; one is saved after the last step too, and when the run is asked to end early. 0: none;
-    a run that is interrupted begins anew, and `megarl train` that loses its trainer trains all of its steps again."""
+    """Number of steps between checkpoints. One is also written after the last step, and when the run is stopped early.
+    0: none; an interrupted run, or one that loses its trainer, starts over from step 0."""
 
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints to keep. Two, so that a damaged one costs steps and not the run."""
+    """Number of latest checkpoints to keep. With 2, a run can resume even if the latest is damaged."""
 
     keep_every: int = Field(default=0, ge=0)
-    """Checkpoints of every so many steps are kept for good; 0: none."""
+    """Checkpoints whose step is a multiple of this are kept forever. 0: none."""
 
     asynchronous: bool = True
-    """Training goes on while files are written, from a copy in host memory."""
+    """Write files in the background from a copy in host memory, while training continues."""
 
     max_staging_bytes: int | None = Field(default=None, ge=0)
-    """Host memory for that copy, a rank; what exceeds it is written before training goes on. Default: not limited."""
+    """Limit in bytes of that copy per rank. What exceeds it is written before training continues. Default: no limit."""
 
     hf: bool = False
-    """Write the model in Hugging Face format as well, into the checkpoint's folder `hf`; training waits for that."""
+    """Also write the model in Hugging Face format, to the checkpoint's folder `hf`. Training waits for this."""
 
     verify: Literal["checksums", "sizes"] = "checksums"
-    """What is compared with the manifest before a checkpoint is loaded: every file's content, or its size alone."""
+    """What is compared with the manifest before a checkpoint is loaded: checksums of all files, or only their sizes."""

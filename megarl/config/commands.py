@@ -1,4 +1,4 @@
-"""Which command a configuration is of."""
+"""The commands that train, and the configuration type of each."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from megarl.config.preference import DpoConfig, RmConfig
 from megarl.config.run import RunConfig, SftConfig, StageConfig
 
 STAGES: dict[str, type[StageConfig]] = {"train": RunConfig, "sft": SftConfig, "rm": RmConfig, "dpo": DpoConfig}
-"""By command."""
+"""Command -> type of its configuration."""
 
-OWN_SECTIONS: dict[str, type[StageConfig]] = {"algorithm": RunConfig, "rm": RmConfig, "dpo": DpoConfig}
-"""What a resolved configuration has of that kind alone; one with none of them is fine-tuning's."""
+STAGE_BY_SECTION: dict[str, type[StageConfig]] = {"algorithm": RunConfig, "rm": RmConfig, "dpo": DpoConfig}
+"""Section -> the only configuration type that has it. A configuration with none of these is an `SftConfig`."""
 
 
 def load_resolved(path: Path) -> StageConfig:
-    """The configuration that `dump_config` has written to `path`, of whichever command.
+    """Load a configuration that `dump_config` wrote to `path`, and infer its type.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read or is invalid.
     """
     tree = read_tree(path)
-    kind = next((kind for section, kind in OWN_SECTIONS.items() if section in tree), SftConfig)
+    kind = next((kind for section, kind in STAGE_BY_SECTION.items() if section in tree), SftConfig)
     return load_config(kind, path)
 
 
 def command_of(config: StageConfig) -> str:
-    """The name in `STAGES`."""
+    """Return the command of a configuration: its name in `STAGES`."""
     return next(name for name, kind in STAGES.items() if type(config) is kind)

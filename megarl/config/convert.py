@@ -1,4 +1,4 @@
-"""The configuration of `megarl convert`: of a run's sections, those that say how many ranks hold the model."""
+"""The configuration of `megarl convert`: the sections that set the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from megarl.config.trainer import ParallelConfig
 
 
 class ConvertTrainerConfig(Section):
-    """Of `trainer`, what matters."""
+    """The keys of `trainer` that a conversion uses."""
 
     parallel: ParallelConfig = ParallelConfig()
-    """Each rank holds its share of the model in memory, and writes it; what is written can be loaded in any layout."""
+    """Parallel sizes: each rank holds and writes its shard of the model. The output can be loaded in any layout."""
 
 
 class ConvertConfig(Section):
-    """`megarl convert`: between Hugging Face's format and Megatron's."""
+    """`megarl convert`: conversion between Hugging Face and Megatron formats."""
 
     trainer: ConvertTrainerConfig = ConvertTrainerConfig()
 
     placement: PlacementConfig = PlacementConfig()
-    """Where it names no number of slots, there are as many as one copy of the model needs; see `sized_placement`."""
+    """Slots of the conversion. Default: as many as one replica of the model needs."""
 
     @property
     def sized_placement(self) -> PlacementConfig:
-        """`placement`, with the smallest world that the parallel sizes allow where it names neither nodes nor slots."""
-        return self.placement.sized(self.trainer.parallel.smallest_world)
+        """`placement`; where it names neither nodes nor slots, with the smallest world size of the parallel sizes."""
+        return self.placement.with_default_slots(self.trainer.parallel.min_world_size)
 
 
 def make_convert_config(overrides: Sequence[str] = ()) -> ConvertConfig:
-    """The configuration with `overrides` ("a.b=c", the value in YAML) applied in order.
+    """Make the configuration from `overrides` ("a.b=c", the value in YAML), applied in order.
 
     Raises:
-        ConfigError: unknown keys, impossible values; every problem, one a line.
+        ConfigError: unknown keys or invalid values; lists all problems, one per line.
     """
     return make_config(ConvertConfig, {}, overrides)

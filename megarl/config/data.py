@@ -1,3 +1,5 @@
+"""The section `data`: prompt, demonstration and preference files."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -8,60 +10,64 @@ from megarl.config.section import Section
 
 
 class FieldsConfig(Section):
-    """Which field of a row holds what."""
+    """Names of the fields of a row."""
 
     prompt: str = "prompt"
-    """A string, or a list of chat messages `{role, content}`."""
+    """Field of the prompt: a string, or a list of chat messages `{role, content}`."""
 
     answer: str = "answer"
-    """The reference that rewards compare with; rows may lack it."""
+    """Field of the reference answer that rewards compare with; optional in each row."""
 
     response: str = "response"
-    """The demonstration that `megarl sft` trains on."""
+    """Field of the demonstration that `megarl sft` trains on."""
 
     chosen: str = "chosen"
-    """The better of the two answers that `megarl rm` and `megarl dpo` compare."""
+    """Field of the preferred answer of a pair, for `megarl rm` and `megarl dpo`."""
 
     rejected: str = "rejected"
-    """The worse one."""
+    """Field of the other answer of a pair."""
 
     margin: str = "margin"
-    """By how much the scores of a reward or cost model are to differ at least, 0 or more; rows may lack it."""
+    """Field of the margin, 0 or more, by which a reward or cost model should separate the scores of a pair; optional in
+    each row."""
 
     chosen_safe: str = "chosen_safe"
-    """Cost models: whether the chosen answer is safe, true or false; all rows of a file may lack it."""
+    """Field of a boolean: whether the chosen answer is safe. For cost models; all rows of a file have it, or
+    none."""
 
     rejected_safe: str = "rejected_safe"
-    """The same of the rejected one; rows that have one have both."""
+    """Field of a boolean: whether the rejected answer is safe. Rows with `chosen_safe` need it."""
 
 
 class DataConfig(Section):
-    """Prompts (and demonstrations, or pairs of answers) from JSONL or Parquet files."""
+    """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
 
     path: str
-    """Training rows: `*.jsonl` or `*.parquet`."""
+    """File of the training rows: `*.jsonl` or `*.parquet`."""
 
     eval_path: str | None = None
-    """Held-out rows for `megarl eval` and for evaluation during training."""
+    """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""
 
     eval_size: int | None = Field(default=None, ge=1)
-    """Evaluate on the first so many held-out rows. Default: all."""
+    """Number of held-out rows to evaluate on, from the start of the file. Default: all."""
 
     fields: FieldsConfig = FieldsConfig()
+    """Names of the fields of a row."""
 
     prompt_template: str = "{prompt}"
-    """Wraps a string prompt before tokenization; `{prompt}` stands for the field's text."""
+    """Template of string prompts, applied before tokenization; `{prompt}` is replaced by the field's text."""
 
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """`auto`: apply the tokenizer's chat template when it has one."""
+    """Whether to apply the tokenizer's chat template. `auto`: if the tokenizer has one."""
 
     system_prompt: str | None = None
-    """Put before the user's message; needs a chat template."""
+    """System message put before the user's message; needs a chat template. Default: none."""
 
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt. Default: what the context leaves after `rollout.max_new_tokens`."""
+    """Maximum prompt length in tokens. Default: the model's context length less `rollout.max_new_tokens`."""
 
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do with a prompt that is longer."""
+    """What to do with longer prompts: end with an error, or drop the row."""
 
     shuffle: bool = True
+    """Shuffle the training rows, with the run's seed."""

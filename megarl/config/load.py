@@ -1,4 +1,4 @@
-"""YAML file + `--set key=value` overrides -> one validated, frozen configuration."""
+"""Load a validated, frozen configuration from a YAML file and `--set key=value` overrides."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ C = TypeVar("C", bound=Section)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-6 as a number (YAML 1.1 asks for a dot) and refuses a key given twice."""
+    """SafeLoader that reads 1e-6 as a number (YAML 1.1 requires a dot) and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
             if not isinstance(key, Hashable):
-                continue  # SafeLoader refuses it
+                continue  # SafeLoader rejects it
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would read as numbers."""
+    """SafeDumper that quotes the strings that `_Loader` would read as numbers."""
 
 
 for _resolver in (_Loader, _Dumper):
@@ -48,22 +48,23 @@ def load_config(
     *,
     slots: tuple[int, int] | None = None,
 ) -> C:
-    """The configuration of type `kind` from `path`, with `overrides` ("a.b=c", the value in YAML) applied in order.
+    """Load a configuration of type `kind` from `path`, with `overrides` ("a.b=c", the value in YAML) applied in order.
 
     Args:
-        slots: nodes and slots of each, where neither file nor overrides say anything of `placement`'s.
+        slots: (nodes, slots per node), used where neither the file nor an override sets one of them.
 
     Raises:
-        ConfigError: file missing, not YAML, unknown or missing keys, impossible values; every problem, one a line.
+        ConfigError: missing file, invalid YAML, unknown or missing keys, invalid values; lists all problems, one per
+            line.
     """
     return make_config(kind, read_tree(path), overrides, origin=str(path), slots=slots)
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """The content of a YAML file.
+    """Read a YAML file with a mapping at the top; an empty file is an empty mapping.
 
     Raises:
-        ConfigError: it is missing, not YAML, or no mapping.
+        ConfigError: the file is missing, not valid YAML, or not a mapping.
     """
     path = Path(path)
     try:
@@ -76,7 +77,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: needs a mapping at the top, got {type(tree).__name__}")
+        raise ConfigError(f"{path}: needs a mapping at the top level, got {type(tree).__name__}")
     return tree
 
 
@@ -88,29 +89,29 @@ def make_config(
     origin: str | None = None,
     slots: tuple[int, int] | None = None,
 ) -> C:
-    """The configuration of type `kind` from `tree`, with `overrides` ("a.b=c", the value in YAML) applied in order.
+    """Make a configuration of type `kind` from `tree`, with `overrides` ("a.b=c", the value in YAML) applied in order.
 
     Args:
-        tree: changed by the overrides.
-        origin: what errors begin with.
-        slots: see `load_config`.
+        tree: parsed YAML; modified by the overrides.
+        origin: prefix of error messages, such as the file's path.
+        slots: as in `load_config`.
 
     Raises:
-        ConfigError: unknown or missing keys, impossible values; every problem, one a line.
+        ConfigError: unknown or missing keys, invalid values; lists all problems, one per line.
     """
     for override in overrides or []:
-        _apply(tree, override)
+        _apply_override(tree, override)
     if slots is not None:
-        _place(tree, slots)
+        _set_default_slots(tree, slots)
     try:
         return kind.model_validate(tree)
     except ValidationError as e:
         start = f"{origin}: " if origin else ""
-        raise ConfigError("\n".join(f"{start}{line}" for line in _sentences(e, kind, tree))) from e
+        raise ConfigError("\n".join(f"{start}{line}" for line in _format_errors(e, kind, tree))) from e
 
 
 def dump_config(config: Section) -> str:
-    """The resolved configuration as YAML, every default written out."""
+    """Format the resolved configuration as YAML, with all defaults written out."""
     text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     assert isinstance(text, str)
     return text
@@ -126,7 +127,7 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: needs the form key.path=value")
@@ -138,20 +139,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             below = node[parent] = {}
         if not isinstance(below, dict):
             raise ConfigError(
-                f"--set {override}: {'.'.join(parents[: depth + 1])} is a {type(below).__name__}, not a section"
+                f"--set {override}: {'.'.join(parents[: depth + 1])} is of type {type(below).__name__}, not a section"
             )
         node = below
     node[leaf] = _parse(value, f"--set {override}")
 
 
-def _place(tree: dict[str, Any], slots: tuple[int, int]) -> None:
+def _set_default_slots(tree: dict[str, Any], slots: tuple[int, int]) -> None:
     placement = tree.get("placement", {})
     if isinstance(placement, dict) and not placement.keys() & {"nodes", "slots_per_node"}:
         nodes, per_node = slots
         tree["placement"] = {**placement, "nodes": nodes, "slots_per_node": per_node}
 
 
-def _sentences(error: ValidationError, kind: type[Section], tree: dict[str, Any]) -> list[str]:
+def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, Any]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         missing = problem["type"] == "missing"
@@ -174,7 +175,7 @@ def _sentences(error: ValidationError, kind: type[Section], tree: dict[str, Any]
 
 
 def _yaml_path(loc: tuple[int | str, ...], tree: dict[str, Any], *, missing: bool) -> list[str]:
-    """`loc` as written in the file: pydantic puts a union member's `type` into the path, behind the union's key."""
+    """Return the path `loc` as it is in the file, without the union tags that pydantic inserts after a union's key."""
     path: list[str] = []
     node: Any = tree
     for i, part in enumerate(loc):

@@ -1,3 +1,5 @@
+"""The section `model`: the policy."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -8,29 +10,42 @@ from megarl.config.section import Section
 
 
 class TinyModelConfig(Section):
-    """Sizes of a random Qwen3 model; the defaults make 0.5M parameters."""
+    """Sizes of a randomly initialized Qwen3 model; the defaults make 0.5M parameters."""
 
     vocab_size: int = Field(default=384, ge=258)
-    """Rows of the embedding: 256 bytes, 2 special tokens, and merges."""
+    """Vocabulary size: 256 bytes, 2 special tokens, and merges."""
 
     hidden_size: int = Field(default=128, ge=1)
+    """Size of the hidden states."""
+
     num_layers: int = Field(default=2, ge=1)
+    """Number of transformer layers."""
+
     num_heads: int = Field(default=4, ge=1)
+    """Number of query heads."""
+
     num_kv_heads: int = Field(default=2, ge=1)
+    """Number of key-value heads."""
+
     head_dim: int = Field(default=32, ge=2)
+    """Size of each attention head."""
+
     ffn_size: int = Field(default=384, ge=1)
+    """Intermediate size of the feed-forward layers."""
+
     context_length: int = Field(default=512, ge=8)
+    """Maximum sequence length in tokens."""
 
 
 class ModelConfig(Section):
-    """The policy that training starts from."""
+    """The model that training starts from: the initial policy."""
 
     path: str
-    """Folder in Hugging Face format: config.json, safetensors, tokenizer."""
+    """Folder of the model in Hugging Face format: config.json, safetensors, tokenizer."""
 
     tiny: TinyModelConfig | None = None
-    """Where `path` does not exist yet, write a random model of these sizes there, its tokenizer trained on `data.path`:
-    a run can be rehearsed without weights."""
+    """If `path` does not exist, write a randomly initialized model of these sizes there, with a tokenizer trained on
+    `data.path`. For tests without real weights. Default: `path` needs to exist."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute precision. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    """Dtype of the computation. `auto`: bfloat16 on CUDA, float32 on CPU."""

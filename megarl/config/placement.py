@@ -1,3 +1,5 @@
+"""The section `placement`: which slots the trainer, engines and auxiliary models run on."""
+
 from __future__ import annotations
 
 from typing import Literal, get_args
@@ -8,27 +10,30 @@ from megarl.config.section import Section
 from megarl.config.trainer import ParallelConfig
 
 MAIN_POOL = "main"
-"""Name of the slots that the trainer and the engines share."""
+"""Name of the trainer's pool, which all models and engines without a pool of their own share."""
 
-Place = Literal["critic", "cost_critic", "reference", "reward_models", "teacher"]
-"""Models that may live elsewhere than the trainer."""
+AuxiliaryRole = Literal["critic", "cost_critic", "reference", "reward_models", "teacher"]
+"""Kinds of auxiliary models: keys of `placement` with a pool for each."""
 
 
 class PoolConfig(Section):
-    """Slots of one group of processes. A slot is one GPU, or one worker process on a machine without."""
+    """A pool of slots. A slot is one GPU, or one worker process on a node without GPUs."""
 
     nodes: int = Field(default=1, ge=1)
+    """Number of nodes of the pool."""
+
     slots_per_node: int = Field(default=1, ge=1)
+    """Number of slots on each of the pool's nodes."""
 
     labels: dict[str, str] = Field(default={})
-    """Only nodes that Ray knows under these labels, such as `megarl.het-group: "1"`."""
+    """Ray labels that the pool's nodes need, such as `megarl.het-group: "1"`. Default: any node."""
 
     nvlink_domain_nodes: int = Field(default=1, ge=1)
-    """Nodes that one NVLink domain joins, such as 18 in a GB200 NVL72: so many of the pool's nodes in a row are of one
-    domain (Ray's label `megarl.nvlink-domain`), and tensor-parallel groups may span them."""
+    """Number of nodes in one NVLink domain, such as 18 for a GB200 NVL72. That many consecutive nodes of the pool are
+    taken from one domain (Ray's label `megarl.nvlink-domain`), and tensor-parallel groups may span them."""
 
     @model_validator(mode="after")
-    def _domains_divide(self) -> PoolConfig:
+    def _check_nvlink_domain(self) -> PoolConfig:
         if self.nodes % self.nvlink_domain_nodes:
             raise ValueError(
                 f"nvlink_domain_nodes needs to divide nodes, got {self.nodes} % {self.nvlink_domain_nodes} = "
@@ -38,19 +43,19 @@ class PoolConfig(Section):
 
     @property
     def slots(self) -> int:
-        """All of them: nodes * slots_per_node."""
+        """Number of slots of the pool: nodes * slots_per_node."""
         return self.nodes * self.slots_per_node
 
 
 class RolePlacement(Section):
-    """Where a model lives."""
+    """Where the engines or one kind of auxiliary model run."""
 
     pool: str = MAIN_POOL
-    """`main`: in the trainer's processes. Else one of `placement.pools`."""
+    """`main`: on the trainer's slots. Otherwise the name of one of `placement.pools`."""
 
 
 class PlacementConfig(PoolConfig):
-    """What runs where: the trainer's slots, which all share that have no pool of their own, and further pools.
+    """Slots of the run: the trainer's pool, `main`, and further pools for engines and auxiliary models.
 
     colocated        {nodes: 2, slots_per_node: 8}
     disaggregated    the same, with pools: {b: {nodes: 4, slots_per_node: 8}}, rollout: {pool: b}
@@ -58,91 +63,97 @@ class PlacementConfig(PoolConfig):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda where the cluster has GPUs, else cpu."""
+    """Device of all slots. `auto`: cuda if the cluster has enough GPUs for all slots, else cpu."""
 
     pools: dict[str, PoolConfig] = Field(default={})
-    """Name -> further slots, for what does not share the trainer's."""
+    """Name -> further pool of slots, separate from the trainer's. Each needs to be used."""
 
     rollout: RolePlacement = RolePlacement()
-    """The engines. In a pool of their own they receive weights over the network."""
+    """Pool of the engines. In a pool of their own they receive weights over the network."""
 
     critic: RolePlacement = RolePlacement()
+    """Pool of the critic."""
+
     cost_critic: RolePlacement = RolePlacement()
+    """Pool of the cost critic of Safe RLHF."""
 
     reference: RolePlacement = RolePlacement()
-    """What KL penalties, and PRIME's process rewards, measure from."""
+    """Pool of the reference model, which KL penalties and PRIME's process rewards use."""
 
     reward_models: RolePlacement = RolePlacement()
-    """Those of `reward.terms`, and PRIME's."""
+    """Pool of the reward models of `reward.terms`, and of PRIME's."""
 
     teacher: RolePlacement = RolePlacement()
+    """Pool of the teacher of distillation."""
 
-    swap_idle: bool | None = None
-    """Models that share slots with the trainer wait in host memory while they have nothing to do. Default: on CUDA."""
+    offload_idle_models: bool | None = None
+    """Move models that share slots with the trainer to host memory while they are idle. Default: true on CUDA, false on
+    CPU."""
 
     start_timeout_seconds: float = Field(default=300.0, gt=0)
-    """How long to wait for the cluster to grant the slots and for workers to start."""
+    """Seconds to wait for the cluster to grant the slots, and for workers to start."""
 
     node_checks: bool | None = None
-    """Before anything heavy starts, ask every node for its versions, paths, clock and memory, and have all of them
-    reduce a number together. Default: where the cluster has several nodes."""
+    """Check all nodes before workers start: package versions, paths, clocks, memory, and an all-reduce over the nodes.
+    Default: true if the cluster has several nodes."""
 
     node_check_timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long a node may take to answer, and the reduction to arrive."""
+    """Seconds that a node may take to answer, and that the all-reduce may take."""
 
     @model_validator(mode="after")
-    def _pools_are_used(self) -> PlacementConfig:
+    def _check_pools(self) -> PlacementConfig:
         if MAIN_POOL in self.pools:
             raise ValueError(
-                f"pools.{MAIN_POOL}: this is what nodes and slots_per_node describe, the slots of trainer and engines"
+                f"pools.{MAIN_POOL}: this name is reserved for the trainer's pool, which placement.nodes and "
+                "placement.slots_per_node describe"
             )
-        places = {"rollout": self.rollout} | self.places
-        for place, role in places.items():
-            if role.pool not in (MAIN_POOL, *self.pools):
-                raise ValueError(f"{place}.pool needs one of {[MAIN_POOL, *sorted(self.pools)]}, got {role.pool!r}")
-        unused = sorted(self.pools.keys() - {role.pool for role in places.values()})
+        roles = {"rollout": self.rollout} | self.auxiliary_roles
+        for role, placed in roles.items():
+            if placed.pool not in (MAIN_POOL, *self.pools):
+                raise ValueError(f"{role}.pool needs one of {[MAIN_POOL, *sorted(self.pools)]}, got {placed.pool!r}")
+        unused = sorted(self.pools.keys() - {placed.pool for placed in roles.values()})
         if unused:
             raise ValueError(
-                f"pools.{unused[0]}: nothing lives there; give it to one of {', '.join(places)}, or leave it out"
+                f"pools.{unused[0]}: the pool is not used; assign one of {', '.join(roles)} to it, or remove it"
             )
         return self
 
     @property
-    def places(self) -> dict[str, RolePlacement]:
-        """Where each kind of model lives, by `Place`."""
-        return {place: getattr(self, place) for place in get_args(Place)}
+    def auxiliary_roles(self) -> dict[str, RolePlacement]:
+        """`AuxiliaryRole` -> where it runs."""
+        return {role: getattr(self, role) for role in get_args(AuxiliaryRole)}
 
-    def sized(self, smallest_world: int) -> PlacementConfig:
-        """As it is where it names nodes or slots, else with `smallest_world` slots on one node."""
+    def with_default_slots(self, min_world_size: int) -> PlacementConfig:
+        """Return a copy with `min_world_size` slots on one node, or self where it names nodes or slots."""
         if self.model_fields_set & {"nodes", "slots_per_node"}:
             return self
-        return self.model_copy(update={"slots_per_node": smallest_world})
+        return self.model_copy(update={"slots_per_node": min_world_size})
 
     @property
     def all_pools(self) -> dict[str, PoolConfig]:
-        """Every pool by name, `main` first."""
+        """Name -> pool, of all pools; `main` comes first."""
         return {MAIN_POOL: self, **self.pools}
 
     @property
-    def all_slots(self) -> int:
-        """Those of every pool."""
+    def total_slots(self) -> int:
+        """Number of slots of all pools together."""
         return sum(pool.slots for pool in self.all_pools.values())
 
 
 def pool_key(name: str) -> str:
-    """Where the configuration describes the pool."""
+    """Return the YAML path of pool `name`."""
     return "placement" if name == MAIN_POOL else f"placement.pools.{name}"
 
 
 def require_layout(parallel: ParallelConfig, pool: PoolConfig, *, key: str, where: str) -> None:
-    """Return if `parallel` divides the slots of `pool`.
+    """Check that the parallel sizes `parallel` fit the slots of `pool`.
 
     Args:
-        key: where the configuration says how to split the model.
-        where: and where it lives.
+        key: YAML path of the parallel sizes, for the error message.
+        where: YAML path of the pool, for the error message.
 
     Raises:
-        ValueError: it does not, with the arithmetic.
+        ValueError: they do not; the message shows the arithmetic.
     """
     p, slots = parallel, pool.slots
     if slots % p.model_size:
@@ -156,7 +167,7 @@ def require_layout(parallel: ParallelConfig, pool: PoolConfig, *, key: str, wher
         raise ValueError(
             f"{key} etp * ep needs to divide the ranks of a pipeline stage, got etp * ep = {p.expert_tp} * {p.ep} = "
             f"{experts}, slots / pp = {slots} / {p.pp} = {stage}, {stage} % {experts} = {stage % experts}"
-            + ("; etp is tp where it is not given" if p.etp is None and p.tp > 1 else "")
+            + ("; etp defaults to tp" if p.etp is None and p.tp > 1 else "")
         )
     near, joined = pool.slots_per_node * pool.nvlink_domain_nodes, pool.nvlink_domain_nodes
     if pool.nodes > joined and near % p.tp:

@@ -1,4 +1,4 @@
-"""Stages that learn from pairs of answers, one of them preferred."""
+"""Configuration of the stages that train on preference pairs: `megarl rm` and `megarl dpo`."""
 
 from __future__ import annotations
 
@@ -6,56 +6,59 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithms.algorithm import FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig
 from megarl.config.run import StageConfig
 from megarl.config.section import Section
 
 
 class PreferenceConfig(StageConfig):
-    """What the stages share; `trainer.batch_size` counts pairs, and so does `data.eval_size`."""
+    """Configuration of a stage on preference pairs: `trainer.batch_size` and `data.eval_size` count pairs."""
 
     @model_validator(mode="after")
-    def _offloads_nothing(self) -> PreferenceConfig:
-        if self.trainer.offload.anything:
-            raise ValueError("trainer.offload: learning from pairs has no phase in which engines need the memory")
+    def _check_offload(self) -> PreferenceConfig:
+        if self.trainer.offload.is_enabled:
+            raise ValueError("trainer.offload: rm and dpo have no engines that need the memory")
         return self
 
 
 class ScoreModelConfig(Section):
-    """A model that says of an answer how good, or how harmful, it is."""
+    """The kind of score model that `megarl rm` trains."""
 
     kind: Literal["reward", "cost"] = "reward"
-    """`reward`: the chosen answer is the better one and scores higher (arXiv 2203.02155, equation 1). `cost`: it is the
-    less harmful one and scores lower; where rows say which answers are safe, those come to score below 0 and the others
-    above (arXiv 2310.12773, equations 6 and 7)."""
+    """`reward`: the chosen answer is the better one and gets the higher score (arXiv 2203.02155, equation 1). `cost`:
+    the chosen answer is the less harmful one and gets the lower score; where rows have safety labels, safe answers are
+    trained to score below 0 and unsafe ones above (arXiv 2310.12773, equations 6 and 7)."""
 
 
 class RmConfig(PreferenceConfig):
-    """`megarl rm`: a reward or cost model from pairs."""
+    """`megarl rm`: training of a reward or cost model on preference pairs."""
 
     rm: ScoreModelConfig = ScoreModelConfig()
+    """The score model to train."""
 
 
 class DirectPreferenceConfig(Section):
-    """Direct preference optimisation (arXiv 2305.18290)."""
+    """Direct preference optimization (arXiv 2305.18290)."""
 
     beta: float = Field(default=0.1, gt=0)
-    """The reward of an answer is beta * (log pi - log pi_reference)."""
+    """Scale of the implicit reward: an answer's is beta * (log pi - log pi_reference)."""
 
     nll: float = Field(default=0.0, ge=0)
-    """Factor of the chosen answer's negative log-likelihood per token; with it, this is RPO (arXiv 2404.19733)."""
+    """Factor of the mean negative log-likelihood per token of the chosen answer, as in RPO (arXiv 2404.19733). 0: plain
+    DPO."""
 
     reference: FrozenModelConfig = FrozenModelConfig()
-    """What rewards measure from. Default: the model that training starts from, asked before the first step."""
+    """The reference model. Default: the initial policy; its log-probabilities are computed before the first step."""
 
     @model_validator(mode="after")
-    def _has_reference(self) -> DirectPreferenceConfig:
+    def _check_reference(self) -> DirectPreferenceConfig:
         if self.reference.parallel is not None and self.reference.path is None:
-            raise ValueError("reference.parallel needs reference.path: without it the trainer's own ranks are asked")
+            raise ValueError("reference.parallel needs reference.path: the default runs on the trainer's ranks")
         return self
 
 
 class DpoConfig(PreferenceConfig):
-    """`megarl dpo`: a policy from pairs, without a reward model."""
+    """`megarl dpo`: training of a policy on preference pairs, without a reward model."""
 
     dpo: DirectPreferenceConfig = DirectPreferenceConfig()
+    """Loss and reference model of DPO."""

@@ -1,3 +1,5 @@
+"""The section `rollout`: engines and sampling."""
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -8,60 +10,66 @@ from megarl.config.section import Section
 
 
 class SamplingConfig(Section):
-    """How completions are drawn during training; evaluation is greedy."""
+    """Sampling of completions in training. Evaluation is greedy."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Log-probabilities on both sides are of the temperature-scaled distribution."""
+    """Sampling temperature. The log-probabilities of engines and trainer refer to the scaled distribution."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the most likely tokens with this total probability. 1: all tokens."""
+
     top_k: int = Field(default=-1, ge=-1)
-    """-1: all tokens."""
+    """Sample from this many most likely tokens. -1: all tokens."""
 
 
 class SglangConfig(Section):
-    """The generation engine."""
+    """Settings of the SGLang engines."""
 
     type: Literal["sglang"] = "sglang"
 
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """GPU memory for weights and KV cache. Default: SGLang's."""
+    """Fraction of GPU memory for weights and KV cache. Default: SGLang's."""
 
     max_total_tokens: int | None = Field(default=None, ge=1)
-    """KV-cache slots. Default: 65,536 on CPU, SGLang's on GPU."""
+    """Capacity of the KV cache in tokens. Default: 65,536 on CPU, SGLang's on GPU."""
 
     max_running_requests: int | None = Field(default=None, ge=1)
-    """Sequences decoded together. Default: 128 on CPU, SGLang's on GPU."""
+    """Largest number of sequences decoded in one batch. Default: 128 on CPU, SGLang's on GPU."""
 
     deterministic: bool | None = None
-    """Completions depend on prompt, seed and weights alone, so that a run can be repeated exactly. Costs throughput on
-    CUDA. Default: on CPU true, on CUDA false."""
+    """Make completions depend only on prompt, seed and weights, so that a run can be reproduced exactly. Reduces
+    throughput on CUDA. Default: true on CPU, false on CUDA."""
 
     base_port: int | None = Field(default=None, ge=1024, le=65535)
-    """Replica i uses base_port + 100 * i for its process group. Default: free ports."""
+    """First port of the engines' process groups: replica i uses base_port + 100 * i. Default: free ports."""
 
     start_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Seconds that an engine may take to start."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Further `sglang.Engine` arguments, by SGLang's own names."""
+    """Further arguments of `sglang.Engine`, by SGLang's names."""
 
 
 class RolloutConfig(Section):
-    """Generation: engines, sampling and agents."""
+    """Generation of completions: engines, sampling and rollout workers."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel size of one engine."""
+    """Tensor-parallel size of one engine."""
 
     replicas: int = Field(default=1, ge=1)
-    """Number of engines."""
+    """Number of engines, each with a replica of the policy."""
 
     max_new_tokens: int = Field(default=512, ge=1)
-    """Longest completion."""
+    """Maximum length of a completion in tokens."""
 
     sampling: SamplingConfig = SamplingConfig()
+    """Sampling of completions in training."""
+
     engine: SglangConfig = SglangConfig()
+    """Settings of the engines."""
 
     workers: int = Field(default=1, ge=1)
-    """Processes that run agents and rewards."""
+    """Number of rollout workers: processes that run agents and rewards."""
 
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """A completion that takes longer ends the run with an error."""
+    """Timeout in seconds of one completion; one that takes longer ends the run with an error."""

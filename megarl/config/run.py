@@ -1,17 +1,13 @@
-"""The whole configuration of a run, composed of its sections."""
+"""The configuration of each training stage, composed of its sections."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithms.algorithm import (
-    ActorCriticConfig,
-    AlgorithmConfig,
-    DapoConfig,
-    GrpoConfig,
-    SafeRlhfConfig,
-)
-from megarl.config.auxiliary_roles import Role, roles_of
+from megarl.config.algorithms.actor_critic import ActorCriticConfig, SafeRlhfConfig
+from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.algorithms.group_baseline import DapoConfig, GrpoConfig
+from megarl.config.auxiliary_model import AuxiliaryModel, auxiliary_models_of
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
 from megarl.config.limits import LimitsConfig
@@ -27,12 +23,14 @@ from megarl.config.weight_sync import WeightSyncConfig
 
 
 class StageConfig(Section):
-    """What every training stage needs."""
+    """Sections of every training stage."""
 
     run_dir: str
-    """Folder for everything the run writes."""
+    """Folder for everything that the run writes."""
 
     seed: int = Field(default=0, ge=0)
+    """Seed of data order, sampling and initialization."""
+
     model: ModelConfig
     data: DataConfig
     trainer: TrainerConfig = TrainerConfig()
@@ -41,40 +39,40 @@ class StageConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     export_dir: str | None = None
-    """Where the trained model is written in Hugging Face format. Default: `<run_dir>/model`."""
+    """Folder for the trained model in Hugging Face format. Default: `<run_dir>/model`."""
 
     @model_validator(mode="after")
-    def _world_divides(self) -> StageConfig:
-        there: set[str] = {role.place for role in self.roles}
-        for place, placed in self.placement.places.items():
-            if placed.pool != MAIN_POOL and place not in there:
-                raise ValueError(f"placement.{place}.pool is {placed.pool!r}, and the run has no such model")
+    def _check_layouts(self) -> StageConfig:
+        present: set[str] = {auxiliary.role for auxiliary in self.auxiliary_models}
+        for role, placed in self.placement.auxiliary_roles.items():
+            if placed.pool != MAIN_POOL and role not in present:
+                raise ValueError(f"placement.{role}.pool is {placed.pool!r}, but the run has no such model")
         if self.placement.rollout.pool != MAIN_POOL and not isinstance(self, RunConfig):
-            raise ValueError(f"placement.rollout.pool is {self.placement.rollout.pool!r}, and the stage has no engines")
+            raise ValueError(f"placement.rollout.pool is {self.placement.rollout.pool!r}, but the stage has no engines")
         require_layout(self.trainer.parallel, self.placement, key="trainer.parallel", where="placement")
-        for role in self.roles:
-            own = role.parallel_key.startswith(role.key)
+        for auxiliary in self.auxiliary_models:
+            own = auxiliary.parallel_key.startswith(auxiliary.key)
             require_layout(
-                role.parallel,
-                self.placement.all_pools[role.pool],
-                key=role.parallel_key if own else f"trainer.parallel, for {role.key},",
-                where=pool_key(role.pool),
+                auxiliary.parallel,
+                self.placement.all_pools[auxiliary.pool],
+                key=auxiliary.parallel_key if own else f"trainer.parallel, for {auxiliary.key},",
+                where=pool_key(auxiliary.pool),
             )
         return self
 
     @property
-    def roles(self) -> tuple[Role, ...]:
-        """The models beside the one that is trained."""
+    def auxiliary_models(self) -> tuple[AuxiliaryModel, ...]:
+        """The auxiliary models of the stage."""
         return ()
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: slots / (tp * pp * cp)."""
+        """Data-parallel size of the trainer: slots / (tp * pp * cp)."""
         return self.placement.slots // self.trainer.parallel.model_size
 
     @property
     def export_path(self) -> str:
-        """Where the trained model is written."""
+        """Folder that the trained model is written to."""
         return self.export_dir or f"{self.run_dir}/model"
 
 
@@ -82,9 +80,9 @@ class SftConfig(StageConfig):
     """`megarl sft`: supervised fine-tuning on demonstrations."""
 
     @model_validator(mode="after")
-    def _offloads_nothing(self) -> SftConfig:
-        if self.trainer.offload.anything:
-            raise ValueError("trainer.offload: fine-tuning has no phase in which engines need the memory")
+    def _check_offload(self) -> SftConfig:
+        if self.trainer.offload.is_enabled:
+            raise ValueError("trainer.offload: sft has no engines that need the memory")
         return self
 
 
@@ -99,12 +97,12 @@ class RunConfig(StageConfig):
     recovery: RecoveryConfig = RecoveryConfig()
 
     @property
-    def roles(self) -> tuple[Role, ...]:
-        """The models beside the policy."""
-        return tuple(roles_of(self.algorithm, self.reward, self.model, self.trainer, self.placement))
+    def auxiliary_models(self) -> tuple[AuxiliaryModel, ...]:
+        """The auxiliary models of the run."""
+        return tuple(auxiliary_models_of(self.algorithm, self.reward, self.model, self.trainer, self.placement))
 
     @model_validator(mode="after")
-    def _engines_fit(self) -> RunConfig:
+    def _check_engines(self) -> RunConfig:
         tp, replicas, pool = self.rollout.tp, self.rollout.replicas, self.rollout_pool
         key = pool_key(self.placement.rollout.pool)
         if tp * replicas > pool.slots:
@@ -114,80 +112,80 @@ class RunConfig(StageConfig):
             )
         if tp > pool.slots_per_node:
             raise ValueError(
-                f"rollout.tp needs to fit one node, got rollout.tp = {tp} > {key}.slots_per_node = "
+                f"rollout.tp needs to fit on one node, got rollout.tp = {tp} > {key}.slots_per_node = "
                 f"{pool.slots_per_node}"
             )
         return self
 
     @model_validator(mode="after")
-    def _engines_apart_receive(self) -> RunConfig:
-        if not self.engines_apart:
+    def _check_disaggregated(self) -> RunConfig:
+        if not self.disaggregated:
             return self
         name, strategy = self.placement.rollout.pool, self.weight_sync.strategy
         if strategy not in ("auto", "exact"):
             raise ValueError(
-                f"weight_sync.strategy needs auto or exact where engines have slots of their own "
+                "weight_sync.strategy needs to be auto or exact where engines have their own pool "
                 f"(placement.rollout.pool is {name!r}), got {strategy}"
             )
-        for place, role in self.placement.places.items():
-            if role.pool == name:
+        for role, placed in self.placement.auxiliary_roles.items():
+            if placed.pool == name:
                 raise ValueError(
-                    f"placement.{place}.pool is {name!r}, where the engines are; they share slots with the trainer's "
-                    "processes, or have their own"
+                    f"placement.{role}.pool is {name!r}, the pool of the engines; engines can share only the pool "
+                    f"{MAIN_POOL!r}"
                 )
         return self
 
     @property
-    def engines_apart(self) -> bool:
-        """Whether engines have slots of their own, where they receive weights over the network."""
+    def disaggregated(self) -> bool:
+        """Whether engines have their own pool of slots and receive weights over the network."""
         return self.placement.rollout.pool != MAIN_POOL
 
     @property
     def rollout_pool(self) -> PoolConfig:
-        """Where the engines are."""
+        """The pool of slots that the engines run on."""
         return self.placement.all_pools[self.placement.rollout.pool]
 
     @model_validator(mode="after")
-    def _terms_exist(self) -> RunConfig:
+    def _check_reward_terms(self) -> RunConfig:
         algorithm, terms = self.algorithm, sorted(self.reward.terms)
         if self.data.eval_path is not None and not self.reward.rules:
             raise ValueError(
-                f"data.eval_path: evaluation scores completions by rules, and reward.terms has only models, {terms}; "
-                "leave it out, or add a rule (with weight: 0 it is no part of the reward)"
+                f"data.eval_path: evaluation scores completions by rules, but reward.terms has only models, {terms}; "
+                "remove it, or add a rule (with weight: 0 it does not change the reward)"
             )
         if isinstance(algorithm, DapoConfig):
             if algorithm.filter_metric is None and not self.reward.rules:
-                raise ValueError(f"algorithm.filter_metric needs one of {terms} where no term is a rule, got null")
+                raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, as no term is a rule, got null")
             if algorithm.filter_metric not in (None, *terms):
-                raise ValueError(f"algorithm.filter_metric needs one of {terms}, got {algorithm.filter_metric!r}")
+                raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, got {algorithm.filter_metric!r}")
         if isinstance(algorithm, SafeRlhfConfig):
             if algorithm.cost_term not in terms:
-                raise ValueError(f"algorithm.cost_term needs one of {terms}, got {algorithm.cost_term!r}")
+                raise ValueError(f"algorithm.cost_term needs to be one of {terms}, got {algorithm.cost_term!r}")
             if terms == [algorithm.cost_term]:
                 raise ValueError(
-                    f"algorithm.cost_term: {algorithm.cost_term!r} is the only one of reward.terms, which leaves no "
-                    "reward to raise"
+                    f"algorithm.cost_term: {algorithm.cost_term!r} is the only term of reward.terms; another term "
+                    "needs to be the reward"
                 )
         return self
 
     @model_validator(mode="after")
-    def _limits_are_measured(self) -> RunConfig:
+    def _check_limits(self) -> RunConfig:
         if self.limits.kl is not None and self.algorithm.kl_loss is None and self.algorithm.kl_reward is None:
             raise ValueError("limits.kl needs algorithm.kl_loss or algorithm.kl_reward, which measure it, got null")
         return self
 
     @model_validator(mode="after")
-    def _policy_is_trained(self) -> RunConfig:
+    def _check_warmup_steps(self) -> RunConfig:
         algorithm, steps = self.algorithm, self.trainer.steps
         critics_only: dict[str, int] = {}
         if isinstance(algorithm, ActorCriticConfig):
             critics_only["critic.warmup_steps"] = algorithm.critic.warmup_steps
         if isinstance(algorithm, SafeRlhfConfig):
             critics_only["cost_critic.warmup_steps"] = algorithm.cost_critic.warmup_steps
-        for key, only in critics_only.items():
-            if only >= steps:
+        for key, warmup_steps in critics_only.items():
+            if warmup_steps >= steps:
                 raise ValueError(
-                    f"algorithm.{key} needs to be below trainer.steps, got {only} >= {steps}: the policy would not be "
-                    "trained"
+                    f"algorithm.{key} needs to be below trainer.steps, got {warmup_steps} >= {steps}: the policy would "
+                    "not be trained"
                 )
         return self

@@ -1,4 +1,4 @@
-"""The configuration of `megarl score`: of a run's sections, those that a forward pass depends on."""
+"""The configuration of `megarl score`: the sections that a forward pass depends on."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from megarl.config.trainer import ParallelConfig
 
 
 class ScoreTrainerConfig(Section):
-    """Of `trainer`, what a forward pass depends on."""
+    """The keys of `trainer` that a forward pass depends on."""
 
     parallel: ParallelConfig = ParallelConfig()
+    """Parallel sizes of the model."""
 
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Token budget of one packed micro-batch; a longer sequence gets one of its own."""
+    """Maximum number of tokens of one packed micro-batch. A longer sequence gets a micro-batch of its own."""
 
 
 class ScoreConfig(Section):
-    """`megarl score`: log-probabilities of given tokens."""
+    """`megarl score`: log-probabilities and entropies of given tokens."""
 
     model: ModelConfig
 
     trainer: ScoreTrainerConfig = ScoreTrainerConfig()
 
     placement: PlacementConfig = PlacementConfig()
-    """Where it names no number of slots, there are as many as one copy of the model needs; see `sized_placement`."""
+    """Slots of the command. Default: as many as one replica of the model needs."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Log-probabilities and entropies are of the distribution at this sampling temperature."""
+    """Sampling temperature of the distribution that log-probabilities and entropies refer to."""
 
     seed: int = Field(default=0, ge=0)
+    """Random seed of the ranks."""
 
     @property
     def sized_placement(self) -> PlacementConfig:
-        """`placement`, with the smallest world that the parallel sizes allow where it names neither nodes nor slots."""
-        return self.placement.sized(self.trainer.parallel.smallest_world)
+        """`placement`; where it names neither nodes nor slots, with the smallest world size of the parallel sizes."""
+        return self.placement.with_default_slots(self.trainer.parallel.min_world_size)
 
 
 def make_score_config(
     model_path: str, overrides: Sequence[str] = (), *, slots: tuple[int, int] | None = None
 ) -> ScoreConfig:
-    """The configuration for the model in `model_path`, with `overrides` ("a.b=c", the value in YAML) applied in order.
+    """Make the configuration for the model in `model_path`, with `overrides` ("a.b=c", the value in YAML) in order.
 
     Args:
-        slots: nodes and slots of each, where no override says anything of `placement`'s.
+        slots: (nodes, slots per node), used where no override sets either of them.
 
     Raises:
-        ConfigError: unknown keys, impossible values; every problem, one a line.
+        ConfigError: unknown keys or invalid values; lists all problems, one per line.
     """
     return make_config(ScoreConfig, {"model": {"path": model_path}}, overrides, slots=slots)

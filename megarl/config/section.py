@@ -1,4 +1,4 @@
-"""The base of every configuration section."""
+"""Base class of all configuration sections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, model_validator
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors; every field states its meaning in the docstring below it."""
+    """A frozen section of the configuration; unknown keys are errors. The docstring below a field documents it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
@@ -17,28 +17,28 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _given_in_part(cls, data: Any) -> Any:
-        """A section of which some keys are given keeps what its own field's default says of the others."""
+    def _fill_partial_sections(cls, data: Any) -> Any:
+        """Fill subsections that are given in part with the field's own default, which may differ from the class's."""
         if not isinstance(data, dict):
             return data
         out = dict(data)
         for name, field in cls.model_fields.items():
             if isinstance(field.default, Section) and isinstance(data.get(name), dict):
-                out[name] = merged(field.default.model_dump(exclude_unset=True), data[name])
+                out[name] = merge(field.default.model_dump(exclude_unset=True), data[name])
         return out
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, `above` where they differ; mappings inside are merged likewise."""
-    out = {**below, **above}
-    for key in below.keys() & above.keys():
-        if isinstance(below[key], dict) and isinstance(above[key], dict):
-            out[key] = merged(cast("Mapping[str, Any]", below[key]), cast("Mapping[str, Any]", above[key]))
+def merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two trees recursively; the values of `given` win."""
+    out = {**defaults, **given}
+    for key in defaults.keys() & given.keys():
+        if isinstance(defaults[key], dict) and isinstance(given[key], dict):
+            out[key] = merge(cast("Mapping[str, Any]", defaults[key]), cast("Mapping[str, Any]", given[key]))
     return out
 
 
-def by_type(default: str) -> Discriminator:
-    """Chooses the member of a union by its `type`, so that `--set` may leave it out where the default is meant."""
+def discriminate_by_type(default: str) -> Discriminator:
+    """Make a discriminator that chooses a union's member by the key `type`; a missing `type` means `default`."""
 
     def tag(value: Any) -> Any:
         return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)

@@ -1,3 +1,5 @@
+"""The section `trainer`: parallelism, optimizer, recomputation and offloading of the Megatron workers."""
+
 from __future__ import annotations
 
 from math import lcm
@@ -9,37 +11,37 @@ from megarl.config.section import Section
 
 
 class ParallelConfig(Section):
-    """Megatron's model-parallel sizes; data parallelism is what remains of the world."""
+    """Megatron's model-parallel sizes. The data-parallel size is the world size / (tp * pp * cp)."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor parallel size."""
+    """Tensor-parallel size: number of ranks that split each layer."""
 
     pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size."""
+    """Pipeline-parallel size: number of stages that split the layers."""
 
     cp: int = Field(default=1, ge=1)
-    """Context parallel size."""
+    """Context-parallel size: number of ranks that split each sequence."""
 
     ep: int = Field(default=1, ge=1)
-    """Expert parallel size: ranks among which routed experts are dealt."""
+    """Expert-parallel size: number of ranks that the routed experts are distributed over."""
 
     etp: int | None = Field(default=None, ge=1)
-    """Expert tensor parallel size: ranks that split each routed expert. Default: tp, as in Megatron."""
+    """Expert-tensor-parallel size: number of ranks that split each routed expert. Default: tp, as in Megatron."""
 
     vpp: int = Field(default=1, ge=1)
-    """Virtual pipeline stages per pipeline rank (the interleaved schedule)."""
+    """Number of virtual pipeline stages per pipeline rank (interleaved schedule). 1: no interleaving."""
 
     first_stage_layers: int | None = Field(default=None, ge=1)
-    """Layers of the first pipeline stage. Default: as many as the stages between."""
+    """Number of layers of the first pipeline stage. Default: as many as the middle stages."""
 
     last_stage_layers: int | None = Field(default=None, ge=1)
-    """Layers of the last pipeline stage. Default: as many as the stages between."""
+    """Number of layers of the last pipeline stage. Default: as many as the middle stages."""
 
     sequence_parallel: bool | None = None
-    """Shard activations over the tensor-parallel group. Default: on when tp > 1."""
+    """Shard activations over the tensor-parallel group. Default: true if tp > 1."""
 
     @model_validator(mode="after")
-    def _possible(self) -> ParallelConfig:
+    def _check_sizes(self) -> ParallelConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1, got tp = 1")
         if self.vpp > 1 and self.pp == 1:
@@ -48,17 +50,17 @@ class ParallelConfig(Section):
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that split each routed expert."""
+        """Number of ranks that split each routed expert: etp, or tp by default."""
         return self.tp if self.etp is None else self.etp
 
     @property
-    def smallest_world(self) -> int:
-        """The fewest ranks on which these sizes are possible: tp * cp * pp, or more where experts need more."""
+    def min_world_size(self) -> int:
+        """Smallest world size that these sizes allow: tp * cp * pp, or more where experts need more."""
         return lcm(self.tp * self.cp, self.expert_tp * self.ep) * self.pp
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold one copy of the model: tp * pp * cp."""
+        """Number of ranks of one model replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     @property
@@ -68,90 +70,103 @@ class ParallelConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that the backward pass computes anew instead of keeping them."""
+    """Activation recomputation: activations that the backward pass recomputes to save memory."""
 
     granularity: Literal["none", "selective", "full"] = "none"
-    """`selective`: only `modules`. `full`: whole layers."""
+    """What to recompute. `selective`: only `modules`. `full`: complete layers."""
 
     modules: tuple[Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    """Parts of a layer that `selective` computes anew."""
+    """Parts of a layer that `selective` recomputes."""
 
     layers: int = Field(default=1, ge=1)
-    """`full` keeps the input of every so many layers."""
+    """With `full`, number of layers per recomputed block; only the input of each block is kept."""
 
 
 class OptimizerConfig(Section):
-    """Adam and its schedule, as megatron-core runs them."""
+    """Settings of Adam and its learning-rate schedule in megatron-core."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate of the schedule."""
 
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
+    """Number of optimizer steps of linear warm-up."""
 
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape from the peak to `min_lr`, over the run's optimizer steps."""
+    """Shape of the decay from `lr` to `min_lr` over the run's optimizer steps. `constant`: no decay."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay rate of the first moment."""
+
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay rate of the second moment."""
+
     eps: float = Field(default=1e-8, gt=0)
+    """Term added to the denominator for stability."""
+
     weight_decay: float = Field(default=0.0, ge=0)
+    """Coefficient of decoupled weight decay. 0: none."""
+
     clip_grad: float = Field(default=1.0, ge=0)
-    """Gradients are scaled to this global norm when they exceed it; 0 turns clipping off."""
+    """Largest global norm of the gradient; larger gradients are scaled down to it. 0: no clipping."""
 
     distributed: bool = True
     """Shard optimizer state over the data-parallel group (megatron-core's DistributedOptimizer)."""
 
 
 class OffloadConfig(Section):
-    """What leaves the trainer's devices for host memory while engines generate."""
+    """Trainer memory that is moved to the host while engines generate."""
 
     optimizer: bool | None = None
-    """float32 masters and Adam's moments. Default: on CUDA, where engines share the devices."""
+    """Offload float32 master weights and Adam's moments. Default: true on CUDA where engines share the devices."""
 
     gradients: bool | None = None
-    """The buffers that gradients are summed up in: freed, not copied. Default: on CUDA."""
+    """Free the gradient buffers, without a copy. Default: true on CUDA where engines share the devices."""
 
     weights: bool = False
-    """Parameters as the model computes with them: the least of the three, and what every push starts from."""
+    """Offload the model's parameters. They are the smallest of the three, and each weight sync needs them back."""
 
     @property
-    def anything(self) -> bool:
-        """Whether there is something to do."""
+    def is_enabled(self) -> bool:
+        """Whether anything is offloaded."""
         return bool(self.optimizer or self.gradients or self.weights)
 
     def resolved(self, device: str, *, shared: bool = True) -> OffloadConfig:
-        """With every default replaced by what it stands for on `device`, `cpu` or `cuda`.
+        """Return a copy with the defaults for `device`, `cpu` or `cuda`, filled in.
 
         Args:
-            shared: engines use the same devices.
+            shared: whether engines use the same devices.
         """
         unset = [name for name in ("optimizer", "gradients") if getattr(self, name) is None]
         return self.model_copy(update=dict.fromkeys(unset, device == "cuda" and shared))
 
 
 class TrainerConfig(Section):
-    """How the Megatron workers train."""
+    """Settings of the Megatron workers that train the model."""
 
     parallel: ParallelConfig = ParallelConfig()
+    """Model-parallel sizes of the trainer."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer and learning-rate schedule."""
+
     recompute: RecomputeConfig = RecomputeConfig()
+    """Activation recomputation in the backward pass."""
 
     offload: OffloadConfig = OffloadConfig()
-    """Between the phases of reinforcement learning; SFT has one phase."""
+    """Offloading while engines generate. Only `megarl train` has engines."""
 
     steps: int = Field(default=100, ge=1)
-    """Controller steps (for SFT: optimizer steps)."""
+    """Number of controller steps. In `sft`, `rm` and `dpo`: number of optimizer steps."""
 
     batch_size: int = Field(default=64, ge=1)
-    """SFT only: demonstrations per optimizer step."""
+    """Number of demonstrations per optimizer step in `sft`, or of pairs in `rm` and `dpo`. Not used by `train`."""
 
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """Token budget of one packed micro-batch; a longer sequence gets one of its own. Context-parallel ranks
-    share it."""
+    """Maximum number of tokens of one packed micro-batch, over all context-parallel ranks. A longer sequence gets a
+    micro-batch of its own."""
 
     eval_every: int = Field(default=0, ge=0)
-    """Evaluate on the held-out rows every so many steps; 0: only before the first and after the last."""
+    """Number of steps between evaluations on held-out rows. 0: only before the first step and after the last."""

@@ -1,3 +1,5 @@
+"""`megarl check`: the resolved configuration, all problems at once, and plans for jobs."""
+
 from __future__ import annotations
 
 import subprocess
@@ -32,7 +34,7 @@ def test_prints_the_resolved_configuration(recipe: str, tmp_path: Path, capsys: 
     assert main(["check", recipe, "--set", "seed=3", "trainer.steps=5", "--set", "seed=4"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.splitlines()[-1] == "# ok: nothing found that would stop megarl train"
+    assert out.splitlines()[-1] == "# ok: no problems found for megarl train"
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(out)
     config = load_config(RunConfig, resolved)
@@ -40,15 +42,15 @@ def test_prints_the_resolved_configuration(recipe: str, tmp_path: Path, capsys: 
     assert yaml.safe_load(out)["trainer"]["optimizer"]["lr"] == 1e-6
 
 
-def test_prints_what_a_preset_stands_for(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_values_of_a_preset(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     algorithm = "algorithm={type: dapo, preset: paper, overlong: {buffer: 64}}"
     assert main(["check", recipe, "--set", algorithm]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)["algorithm"]
-    assert (printed["clip_low"], printed["clip_high"], printed["kl_loss"]) == (0.2, 0.28, None)
+    assert (printed["clip_ratio_low"], printed["clip_ratio_high"], printed["kl_loss"]) == (0.2, 0.28, None)
     assert printed["overlong"] == {"max_length": 20480, "buffer": 64, "factor": 1.0}
 
 
-def test_names_all_problems(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_all_problems(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", recipe, "--set", "data.path=none.jsonl", "rollout.max_new_tokens=500"])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
@@ -57,7 +59,7 @@ def test_names_all_problems(recipe: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "data.path: none.jsonl: no such data file" in err
 
 
-def test_fine_tuning(folder: Path, tree: dict[str, Any], recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_sft(folder: Path, tree: dict[str, Any], recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe, "--stage", "sft"]) == 2
     assert "rollout: unknown key" in capsys.readouterr().err
     sft = write_config(folder / "sft.yaml", {key: value for key, value in tree.items() if key != "rollout"})
@@ -65,7 +67,7 @@ def test_fine_tuning(folder: Path, tree: dict[str, Any], recipe: str, capsys: py
     assert capsys.readouterr().out.endswith("megarl sft\n")
 
 
-def test_a_wrong_configuration_is_refused_without_torch(tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_rejected_without_importing_torch(tmp_path: Path) -> None:
     recipe = write_config(tmp_path / "run.yaml", {"run_dir": "x", "model": {"path": "m"}})
     code = (
         "import sys; from megarl.cli.main import main; code = main(['check', sys.argv[1]]);"
@@ -76,7 +78,7 @@ def test_a_wrong_configuration_is_refused_without_torch(tmp_path: Path) -> None:
     assert answer.stderr == f"error: {recipe}: data: this key is required\n"
 
 
-def test_starts_nothing(recipe: str) -> None:
+def test_imports_neither_ray_nor_engines(recipe: str) -> None:
     code = (
         "import sys; from megarl.cli.main import main; code = main(['check', sys.argv[1]]);"
         "started = [m for m in ('ray', 'sglang', 'megatron.core') if m in sys.modules];"
@@ -118,12 +120,12 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
     "no nodes": (
         [],
         ["--gpus-per-node", "8"],
-        "--nodes needs --gpus-per-node or --cpus-per-node, and they need --nodes, got --gpus-per-node",
+        "--nodes needs --gpus-per-node or --cpus-per-node, and those need --nodes, got --gpus-per-node",
     ),
     "components": (
         [],
         ["--nodes", "2", "1", "--gpus-per-node", "8"],
-        "--gpus-per-node: needs a number for each of --nodes, got 1 for 2",
+        "--gpus-per-node: needs one number per value of --nodes, got 1 for 2",
     ),
     "a time limit": (
         [],
@@ -134,17 +136,17 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "job", "says"), JOBS.values(), ids=list(JOBS))
-def test_jobs_that_cannot_be(
-    recipe: str, capsys: pytest.CaptureFixture[str], overrides: list[str], job: list[str], says: str
+@pytest.mark.parametrize(("overrides", "job", "message"), JOBS.values(), ids=list(JOBS))
+def test_impossible_jobs_are_rejected(
+    recipe: str, capsys: pytest.CaptureFixture[str], overrides: list[str], job: list[str], message: str
 ) -> None:
     code = main(["check", recipe, *job, *(["--set", *overrides] if overrides else [])])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
 
 
-def test_a_job_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_valid_job_lists_the_nodes_of_each_pool(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     placement = "placement={nodes: 2, slots_per_node: 8, pools: {r: {slots_per_node: 4}}, rollout: {pool: r}}"
     job = ["--nodes", "3", "--gpus-per-node", "8", "--time", "1-12"]
     sizes = ["algorithm.prompts_per_step=16", "algorithm.group_size=2"]
@@ -155,5 +157,5 @@ def test_a_job_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> Non
         "# pool main: 8 GPUs on each of node0 node1",
         "# pool r: 4 GPUs on each of node2",
         "# idle: 4 GPUs",
-        "# ok: nothing found that would stop megarl train",
+        "# ok: no problems found for megarl train",
     ]

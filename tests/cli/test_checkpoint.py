@@ -1,3 +1,5 @@
+"""`megarl checkpoint ls | verify | prune` on a run folder with small files."""
+
 from __future__ import annotations
 
 import json
@@ -22,7 +24,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run with checkpoints of steps 20 to 80, which keeps 1 and every 40th; its path is relative."""
+    """Relative path of a run folder with checkpoints of steps 20 to 80; the run keeps the latest and every 40th."""
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/demo")
     tree: dict[str, Any] = {"run_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
@@ -36,19 +38,19 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def listed(run_dir: Path, capsys: Captured) -> dict[int, dict[str, Any]]:
+def list_rows(run_dir: Path, capsys: Captured) -> dict[int, dict[str, Any]]:
     assert main(["checkpoint", "ls", str(run_dir), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return {row.pop("step"): row for row in rows}
 
 
-def folder_of(run_dir: Path, step: int) -> Path:
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
-def test_ls_for_programs(run_dir: Path, capsys: Captured) -> None:
-    (folder_of(run_dir, 60) / FILE).unlink()
-    rows = listed(run_dir, capsys)
+def test_ls_json(run_dir: Path, capsys: Captured) -> None:
+    (checkpoint_folder(run_dir, 60) / FILE).unlink()
+    rows = list_rows(run_dir, capsys)
     assert {step: (row["whole"], row["kept_by"]) for step, row in rows.items()} == {
         20: (True, None),
         40: (True, "keep_every"),
@@ -58,17 +60,17 @@ def test_ls_for_programs(run_dir: Path, capsys: Captured) -> None:
     assert rows[60]["problems"] == [f"{FILE} is missing, needs 100 bytes"]
     assert rows[40]["layout"] == {"policy": {"tp": 2, "pp": 1, "world": 4}}
     assert rows[40]["created"].endswith("+00:00")
-    on_disk = sum(path.stat().st_size for path in folder_of(run_dir, 40).rglob("*") if path.is_file())
+    on_disk = sum(path.stat().st_size for path in checkpoint_folder(run_dir, 40).rglob("*") if path.is_file())
     assert rows[40]["bytes"] == on_disk
 
 
-def test_ls_for_people(run_dir: Path, capsys: Captured) -> None:
-    (folder_of(run_dir, 60) / "manifest.json").unlink()
+def test_ls_table(run_dir: Path, capsys: Captured) -> None:
+    (checkpoint_folder(run_dir, 60) / "manifest.json").unlink()
     with RunLock(run_dir):
         assert main(["checkpoint", "ls", str(run_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    assert cells[0] == ["step", "when", "size", "layout", "whole", "kept by"]
+    assert cells[0] == ["step", "created", "size", "layout", "valid", "kept by"]
     assert [(row[0], *row[3:]) for row in cells[1:5]] == [
         ("20", "policy tp=2 world=4", "yes", "nothing"),
         ("40", "policy tp=2 world=4", "yes", "keep_every"),
@@ -84,137 +86,139 @@ def test_ls_for_people(run_dir: Path, capsys: Captured) -> None:
 def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: Captured) -> None:
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/checkpoints has no checkpoints\n"
-    assert listed(tmp_path, capsys) == {}
+    assert list_rows(tmp_path, capsys) == {}
 
 
-def test_ls_of_what_a_newer_megarl_wrote(run_dir: Path, capsys: Captured) -> None:
-    (folder_of(run_dir, 80) / "manifest.json").write_text('{"format_version": 2}')
-    rows = listed(run_dir, capsys)
+def test_ls_of_a_checkpoint_in_a_newer_format(run_dir: Path, capsys: Captured) -> None:
+    (checkpoint_folder(run_dir, 80) / "manifest.json").write_text('{"format_version": 2}')
+    rows = list_rows(run_dir, capsys)
     assert (rows[80]["whole"], rows[80]["kept_by"]) == (False, "newer format")
     assert "needs a newer megarl" in rows[80]["problems"][0]
     assert main(["checkpoint", "verify", str(run_dir), "80"]) == 1
     assert "step-000080 is of format 2" in capsys.readouterr().err
 
 
-def test_verify_names_file_and_check(run_dir: Path, capsys: Captured) -> None:
+def test_verify_reports_the_file_and_the_failed_check(run_dir: Path, capsys: Captured) -> None:
     assert main(["checkpoint", "verify", str(run_dir)]) == 0
     answer = capsys.readouterr()
     assert [line.split()[:4] for line in answer.out.splitlines()] == [
-        [f"step-0000{step}", "whole", "5", "files"] for step in (20, 40, 60, 80)
+        [f"step-0000{step}", "valid", "5", "files"] for step in (20, 40, 60, 80)
     ]
     assert answer.err == "".join(f"reading step-0000{step}\n" for step in (20, 40, 60, 80))
-    (folder_of(run_dir, 40) / FILE).write_bytes(b"v" * 100)
+    (checkpoint_folder(run_dir, 40) / FILE).write_bytes(b"v" * 100)
     assert main(["checkpoint", "verify", str(run_dir)]) == 1
     answer = capsys.readouterr()
-    assert [line.split()[1] for line in answer.out.splitlines()] == ["whole", "damaged", "whole", "whole"]
+    assert [line.split()[1] for line in answer.out.splitlines()] == ["valid", "damaged", "valid", "valid"]
     assert f"error: step-000040: {FILE} has sha256 " in answer.err
     assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
     assert main(["checkpoint", "verify", str(run_dir), "40"]) == 1
 
 
-def test_prune_keeps_what_the_run_says(run_dir: Path, capsys: Captured) -> None:
+def test_prune_follows_the_retention_rules_of_the_run(run_dir: Path, capsys: Captured) -> None:
     draft = CheckpointStore(run_dir).begin(100)
     assert main(["checkpoint", "prune", str(run_dir), "--dry-run"]) == 0
-    told = [" ".join(line.split()[:-2]) for line in capsys.readouterr().out.splitlines() if "remove" in line]
-    assert told == ["would remove step-000020", "would remove step-000060"]
+    printed = [" ".join(line.split()[:-2]) for line in capsys.readouterr().out.splitlines() if "remove" in line]
+    assert printed == ["would remove step-000020", "would remove step-000060"]
     assert draft.folder.exists()
-    assert len(listed(run_dir, capsys)) == 4
+    assert len(list_rows(run_dir, capsys)) == 4
     assert main(["checkpoint", "prune", str(run_dir)]) == 0
     out = capsys.readouterr().out
-    assert f"removed  {draft.folder.name}, which was not finished" in out
+    assert f"removed  {draft.folder.name}, which is incomplete" in out
     assert "keeping       step-000080" in out
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-000040", "step-000080"]
     assert [path.name for path in run_dir.iterdir()] == ["checkpoints"]
 
 
-def test_prune_as_told(run_dir: Path, capsys: Captured) -> None:
+def test_prune_options_override_the_retention_rules(run_dir: Path, capsys: Captured) -> None:
     assert main(["checkpoint", "prune", str(run_dir), "--keep-last", "2", "--keep-every", "0"]) == 0
     capsys.readouterr()
-    assert set(listed(run_dir, capsys)) == {60, 80}
+    assert set(list_rows(run_dir, capsys)) == {60, 80}
 
 
-def test_a_live_run_is_not_pruned(run_dir: Path, capsys: Captured) -> None:
+def test_prune_rejects_a_run_in_use(run_dir: Path, capsys: Captured) -> None:
     with RunLock(run_dir):
         assert main(["checkpoint", "prune", str(run_dir)]) == 2
     assert capsys.readouterr().err.startswith("error: run_dir runs/demo is in use by pid ")
-    assert len(listed(run_dir, capsys)) == 4
+    assert len(list_rows(run_dir, capsys)) == 4
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         (["ls", "runs/none"], "there is no folder runs/none"),
-        (["verify", "runs/demo", "30"], "needs a checkpoint of step 30, got those of steps 20, 40, 60, 80"),
-        (["verify", "runs"], "runs/checkpoints needs a checkpoint, has none"),
+        (["verify", "runs/demo", "30"], "has no checkpoint of step 30; it has steps 20, 40, 60, 80"),
+        (["verify", "runs"], "runs/checkpoints has no checkpoints"),
         (["prune", "runs/demo", "--keep-last", "0"], "--keep-last needs to be at least 1, got 0"),
         (["prune", "runs/demo", "--keep-every", "-1"], "--keep-every needs to be at least 0, got -1"),
     ],
 )
 @pytest.mark.usefixtures("run_dir")
-def test_what_cannot_be(command: list[str], message: str, capsys: Captured) -> None:
+def test_invalid_arguments_are_rejected(command: list[str], message: str, capsys: Captured) -> None:
     assert main(["checkpoint", *command]) == 2
     assert message in capsys.readouterr().err
 
 
-def flip(path: Path) -> None:
+def corrupt(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_prune_reads_what_it_counts_on(dry: list[str], run_dir: Path, capsys: Captured) -> None:
-    flip(folder_of(run_dir, 80) / FILE)
+def test_prune_verifies_the_checkpoint_that_it_keeps(dry: list[str], run_dir: Path, capsys: Captured) -> None:
+    corrupt(checkpoint_folder(run_dir, 80) / FILE)
     assert main(["checkpoint", "prune", str(run_dir), "--keep-every", "0", *dry]) == 0
     answer = capsys.readouterr()
     assert f"error: step-000080: {FILE} has sha256 " in answer.err
-    told = [line.split() for line in answer.out.splitlines()]
-    assert [(row[-4 if row[0] == "keeping" else -3], row[0]) for row in told] == [
+    printed = [line.split() for line in answer.out.splitlines()]
+    assert [(row[-4 if row[0] == "keeping" else -3], row[0]) for row in printed] == [
         ("step-000020", "would" if dry else "removing"),
         ("step-000040", "would" if dry else "removing"),
         ("step-000060", "keeping"),
         ("step-000080", "keeping"),
     ]
-    assert set(listed(run_dir, capsys)) == ({20, 40, 60, 80} if dry else {60, 80})
+    assert set(list_rows(run_dir, capsys)) == ({20, 40, 60, 80} if dry else {60, 80})
 
 
-def test_prune_where_none_is_whole(run_dir: Path, capsys: Captured) -> None:
+def test_prune_removes_nothing_if_no_checkpoint_is_valid(run_dir: Path, capsys: Captured) -> None:
     for step in (20, 40, 60, 80):
-        flip(folder_of(run_dir, step) / FILE)
+        corrupt(checkpoint_folder(run_dir, step) / FILE)
     assert main(["checkpoint", "prune", str(run_dir)]) == 0
     assert capsys.readouterr().out.count("(none is whole)") == 2
-    assert len(listed(run_dir, capsys)) == 4
+    assert len(list_rows(run_dir, capsys)) == 4
 
 
-def test_a_configuration_of_another_version_is_no_hindrance(run_dir: Path, capsys: Captured) -> None:
+def test_unknown_keys_of_another_version_are_ignored(run_dir: Path, capsys: Captured) -> None:
     store = CheckpointStore(run_dir)
-    config = (folder_of(run_dir, 80) / "config.yaml").read_text().replace("checkpoint:\n", "checkpoint:\n  new: 1\n")
+    config = (
+        (checkpoint_folder(run_dir, 80) / "config.yaml").read_text().replace("checkpoint:\n", "checkpoint:\n  new: 1\n")
+    )
     draft = store.begin(100)
     (draft.folder / "config.yaml").write_text(f"novel: 1\n{config}")
     draft.commit(CONTENTS, {})
-    kept = {step: row["kept_by"] for step, row in listed(run_dir, capsys).items()}
+    kept = {step: row["kept_by"] for step, row in list_rows(run_dir, capsys).items()}
     assert kept == {20: None, 40: "keep_every", 60: None, 80: "keep_every", 100: "keep_last"}
 
 
-def test_what_the_run_removes_meanwhile_is_not_damaged(
+def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(
     run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify = CheckpointStore.verify
 
-    def and_the_run_goes_on(store: CheckpointStore, folder: Path, **options: Any) -> list[str]:
+    def verify_after_removal(store: CheckpointStore, folder: Path, **options: Any) -> list[str]:
         if folder.name == "step-000020":
             shutil.rmtree(folder)
         return verify(store, folder, **options)
 
-    monkeypatch.setattr(CheckpointStore, "verify", and_the_run_goes_on)
+    monkeypatch.setattr(CheckpointStore, "verify", verify_after_removal)
     assert main(["checkpoint", "verify", str(run_dir)]) == 0
     answer = capsys.readouterr()
-    assert answer.out.splitlines()[0] == "step-000020  removed meanwhile"
+    assert answer.out.splitlines()[0] == "step-000020  removed while it was read"
     assert "error" not in answer.err
 
 
-def test_reading_for_long_tells_how_far_it_is(run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_prints_progress(run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.checkpoint.verify.TELL_SECONDS", 0.0)
     assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
-    told = "comparing step-000020 with its checksums: 0.0 GiB read"
-    assert capsys.readouterr().err.splitlines() == ["reading step-000020", *[told] * 4]
+    printed = "comparing step-000020 with its checksums: 0.0 GiB read"
+    assert capsys.readouterr().err.splitlines() == ["reading step-000020", *[printed] * 4]

@@ -1,3 +1,5 @@
+"""`megarl convert`: checks of configuration, model, checkpoint and output before anything starts."""
+
 from __future__ import annotations
 
 import os
@@ -26,7 +28,7 @@ Convert = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 heads, 2 key-value heads, 2 layers, 384 ids; float32."""
+    """Model folder: 4 heads, 2 key-value heads, 2 layers, 384 token ids; float32."""
     folder = tmp_path_factory.mktemp("convert")
     write_tiny_run(folder)
     return folder / "model"
@@ -34,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(model: Path, tmp_path: Path) -> Path:
-    """What the checks look at, of a checkpoint with two tensors."""
+    """A checkpoint folder with the files that the checks read; only a few tensors."""
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -52,7 +54,7 @@ def checkpoint(model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
-    """Runs the command in `tmp_path`, where nothing may start."""
+    """Function that runs the command in `tmp_path`; starting a cluster fails the test."""
 
     def start(*_: Any) -> None:
         raise AssertionError("the cluster was started")
@@ -65,7 +67,7 @@ def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
     return run
 
 
-def test_the_smallest_world_is_the_default() -> None:
+def test_default_slots_are_the_smallest_world_size() -> None:
     assert make_convert_config().sized_placement.slots == 1
     sizes = [f"trainer.parallel.{size}" for size in ("tp=2", "ep=3", "etp=1", "pp=2")]
     assert make_convert_config(sizes).sized_placement.slots == 12
@@ -80,7 +82,7 @@ def test_the_smallest_world_is_the_default() -> None:
         ("trainer.parallel.tp=0", "trainer.parallel.tp: Input should be greater than or equal to 1, got 0"),
     ],
 )
-def test_bad_keys(override: str, message: str) -> None:
+def test_unknown_keys_and_invalid_values_are_rejected(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_convert_config([override])
     assert str(error.value) == message
@@ -92,7 +94,7 @@ def test_a_direction_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "DIRECTION" in capsys.readouterr().err
 
 
-def test_everything_that_is_wrong_is_said_before_anything_starts(
+def test_all_problems_are_reported_before_anything_starts(
     convert: Convert, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -112,12 +114,12 @@ def test_everything_that_is_wrong_is_said_before_anything_starts(
     assert "--output: needs a folder that is empty or not there yet, out holds 1 files" in err
 
 
-def test_no_model_folder(convert: Convert, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_folder(convert: Convert, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert("hf-to-megatron", "none") == 2
     assert capsys.readouterr().err.startswith("error: --model: needs a folder in Hugging Face format, there is no")
 
 
-def test_an_output_that_is_a_file(convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_a_file(convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out").touch()
     assert convert("hf-to-megatron", model) == 2
     assert capsys.readouterr().err == (
@@ -125,10 +127,10 @@ def test_an_output_that_is_a_file(convert: Convert, model: Path, capsys: pytest.
     )
 
 
-def test_an_output_that_cannot_be_written(
+def test_output_is_not_writable(
     convert: Convert, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # root may write everywhere, whatever a folder's mode is
+    # root can write to any folder, regardless of its mode
     monkeypatch.setattr(model_conversion.os, "access", lambda path, _: Path(path).name != "closed")
     Path("closed").mkdir()
     assert convert("hf-to-megatron", model, output="closed/out") == 2
@@ -137,13 +139,13 @@ def test_an_output_that_cannot_be_written(
     assert capsys.readouterr().err == message
 
 
-def test_an_output_below_a_file(convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parent_of_the_output_is_a_file(convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").touch()
     assert convert("hf-to-megatron", model, output="file/out") == 2
     assert "--output: file/out needs a folder that can be written, " in capsys.readouterr().err
 
 
-def test_a_disk_that_is_too_small(
+def test_not_enough_disk_space(
     convert: Convert, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = shutil.disk_usage(".")
@@ -153,7 +155,7 @@ def test_a_disk_that_is_too_small(
     assert f"--output: the weights need {num_bytes} bytes, out has 1000 free" in capsys.readouterr().err
 
 
-def test_the_dtype_is_the_one_that_loses_nothing(model: Path, tmp_path: Path) -> None:
+def test_dtype_auto_keeps_all_precision(model: Path, tmp_path: Path) -> None:
     def dtype(asked: str = "auto") -> tuple[str, int]:
         conversion = plan_import(ConvertConfig(), folder, tmp_path / "out", asked)
         return conversion.dtype, conversion.num_bytes
@@ -171,13 +173,13 @@ def test_the_dtype_is_the_one_that_loses_nothing(model: Path, tmp_path: Path) ->
     assert dtype() == ("float32", 4 * count)
 
 
-def test_a_checkpoint_that_can_be_converted(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_valid_checkpoint_is_planned(checkpoint: Path, tmp_path: Path) -> None:
     conversion = plan_export(ConvertConfig(), checkpoint, tmp_path / "out", "auto")
     assert conversion.dtype == "bfloat16"
     assert conversion.weights == checkpoint / "release"
 
 
-def test_the_tracker_names_an_iteration(checkpoint: Path) -> None:
+def test_the_tracker_file_names_an_iteration(checkpoint: Path) -> None:
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("30\n")
     with pytest.raises(DataError, match=r"names 30, and there is no folder .*/iter_0000030"):
         find_weights(checkpoint)
@@ -188,29 +190,33 @@ def test_the_tracker_names_an_iteration(checkpoint: Path) -> None:
         find_weights(checkpoint)
 
 
-def test_what_is_no_checkpoint(convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_not_checkpoints_are_rejected(
+    convert: Convert, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert convert("megatron-to-hf", "none") == 2
     assert "--model: needs the folder of a Megatron checkpoint, there is no folder none" in capsys.readouterr().err
     assert convert("megatron-to-hf", model) == 2
     assert f"--model: {model} is no Megatron checkpoint: latest_checkpointed_iteration.txt" in capsys.readouterr().err
 
 
-def test_an_output_that_appears_meanwhile(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_folder_that_appears_during_conversion_is_not_overwritten(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     @contextmanager
     def ranks(_: Any) -> Iterator[Any]:
         (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "of somebody else").touch()
+        (tmp_path / "out" / "created by another process").touch()
         yield Mock()
 
-    monkeypatch.setattr(model_conversion, "_ranks", ranks)
+    monkeypatch.setattr(model_conversion, "_started_group", ranks)
     conversion = plan_import(ConvertConfig(), model, tmp_path / "out", "auto")
     with pytest.raises(ConfigError, match=r"--output: .*/out cannot be written: Directory not empty"):
         conversion.run(lambda _: None)
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "of somebody else"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "created by another process"]
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "common.pt", ".metadata"])
-def test_a_checkpoint_without_a_part(
+def test_a_checkpoint_with_a_missing_file_is_rejected(
     name: str, convert: Convert, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "release" / name).unlink()
@@ -218,7 +224,9 @@ def test_a_checkpoint_without_a_part(
     assert f"release is no distributed checkpoint of megatron-core: it has no {name}" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_is_cut_short(convert: Convert, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_checkpoint_is_rejected(
+    convert: Convert, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (file,) = (checkpoint / "release").glob("*.distcp")
     size = file.stat().st_size
     os.truncate(file, size - 10)
@@ -230,7 +238,7 @@ def test_a_checkpoint_that_is_cut_short(convert: Convert, checkpoint: Path, caps
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04\x95", b"text", pickle.dumps({"no": "index"})])
-def test_an_index_that_cannot_be_read(
+def test_an_invalid_checkpoint_index_is_rejected(
     content: bytes, convert: Convert, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "release" / ".metadata").write_bytes(content)
@@ -238,7 +246,7 @@ def test_an_index_that_cannot_be_read(
     assert ".metadata cannot be read as the index of a checkpoint: " in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_a_description(
+def test_a_checkpoint_without_config_json_is_rejected(
     convert: Convert, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint / "hf" / "config.json").unlink()
@@ -246,15 +254,15 @@ def test_a_checkpoint_without_a_description(
     assert f"{checkpoint}/hf/config.json cannot be read: No such file or directory" in capsys.readouterr().err
 
 
-def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_leaves_no_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         (draft,) = tmp_path.glob(".out.partial")
         (draft / "half").touch()
         raise DataError("a rank failed")
 
     (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "of an earlier attempt").touch()
-    monkeypatch.setattr(model_conversion, "_ranks", fail)
+    (tmp_path / ".out.partial" / "left by an earlier attempt").touch()
+    monkeypatch.setattr(model_conversion, "_started_group", fail)
     conversion = plan_import(ConvertConfig(), model, tmp_path / "out", "auto")
     with pytest.raises(DataError, match="a rank failed"):
         conversion.run(lambda _: None)

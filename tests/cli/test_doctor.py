@@ -1,3 +1,5 @@
+"""`megarl doctor`: report and exit code for simulated machines."""
+
 from __future__ import annotations
 
 import json
@@ -12,16 +14,16 @@ from megarl.cli.main import main
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretends: GPUs, a compiler, shared memory, packages (`None` uninstalls one)."""
+    """Function that simulates GPUs, shared memory and packages (`None`: not installed) on a machine with a compiler."""
 
     def pretend(gpus: tuple[str, ...] = (), shared: int | None = 2**33, **packages: str | None) -> None:
         real = doctor.package_version
         named = {name.replace("_", "-"): version for name, version in packages.items()}
         monkeypatch.setattr(doctor, "visible_gpus", lambda: list(gpus))
-        monkeypatch.setattr(doctor, "_compiler", lambda: "/usr/bin/cc")
+        monkeypatch.setattr(doctor, "_find_compiler", lambda: "/usr/bin/cc")
         monkeypatch.setattr(doctor, "free_shared_memory", lambda: shared)
         monkeypatch.setattr(doctor, "package_version", lambda name: named[name] if name in named else real(name))
-        monkeypatch.setattr(doctor, "LEAST_MEMORY", 1)
+        monkeypatch.setattr(doctor, "MIN_MEMORY", 1)
 
     return pretend
 
@@ -30,7 +32,7 @@ def uses() -> dict[str, str]:
     return {choice.what: choice.uses for choice in diagnose().choices}
 
 
-def test_ready(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ready_machine(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     machine()
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -39,7 +41,7 @@ def test_ready(machine: Callable[..., None], capsys: pytest.CaptureFixture[str])
         assert name in out
 
 
-def test_json(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(machine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     machine(torch="9.9.9")
     assert main(["doctor", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -57,15 +59,15 @@ def test_a_missing_package(machine: Callable[..., None], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("shared", [None, 64 * 2**20])
-def test_little_shared_memory(machine: Callable[..., None], shared: int | None) -> None:
+def test_not_enough_shared_memory(machine: Callable[..., None], shared: int | None) -> None:
     machine(shared=shared)
     (problem,) = diagnose().missing
     assert problem.startswith("512 MiB of shared memory in /dev/shm, got ")
 
 
-def test_no_compiler(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
-    monkeypatch.setattr(doctor, "_compiler", lambda: None)
+    monkeypatch.setattr(doctor, "_find_compiler", lambda: None)
     assert diagnose().missing == ("a C compiler: install gcc or clang, or name one in CC",)
 
 
@@ -94,18 +96,18 @@ def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
     assert uses()["optimizer"] == "apex's FusedAdam"
     assert uses()["attention and layers"] == "megarl's torch layers"
     machine(gpus=("H200",), sglang_kernel=None)
-    assert uses()["rollout engine"].startswith("SGLang on CUDA, which lacks sglang-kernel here")
+    assert uses()["rollout engine"].startswith("SGLang on CUDA, but sglang-kernel is missing")
 
 
-def test_a_cluster_needs_an_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_cluster_needs_ray_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["doctor", "--cluster"]) == 2
     assert capsys.readouterr().err == (
         "error: --cluster needs the address of a Ray cluster in RAY_ADDRESS; `megarl launch doctor --cluster` starts "
-        "one on the machines of a job\n"
+        "one on the nodes of a job\n"
     )
 
 
-def test_a_configuration_is_for_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_config_needs_option_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--config", "x.yaml"]) == 2
     assert capsys.readouterr().err.startswith("error: --config and --set need --cluster")

@@ -1,3 +1,5 @@
+"""`megarl launch`: parsing of its options and of the command."""
+
 import sys
 
 import pytest
@@ -8,7 +10,7 @@ from megarl.cli.main import main
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What `launch` was called with; no node of Slurm's or torchrun's."""
+    """Arguments of the calls of `launch`, outside of Slurm and torchrun."""
     calls = []
 
     def launch(world, options, command, *, say):
@@ -21,7 +23,7 @@ def launched(monkeypatch):
     return calls
 
 
-def test_options_before_the_command_are_launchs_and_the_rest_the_commands(launched):
+def test_options_after_the_command_are_passed_to_it(launched):
     words = ["--nodes", "2", "--node-rank", "1", "--head", "a:1234", "--labels", "gpu=h100,rack=3", "--labels", "x=y"]
     words += ["--gpus", "8", "--node-timeout", "5", "train", "run.yaml", "--set", "a.b=c", "--head", "d"]
     assert main(["launch", *words]) == 75
@@ -33,7 +35,7 @@ def test_options_before_the_command_are_launchs_and_the_rest_the_commands(launch
 
 
 @pytest.mark.parametrize(("slurm", "words", "cpus"), [(None, [], 3), ("12", [], 12), ("12", ["--cpus", "5"], 5)])
-def test_cpus_are_the_users_or_slurms_or_all(launched, monkeypatch, slurm, words, cpus):
+def test_number_of_cpus_comes_from_the_option_or_slurm_or_the_machine(launched, monkeypatch, slurm, words, cpus):
     if slurm is not None:
         monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
@@ -51,9 +53,9 @@ def test_cpus_are_the_users_or_slurms_or_all(launched, monkeypatch, slurm, words
         (["doctor"], "launch needs to know the nodes: start it with `srun"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(launched, capsys, words, message):
+def test_invalid_arguments_are_rejected(launched, capsys, words, message):
     assert main(["launch", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
     assert not launched

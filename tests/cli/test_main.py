@@ -1,3 +1,5 @@
+"""The command `megarl`: exit codes, error output, help, imports."""
+
 from __future__ import annotations
 
 import argparse
@@ -10,13 +12,13 @@ import pytest
 
 from megarl.cli import main
 from megarl.cli.output import print_error
-from megarl.errors import ConfigError, LimitError, MegarlError, StoppedEarly, WorkerError
+from megarl.errors import ConfigError, EarlyStop, LimitError, MegarlError, WorkerError
 
 SCRIPT = Path(sys.executable).with_name("megarl")
 
 
 class Raises:
-    """A command that raises."""
+    """A command that raises `error` when it runs."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -34,7 +36,7 @@ Outcome = Callable[[BaseException], int]
 @pytest.fixture
 def outcome(monkeypatch: pytest.MonkeyPatch) -> Outcome:
     def of(error: BaseException) -> int:
-        monkeypatch.setattr(main, "_load", lambda name: Raises(error))
+        monkeypatch.setattr(main, "_import_command", lambda name: Raises(error))
         return main.main(["train"])
 
     return of
@@ -51,30 +53,30 @@ def test_errors_become_their_exit_code(
     assert capsys.readouterr() == ("", "error: a\n")
 
 
-def test_an_early_end_is_no_error(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    assert outcome(StoppedEarly("stopped after step 1 of 2")) == 75
+def test_early_stop_is_not_printed_as_an_error(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(EarlyStop("stopped after step 1 of 2")) == 75
     assert capsys.readouterr() == ("", "stopped after step 1 of 2\n")
 
 
-def test_an_interrupt_ends_with_130(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_exits_with_130(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(KeyboardInterrupt()) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_other_exceptions_pass(outcome: Outcome) -> None:
+def test_other_exceptions_propagate(outcome: Outcome) -> None:
     with pytest.raises(ZeroDivisionError):
         outcome(ZeroDivisionError())
 
 
-def test_a_remote_error_shows_what_was_raised_there(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
-    class Remote(WorkerError):  # as ray.exceptions.RayTaskError.as_instanceof_cause() makes them
+def test_a_remote_error_shows_its_cause(outcome: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    class Remote(WorkerError):  # like those of ray.exceptions.RayTaskError.as_instanceof_cause()
         cause = LimitError("limits.logprob_abs_max: got 3")
 
     assert outcome(Remote("Traceback ...")) == 3
     assert capsys.readouterr().err == "error: limits.logprob_abs_max: got 3\n"
 
 
-def test_messages_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_are_printed_verbatim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     message = "x.yaml: [red]data[/red] " + "long " * 60 + "\nsecond line [/]"
     print_error(message)
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -87,7 +89,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(SCRIPT), *args], capture_output=True, text=True, check=False)
 
 
-def test_help_names_every_command() -> None:
+def test_help_lists_every_command() -> None:
     answer = run("--help")
     assert answer.returncode == 0
     for name, summary in main.SUMMARIES.items():
@@ -114,14 +116,14 @@ def test_help_of_a_command_shows_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(main.SUMMARIES))
-def test_every_command_has_its_file(name: str) -> None:
+def test_every_command_can_be_imported(name: str) -> None:
     parser = argparse.ArgumentParser()
-    command = main._load(name)
+    command = main._import_command(name)
     command.add_arguments(parser)
     assert callable(command.run)
 
 
-def test_start_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_packages() -> None:
     code = (
         "import sys; from megarl.cli.main import _parser; _parser(None, None).format_help();"
         "print([m for m in ('torch', 'ray', 'rich', 'pydantic', 'transformers', 'megatron') if m in sys.modules])"

@@ -1,4 +1,4 @@
-"""`megarl reshard explain`: its numbers, and how it refuses."""
+"""`megarl reshard explain`: its numbers, and the messages for impossible sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.main import main
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.reshard.analysis import forecast
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.rollout.sglang.weight_layout import offline_trace
@@ -46,11 +46,11 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def untraced(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's layout by rule: SGLang takes seconds to import."""
+    """Compute the engine's layout without SGLang, which takes seconds to import."""
 
     def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
         assert (ep, device) == (1, "cuda")
-        return engine_layouts(read_model(path)[0], tp, dtype)
+        return engine_layouts(load_architecture_and_dtype(path)[0], tp, dtype)
 
     monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
 
@@ -65,7 +65,7 @@ def test_json_of_every_strategy(model: str, capsys: pytest.CaptureFixture[str]) 
     rows = {row["strategy"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert list(rows) == ["ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact", "auto"]
     expected = {"ds_chat": 0.875, "hybridflow_v": 0.75, "gather_hf": 0.75, "micro_dp": 0.25, "exact": 0.25}
-    for name, fraction in expected.items():  # norms, which every tensor rank holds, are what differs
+    for name, fraction in expected.items():  # off by the norms, which every tensor-parallel rank holds
         assert rows[name]["fraction_in_max"] == pytest.approx(fraction, abs=2e-3)
         assert (rows[name]["world"], rows[name]["train"], rows[name]["gen"]) == (8, "1-4-2", "1-2")
         assert rows[name]["model"] == "tiny"
@@ -76,7 +76,7 @@ def test_json_of_every_strategy(model: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("untraced")
-def test_a_table_and_what_is_left_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_unsupported_strategies(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--bucket-mb", "1") == 0
     out, err = capsys.readouterr()
     assert "tiny, 1.4 MB, 4 ranks, 1-2-2 -> 1-4" in out
@@ -104,12 +104,14 @@ def test_a_table_and_what_is_left_out(model: str, capsys: pytest.CaptureFixture[
         ("tp=2", "tp=2,pp=2", "an engine takes pp 2 * tp 2 = 4 ranks, --train has 2"),
     ],
 )
-def test_refusals(model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_sizes_are_rejected(
+    model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain(model, "--train", train, "--gen", gen) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_stage_of_its_own_size_that_does_not_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_between_the_first_and_last_stage_need_to_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", "pp=3", "--last-stage-layers", "1", "--gen", "tp=1") == 2
     expected = (
         "--train pp=3: pp needs to divide the layers, got (4 - 1) % 2 = 1; the nearest that can be served: 2 and 4"
@@ -117,7 +119,7 @@ def test_a_stage_of_its_own_size_that_does_not_divide(model: str, capsys: pytest
     assert expected in capsys.readouterr().err
 
 
-def test_rows_by_which_heads_would_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_feed_forward_rows_need_to_divide(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 100}))
     assert explain(model, "--train", "tp=4,dp=3", "--gen", "tp=12") == 2
     expected = "--gen tp=12: model.layers.0.mlp.gate_proj.weight has rows that do not divide, 100 % 12 = 4; the nearest"
@@ -125,13 +127,13 @@ def test_rows_by_which_heads_would_divide(model: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("untraced")
-def test_what_takes_every_plan_is_left_out_where_they_are_too_many(
+def test_values_that_need_all_plans_are_left_out_for_many_ranks(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ("--train", "tp=4,dp=2", "--gen", "tp=2", "--nodes", "2", "--strategy", "exact", "gather_hf")
     assert explain(model, *sizes, "--json") == 0
     planned = {row["strategy"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    monkeypatch.setattr(forecast, "PLANNED_PIECES", 100)
+    monkeypatch.setattr(forecast, "MAX_PLANNED_PIECES", 100)
     assert explain(model, *sizes, "--json") == 0
     out, err = capsys.readouterr()
     summed = {row["strategy"]: row for row in map(json.loads, out.splitlines())}
@@ -141,17 +143,25 @@ def test_what_takes_every_plan_is_left_out_where_they_are_too_many(
         assert {k: v for k, v in summed[name].items() if k not in differs} == {
             k: v for k, v in row.items() if k not in differs
         }
-    assert err.splitlines()[:3] == ["laying out both sides", "exact: placing engine ranks", "exact: adding up 8 ranks"]
+    assert err.splitlines()[:3] == [
+        "computing the layouts of trainer and engines",
+        "exact: placing engine ranks",
+        "exact: adding up 8 ranks",
+    ]
     assert explain(model, *sizes) == 0
     out = capsys.readouterr().out
-    assert "exact: - would take the plans of all 8 ranks; rank 0, into which the most goes, has" in out
+    expected = "exact: values shown as - need the plans of all 8 ranks; rank 0, which receives the most bytes, has"
+    assert expected in out
     assert " - " in next(line for line in out.splitlines() if line.startswith("exact  "))
 
 
 @pytest.mark.usefixtures("untraced")
-def test_an_engine_that_no_machine_holds_is_priced_and_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_on_several_nodes_is_reported(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--nodes", "2", "--strategy", "exact") == 0
-    assert "exact: an engine's tensor ranks lie on 2 machines; a run needs them on one" in capsys.readouterr().out
+    assert (
+        "exact: tensor-parallel ranks of an engine are on 2 nodes; a run needs them on one"
+        in capsys.readouterr().out
+    )
 
 
 EXPERTS = {
@@ -178,7 +188,7 @@ EXPERTS = {
         ("dp=5,etp=5", "tp=1", "--train etp=5: model.layers.0.mlp.experts.0.gate_proj.weight has rows that do not div"),
     ],
 )
-def test_sizes_by_which_experts_do_not_divide(
+def test_expert_sizes_that_do_not_divide_are_rejected(
     model: str, train: str, gen: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (Path(model) / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
@@ -199,12 +209,14 @@ def test_experts_of_a_traced_engine(
 
 
 @pytest.mark.usefixtures("untraced")
-def test_a_strategy_that_was_asked_for_and_cannot(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_requested_strategy_that_does_not_support_the_sizes_is_an_error(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--strategy", "micro_dp") == 2
     assert "strategy exact serves any sizes" in capsys.readouterr().err
 
 
-def test_other_architectures_and_missing_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_architectures_and_missing_files(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
     assert explain(model, "--train", "tp=1", "--gen", "tp=1") == 2
     assert "architecture GPT2LMHeadModel is not supported; supported are Qwen2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run that preflight finds nothing wrong with: a tiny model, a few rows, a configuration."""
+"""A run that passes preflight: a tiny model, a few rows, a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = [{"prompt": f"{i} + 1 =\n", "answer": str(i + 1), "response": f"#### {i +
 
 
 def write_tiny_run(folder: Path) -> dict[str, Any]:
-    """Write model and data into `folder`; the content of the run's YAML file."""
+    """Write model and data to `folder`; return the content of the run's YAML file."""
     write_tiny_model(folder / "model", [row["prompt"] + row["response"] for row in ROWS], seed=0, context_length=128)
     write_rows(folder / "train.jsonl", ROWS)
     write_rows(folder / "heldout.jsonl", ROWS[:2])
@@ -27,12 +27,12 @@ def write_tiny_run(folder: Path) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    """JSONL at `path`."""
+    """Write `rows` to `path` as JSONL; return `path`."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def write_config(path: Path, tree: dict[str, Any]) -> Path:
-    """YAML at `path`."""
+    """Write `tree` to `path` as YAML; return `path`."""
     path.write_text(yaml.safe_dump(tree))
     return path

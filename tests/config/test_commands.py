@@ -1,4 +1,4 @@
-"""Which command a resolved configuration is of."""
+"""The command of a resolved configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.load import make_config
 
 
 @pytest.mark.parametrize("command", STAGES)
-def test_what_was_dumped_is_read_as_what_it_was(command: str, tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_with_its_type(command: str, tmp_path: Path) -> None:
     tree = {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": {"every": 7}}
     config = make_config(STAGES[command], tree)
     (tmp_path / "config.yaml").write_text(dump_config(config))

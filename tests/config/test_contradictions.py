@@ -1,4 +1,4 @@
-"""What cannot be meant is refused, with the reason and the YAML path."""
+"""Contradictory settings are rejected with the reason and the YAML path."""
 
 from __future__ import annotations
 
@@ -11,83 +11,93 @@ from megarl.config.load import make_config
 from megarl.errors import ConfigError
 
 
-def run(**sections: Any) -> RunConfig:
+def make_run(**sections: Any) -> RunConfig:
     return make_config(RunConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
 
 
-def problem(**sections: Any) -> str:
+def error_message(**sections: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        run(**sections)
+        make_run(**sections)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "says"),
+    ("algorithm", "message"),
     [
         (
             {"type": "grpo", "critic": {}},
-            "algorithm: critic: grpo has no critic, the completions of a prompt are each other's baseline; leave it "
-            "out or choose ppo",
+            "algorithm: critic: grpo has no critic, the completions of a prompt are each other's baseline; remove the "
+            "section, or choose ppo",
         ),
         (
             {"type": "remax", "critic": {"path": "c"}},
-            "algorithm: critic: remax has no critic, it needs none; leave it out or choose ppo",
+            "algorithm: critic: remax has no critic, it needs none; remove the section, or choose ppo",
         ),
         (
             {"type": "ppo", "cost_critic": {}},
-            "algorithm: cost_critic: ppo has no costs and so no critic of them; leave it out or choose safe_rlhf",
+            "algorithm: cost_critic: ppo has no costs, so it has no cost critic; remove the section, or choose "
+            "safe_rlhf",
         ),
         (
             {"type": "grpo", "kl_reward": {}},
-            "algorithm: kl_loss and kl_reward are both given, which punishes the same divergence twice; set one to "
-            "null, or say kl_in_both: true",
+            "algorithm: kl_loss and kl_reward are both set and would penalize the same divergence twice; set one to "
+            "null, or set allow_double_kl: true",
         ),
         (
             {"type": "rloo", "group_size": 1},
-            "algorithm: group_size needs to be at least 2, got 1: the other completions of a prompt are the baseline "
-            "of rloo",
+            "algorithm: group_size needs to be at least 2, got 1: rloo compares the completions of a prompt with each "
+            "other",
         ),
-        ({"type": "ppo", "clip_low": 1.0}, "algorithm: clip_low needs to be below 1, got 1: ratios are positive"),
-        ({"type": "gspo", "clip_low": 1.5}, "algorithm: clip_low needs to be below 1, got 1.5: ratios are positive"),
+        (
+            {"type": "ppo", "clip_ratio_low": 1.0},
+            "algorithm: clip_ratio_low needs to be below 1, got 1: ratios are positive",
+        ),
+        (
+            {"type": "gspo", "clip_ratio_low": 1.5},
+            "algorithm: clip_ratio_low needs to be below 1, got 1.5: ratios are positive",
+        ),
         (
             {"type": "prime", "min_accuracy": 0.9},
             "algorithm: min_accuracy needs to be at most max_accuracy, got 0.9 > 0.8: no prompt would be kept",
         ),
         (
-            {"correction": {"low": 3.0}},
-            "algorithm.correction: low needs to be below high, got 3 >= 2 for token_tis",
+            {"rollout_is": {"low": 3.0}},
+            "algorithm.rollout_is: low needs to be below high, got 3 >= 2 for token_tis",
         ),
         (
-            {"correction": {"kind": "icepop", "low": 0.5, "high": 0.5}},
-            "algorithm.correction: low needs to be below high, got 0.5 >= 0.5 for icepop",
+            {"rollout_is": {"kind": "icepop", "low": 0.5, "high": 0.5}},
+            "algorithm.rollout_is: low needs to be below high, got 0.5 >= 0.5 for icepop",
         ),
         (
             {"length_norm": 512},
-            "algorithm: length_norm is what seq-mean-token-sum-norm divides by, got length_norm = 512 with aggregation "
-            "= token-mean",
+            "algorithm: length_norm is the divisor of aggregation seq-mean-token-sum-norm, got length_norm = 512 with "
+            "aggregation = token-mean",
         ),
         (
             {"kl_loss": {"coefficient": 0}},
-            "algorithm.kl_loss: coefficient needs to be above 0, got 0: a penalty of nothing costs a reference model "
-            "all the same; set the section to null",
+            "algorithm.kl_loss: coefficient needs to be above 0, got 0: a penalty of 0 would still load a reference "
+            "model; set the section to null",
         ),
         (
             {"kl_loss": None, "reference": {"path": "ref"}},
-            "algorithm: reference.path is given and nothing measures from a reference model: kl_loss and kl_reward are "
-            "null; leave it out or give one of them",
+            "algorithm: reference.path is set, but no reference model is used: kl_loss and kl_reward are null; remove "
+            "it, or set one of them",
         ),
         (
             {"type": "distillation", "teacher": {"path": "t"}, "kl_reward": {}},
-            "algorithm: kl_reward takes from rewards and the advantages of distillation come from its teacher; leave "
-            "it out or give kl_loss",
+            "algorithm: kl_reward is subtracted from rewards, but the advantages of distillation come from its "
+            "teacher; set kl_reward to null, or use kl_loss",
         ),
         (
             {"type": "prime", "kl_reward": {}},
-            "algorithm: kl_reward takes from rewards and the advantages of prime come from its reward model and "
-            "outcomes; leave it out or give kl_loss",
+            "algorithm: kl_reward is subtracted from rewards, but the advantages of prime come from its reward model "
+            "and outcomes; set kl_reward to null, or use kl_loss",
         ),
-        ({"type": "distillation"}, "algorithm: teacher.path is required: the model that distillation learns from"),
-        ({"preset": "papr"}, "algorithm: preset: grpo has default, paper, compat:verl, compat:slime, got 'papr'"),
+        ({"type": "distillation"}, "algorithm: teacher.path is required: the folder of the model to distill from"),
+        (
+            {"preset": "papr"},
+            "algorithm: preset: grpo has the presets default, paper, compat:verl, compat:slime, got 'papr'",
+        ),
         (
             {"type": "ppo", "critic": {"warmup_steps": 10}},
             "RunConfig: algorithm.critic.warmup_steps needs to be below trainer.steps, got 10 >= 10: the policy would "
@@ -95,53 +105,55 @@ def problem(**sections: Any) -> str:
         ),
         (
             {"type": "dapo", "filter_metric": "acc"},
-            "RunConfig: algorithm.filter_metric needs one of ['accuracy'], got 'acc'",
+            "RunConfig: algorithm.filter_metric needs to be one of ['accuracy'], got 'acc'",
         ),
-        ({"type": "safe_rlhf"}, "RunConfig: algorithm.cost_term needs one of ['accuracy'], got 'cost'"),
+        ({"type": "safe_rlhf"}, "RunConfig: algorithm.cost_term needs to be one of ['accuracy'], got 'cost'"),
         (
             {"type": "safe_rlhf", "cost_term": "accuracy"},
-            "RunConfig: algorithm.cost_term: 'accuracy' is the only one of reward.terms, which leaves no reward to "
-            "raise",
+            "RunConfig: algorithm.cost_term: 'accuracy' is the only term of reward.terms; another term needs to be the "
+            "reward",
         ),
     ],
 )
-def test_algorithms(algorithm: dict[str, Any], says: str) -> None:
-    assert problem(algorithm=algorithm, trainer={"steps": 10}) == says
+def test_contradictory_algorithm_settings_are_rejected(algorithm: dict[str, Any], message: str) -> None:
+    assert error_message(algorithm=algorithm, trainer={"steps": 10}) == message
 
 
-def test_what_is_meant_is_taken() -> None:
-    assert run(algorithm={"type": "grpo", "kl_reward": {}, "kl_in_both": True}).algorithm.uses_reference
-    assert run(algorithm={"type": "cispo", "clip_low": 10}).algorithm.clip_low == 10
-    assert run(algorithm={"type": "remax", "group_size": 1}).algorithm.group_size == 1
-    assert run(algorithm={"type": "vapo"}, trainer={"steps": 10}).trainer.steps == 10
-    prime = run(algorithm={"type": "prime", "reference": {"path": "ref"}})
+def test_unusual_but_valid_settings_are_accepted() -> None:
+    assert make_run(algorithm={"type": "grpo", "kl_reward": {}, "allow_double_kl": True}).algorithm.uses_reference
+    assert make_run(algorithm={"type": "cispo", "clip_ratio_low": 10}).algorithm.clip_ratio_low == 10
+    assert make_run(algorithm={"type": "remax", "group_size": 1}).algorithm.group_size == 1
+    assert make_run(algorithm={"type": "vapo"}, trainer={"steps": 10}).trainer.steps == 10
+    prime = make_run(algorithm={"type": "prime", "reference": {"path": "ref"}})
     assert prime.algorithm.uses_reference
 
 
 MODEL = {"type": "model", "path": "rm"}
 
 
-def test_reward_models_take_no_part_in_evaluation() -> None:
-    config = run(reward={"terms": {"rm": MODEL, "accuracy": {"type": "numeric"}}}, data={"path": "d", "eval_path": "e"})
+def test_evaluation_uses_rules_only() -> None:
+    config = make_run(
+        reward={"terms": {"rm": MODEL, "accuracy": {"type": "numeric"}}}, data={"path": "d", "eval_path": "e"}
+    )
     assert config.reward.eval_name == "accuracy"
     assert (config.reward.rules, list(config.reward.models)) == (["accuracy"], ["rm"])
-    assert problem(reward={"terms": {"rm": MODEL, "a": {}}, "eval_term": "rm"}) == (
-        "reward: eval_term needs a rule, got 'rm', which is a model: evaluation only generates and runs rules"
+    assert error_message(reward={"terms": {"rm": MODEL, "a": {}}, "eval_term": "rm"}) == (
+        "reward: eval_term needs to be a rule, got 'rm', which is a model: evaluation does not load reward models"
     )
 
 
-def test_reward_models_alone_leave_nothing_to_evaluate() -> None:
-    assert run(reward={"terms": {"rm": MODEL}}).reward.rules == []
-    assert problem(reward={"terms": {"rm": MODEL}}, data={"path": "d", "eval_path": "e"}) == (
-        "RunConfig: data.eval_path: evaluation scores completions by rules, and reward.terms has only models, ['rm']; "
-        "leave it out, or add a rule (with weight: 0 it is no part of the reward)"
+def test_evaluation_needs_a_rule() -> None:
+    assert make_run(reward={"terms": {"rm": MODEL}}).reward.rules == []
+    assert error_message(reward={"terms": {"rm": MODEL}}, data={"path": "d", "eval_path": "e"}) == (
+        "RunConfig: data.eval_path: evaluation scores completions by rules, but reward.terms has only models, ['rm']; "
+        "remove it, or add a rule (with weight: 0 it does not change the reward)"
     )
-    assert problem(reward={"terms": {"rm": MODEL}}, algorithm={"type": "dapo"}) == (
-        "RunConfig: algorithm.filter_metric needs one of ['rm'] where no term is a rule, got null"
+    assert error_message(reward={"terms": {"rm": MODEL}}, algorithm={"type": "dapo"}) == (
+        "RunConfig: algorithm.filter_metric needs to be one of ['rm'], as no term is a rule, got null"
     )
 
 
-def test_a_reward_model_has_no_timeout() -> None:
-    assert problem(reward={"terms": {"rm": MODEL | {"timeout_seconds": 1}}}) == (
+def test_reward_models_have_no_timeout() -> None:
+    assert error_message(reward={"terms": {"rm": MODEL | {"timeout_seconds": 1}}}) == (
         "reward.terms.rm.timeout_seconds: unknown key"
     )

@@ -1,4 +1,4 @@
-"""Keys that recipes, scripts and documents rely on, and every recipe of yaml/."""
+"""Keys that recipes, scripts and documentation rely on, and every recipe in yaml/."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_key_exists(key: str) -> None:
         kinds = [section for field in fields for section in sections(field.annotation)]
 
 
-def test_every_recipe_loads_and_survives_the_round_trip(tmp_path: Path) -> None:
+def test_every_recipe_loads_and_round_trips(tmp_path: Path) -> None:
     for recipe in RECIPES:
         kind = next((kind for stage, kind in STAGES.items() if stage in recipe.stem.split("-")), RunConfig)
         config = load_config(kind, recipe)

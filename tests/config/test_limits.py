@@ -1,4 +1,4 @@
-"""Limits are written as a number or as bounds with an action; what cannot be kept is refused."""
+"""Limits: plain numbers, bounds with actions, invalid limits, violations."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def limits(given: dict[str, Any] | None = None, *overrides: str) -> LimitsConfig
     return make_config(RunConfig, tree, overrides).limits
 
 
-def test_nothing_is_limited_but_what_is_not_finite() -> None:
+def test_defaults_limit_only_values_that_are_not_finite() -> None:
     got = limits()
     assert (got.logprob_abs_max, got.kl, got.reward, got.grad_norm) == (None, None, None, None)
     assert (got.not_finite, got.max_skips_in_a_row) == ("stop", 3)
 
 
-def test_a_number_is_a_maximum_that_ends_the_run() -> None:
+def test_a_plain_number_is_a_maximum_with_action_stop() -> None:
     assert limits({"kl": 1}).kl == LimitConfig(max=1.0, min=None, action="stop")
     got = limits({}, "limits.logprob_abs_max=1e-3", "limits.kl.max=0.2", "limits.kl.action=skip")
     assert (got.logprob_abs_max, got.kl) == (LimitConfig(max=1e-3), LimitConfig(max=0.2, action="skip"))
@@ -40,7 +40,7 @@ def test_limits_survive_the_round_trip(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"reward": 0.5}, "limits: reward needs max or min, as in {min: 0.5}, got 0.5"),
         ({"kl": {"action": "warn"}}, "limits.kl: a limit needs max or min"),
@@ -58,13 +58,13 @@ def test_limits_survive_the_round_trip(tmp_path: Any) -> None:
         ({"max_skips_in_a_row": -1}, "limits.max_skips_in_a_row: Input should be greater than or equal to 0, got -1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], says: str) -> None:
+def test_invalid_limits_are_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         limits(given)
-    assert str(error.value) == says
+    assert str(error.value) == message
 
 
-def test_a_divergence_that_nothing_measures_has_no_limit() -> None:
+def test_limit_of_kl_needs_a_kl_penalty() -> None:
     with pytest.raises(ConfigError) as error:
         limits({"kl": 1}, "algorithm.kl_loss=null")
     assert str(error.value) == (
@@ -74,7 +74,7 @@ def test_a_divergence_that_nothing_measures_has_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "says"),
+    ("limit", "value", "message"),
     [
         ({"max": 0.5}, 0.5, None),
         ({"max": 0.5}, 0.7, "a/b = 0.7 passed limits.k = 0.5"),
@@ -88,5 +88,5 @@ def test_a_divergence_that_nothing_measures_has_no_limit() -> None:
         ({"min": -1, "max": 1}, math.inf, "a/b = inf passed limits.k = 1"),
     ],
 )
-def test_a_value_beyond_a_bound_is_named_and_so_is_nan(limit: dict[str, Any], value: float, says: str | None) -> None:
-    assert LimitConfig.model_validate(limit).refusal("k", "a/b", value) == says
+def test_violations_include_nan(limit: dict[str, Any], value: float, message: str | None) -> None:
+    assert LimitConfig.model_validate(limit).violation("k", "a/b", value) == message

@@ -1,3 +1,5 @@
+"""Loading: YAML files, overrides, error messages and the round trip through `dump_config`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -55,7 +57,7 @@ def at(config: object, key: str) -> Any:
         ("rollout.engine.extra_args.chunked_prefill_size=64", 64),
     ],
 )
-def test_override(write: Write, override: str, value: Any) -> None:
+def test_override_sets_a_value_with_its_type(write: Write, override: str, value: Any) -> None:
     config = load_config(RunConfig, write(MINIMAL), [override])
     key = override.partition("=")[0]
     if ".extra_args." in key:
@@ -73,16 +75,16 @@ def test_overrides_apply_in_order(write: Write) -> None:
     assert (config.rollout.tp, config.rollout.max_new_tokens) == (1, 9)
 
 
-def test_override_reaches_into_a_section_that_the_file_leaves_empty(write: Write) -> None:
+def test_override_in_a_section_that_is_empty_in_the_file(write: Write) -> None:
     assert load_config(RunConfig, write(MINIMAL + "trainer:\n"), ["trainer.steps=3"]).trainer.steps == 3
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("seed", "--set seed: needs the form key.path=value"),
         ("=1", "--set =1: needs the form key.path=value"),
-        ("seed.x=1", "--set seed.x=1: seed is a int, not a section"),
+        ("seed.x=1", "--set seed.x=1: seed is of type int, not a section"),
         ("seed=[1", "--set seed=[1:1: not valid YAML: "),
         ("sed=1", "sed: unknown key"),
         ("trainer.optimizer.momentum=1", "trainer.optimizer.momentum: unknown key"),
@@ -92,12 +94,12 @@ def test_override_reaches_into_a_section_that_the_file_leaves_empty(write: Write
         ("algorithm.type=ppos", "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
     ],
 )
-def test_override_errors(write: Write, override: str, says: str) -> None:
+def test_override_errors(write: Write, override: str, message: str) -> None:
     (line,) = problems(write(MINIMAL + "seed: 1\nalgorithm: {type: grpo}\n"), override)
-    assert line.startswith(says)
+    assert line.startswith(message)
 
 
-def test_every_problem_is_named_at_once(write: Write) -> None:
+def test_all_problems_are_reported_together(write: Write) -> None:
     path = write("run_dir: x\nmodel: {}\ndata: {path: d, fields: {prompts: q}}\ntrainer: {steps: 0}\nseeds: 1\n")
     assert sorted(problems(path)) == [
         "data.fields.prompts: unknown key",
@@ -107,7 +109,7 @@ def test_every_problem_is_named_at_once(write: Write) -> None:
     ]
 
 
-def test_paths_leave_out_the_types_of_unions(write: Write) -> None:
+def test_paths_in_errors_do_not_contain_union_tags(write: Write) -> None:
     terms = "reward: {terms: {a: {type: numeric, bogus: 1}, b: {type: python}, c: {strict: true}, d: {type: nope}}}\n"
     assert sorted(problems(write(MINIMAL + terms))) == [
         "reward.terms.a.bogus: unknown key",
@@ -117,21 +119,21 @@ def test_paths_leave_out_the_types_of_unions(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("seed: 1\nrun_dir: a\nseed: 2\n", ":3: not valid YAML: key 'seed' is given twice"),
         ("trainer:\n  steps: 1\n  steps: 1\n", ":3: not valid YAML: key 'steps' is given twice"),
         ("run_dir: [a\nseed: 1\n", ":2: not valid YAML: "),
         ("? [1]\n: 2\n", ":1: not valid YAML: found unhashable key"),
-        ("- a\n", ": needs a mapping at the top, got list"),
+        ("- a\n", ": needs a mapping at the top level, got list"),
         ("a: \x01\n", ": not valid YAML: unacceptable character"),
         (b"a: \xff\n", ": not valid UTF-8 at byte 3"),
     ],
 )
-def test_files_that_are_not_yaml(write: Write, content: str | bytes, says: str) -> None:
+def test_invalid_yaml_is_rejected(write: Write, content: str | bytes, message: str) -> None:
     path = write(content)
     (line,) = problems(path)
-    assert f"{path}: {line}".startswith(f"{path}{says}") or line.startswith(f"{path}{says}")
+    assert f"{path}: {line}".startswith(f"{path}{message}") or line.startswith(f"{path}{message}")
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_empty_file_lacks_the_required_keys(write: Write) -> None:
         (["placement={nodes: 2, slots_per_node: 3}", "trainer.parallel={tp: 2, pp: 2}"], "2 * 2 * 1 = 4, 6 % 4 = 2"),
         (["placement.slots_per_node=2", "rollout={tp: 2, replicas: 2}"], "2 * 2 = 4 > 2"),
         (["placement.nodes=2", "rollout.tp=2"], "rollout.tp = 2 > placement.slots_per_node = 1"),
-        (["algorithm={prompts_per_step: 32, mini_batches: 5}"], "algorithm: mini_batches needs to divide"),
+        (["algorithm={prompts_per_step: 32, num_mini_batches: 5}"], "algorithm: num_mini_batches needs to divide"),
         (["trainer.parallel.vpp=2"], "trainer.parallel: vpp needs pp > 1, got vpp = 2 with pp = 1"),
         (["placement.slots_per_node=3", "trainer.parallel.cp=2"], "1 * 1 * 2 = 2, 3 % 2 = 1"),
         (
@@ -159,35 +161,35 @@ def test_empty_file_lacks_the_required_keys(write: Write) -> None:
         ),
         (
             ["placement.slots_per_node=2", "trainer.parallel={tp: 2, ep: 2}"],
-            "etp * ep = 2 * 2 = 4, slots / pp = 2 / 1 = 2, 2 % 4 = 2; etp is tp where it is not given",
+            "etp * ep = 2 * 2 = 4, slots / pp = 2 / 1 = 2, 2 % 4 = 2; etp defaults to tp",
         ),
         (["trainer.parallel.sequence_parallel=true"], "sequence_parallel needs tp > 1, got tp = 1"),
-        (["reward.eval_term=style"], "reward: eval_term needs one of ['accuracy'], got 'style'"),
+        (["reward.eval_term=style"], "reward: eval_term needs to be one of ['accuracy'], got 'style'"),
     ],
 )
-def test_sizes_that_clash_show_the_arithmetic(write: Write, overrides: list[str], arithmetic: str) -> None:
+def test_impossible_sizes_show_the_arithmetic(write: Write, overrides: list[str], arithmetic: str) -> None:
     (line,) = problems(write(MINIMAL), *overrides)
     assert arithmetic in line
 
 
-def test_a_union_without_type_is_the_default(write: Write) -> None:
+def test_a_union_without_type_uses_the_default_type(write: Write) -> None:
     config = load_config(RunConfig, write(MINIMAL), ["algorithm.group_size=4", "reward.terms.a.strict=true"])
     assert (config.algorithm.type, config.algorithm.group_size) == ("grpo", 4)
     assert config.reward.terms == {"a": NumericRewardConfig(strict=True)}
 
 
-def test_sft_takes_no_rollout(write: Write) -> None:
+def test_sft_has_no_section_rollout(write: Write) -> None:
     assert problems(write(MINIMAL + "rollout: {tp: 1}\n"), kind=SftConfig) == ["rollout: unknown key"]
 
 
 @pytest.mark.parametrize("kind", [RunConfig, SftConfig])
 @pytest.mark.parametrize("extra", ["", "placement: {slots_per_node: 4}\ntrainer: {parallel: {tp: 2, pp: 2}}\n"])
-def test_dump_then_load_is_the_same(write: Write, kind: type[RunConfig] | type[SftConfig], extra: str) -> None:
+def test_dump_and_load_round_trip(write: Write, kind: type[RunConfig] | type[SftConfig], extra: str) -> None:
     config = load_config(kind, write(MINIMAL + extra))
     assert load_config(kind, write(dump_config(config))) == config
 
 
-def test_dump_keeps_unions(write: Write) -> None:
+def test_dump_and_load_round_trip_of_unions(write: Write) -> None:
     terms = "reward: {terms: {f: {type: format, pattern: '^\\d: #'}, p: {type: python, path: 'a:b', weight: 1e-2}}}\n"
     config = load_config(RunConfig, write(MINIMAL + terms))
     assert load_config(RunConfig, write(dump_config(config))) == config
@@ -196,7 +198,9 @@ def test_dump_keeps_unions(write: Write) -> None:
 @settings(deadline=None)
 @example(lr=1.0, template="0E0")
 @given(lr=st.floats(min_value=1e-300, max_value=1e300), template=st.text(st.characters(codec="utf-8")))
-def test_any_value_survives_the_round_trip(tmp_path_factory: pytest.TempPathFactory, lr: float, template: str) -> None:
+def test_dump_and_load_round_trip_of_any_value(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, template: str
+) -> None:
     config = RunConfig.model_validate(
         {
             "run_dir": "runs/x",
@@ -216,8 +220,8 @@ def test_a_configuration_is_frozen(write: Write) -> None:
         config.seed = 1  # type: ignore[misc]
 
 
-def test_fine_tuning_offloads_nothing(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.offload: fine-tuning has no phase in which engines need the mem"):
+def test_sft_rejects_offload(write: Write) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.offload: sft has no engines that need the memory"):
         load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=true"])
     assert (
         load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=false"]).trainer.offload.optimizer is False
@@ -233,7 +237,7 @@ def test_fine_tuning_offloads_nothing(write: Write) -> None:
         ("", ["placement.nodes=2"], (2, 1)),
     ],
 )
-def test_slots_of_a_world_stand_where_none_are_named(
+def test_slots_of_the_world_are_the_default_placement(
     write: Write, text: str, overrides: list[str], placement: tuple[int, int]
 ) -> None:
     config = load_config(SftConfig, write(MINIMAL + text), overrides, slots=(2, 4))

@@ -1,4 +1,4 @@
-"""The README's configuration is one that loads."""
+"""The README's examples load, and its tables are complete."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from megarl.config.algorithms.algorithm import AlgorithmConfig
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_example_loads(tmp_path):
+def test_the_example_configuration_loads(tmp_path):
     example, pools = re.findall(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
     path = tmp_path / "example.yaml"
     path.write_text(example)
@@ -20,20 +20,20 @@ def test_the_example_loads(tmp_path):
     assert config.algorithm.group_size == 8
     assert config.dp == 2
     path.write_text(example.partition("placement:")[0] + pools)
-    apart = load_config(RunConfig, path)
-    assert (apart.placement.slots, apart.rollout_pool.slots, apart.engines_apart) == (16, 32, True)
+    config = load_config(RunConfig, path)
+    assert (config.placement.slots, config.rollout_pool.slots, config.disaggregated) == (16, 32, True)
 
 
-def test_the_example_of_algorithms_loads(tmp_path):
+def test_the_example_algorithm_section_loads(tmp_path):
     (example,) = re.findall(r"```\n(algorithm:.*?)```", README.read_text(), re.DOTALL)
     path = tmp_path / "example.yaml"
     path.write_text("run_dir: r\nmodel: {path: m}\ndata: {path: d}\n" + example)
     config = load_config(RunConfig, path)
-    (critic,) = config.roles
-    assert (critic.pool, config.placement.all_slots) == ("critics", 12)
+    (critic,) = config.auxiliary_models
+    assert (critic.pool, config.placement.total_slots) == ("critics", 12)
 
 
-def test_the_algorithms_are_those_that_exist():
+def test_the_algorithm_table_is_complete():
     (table,) = re.findall(r"\| type \| what it is .*?\n\n", README.read_text(), re.DOTALL)
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     with pytest.raises(ValidationError) as error:
@@ -41,7 +41,7 @@ def test_the_algorithms_are_those_that_exist():
     assert sorted(named) == sorted(re.findall(r"'(\w+)'", error.value.errors()[0]["ctx"]["expected_tags"]))
 
 
-def test_the_commands_are_those_that_exist():
+def test_the_command_table_is_complete():
     from megarl.cli.main import SUMMARIES
 
     named = set(re.findall(r"^\| `megarl (\w+)", README.read_text(), re.MULTILINE))

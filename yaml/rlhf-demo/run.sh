@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fine-tuning, a reward model and PPO on arithmetic word problems, from nothing: minutes on two cores.
+# Runs fine-tuning, a reward model and PPO on arithmetic word problems, from a random model: minutes on two cores.
 #   yaml/rlhf-demo/run.sh [SEED]
-# An earlier runs/rlhf-demo is kept under another name.
+# An existing runs/rlhf-demo is renamed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$PWD/.venv/bin:$PATH"

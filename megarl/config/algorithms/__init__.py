@@ -1,0 +1,1 @@
+"""Configuration of the RL algorithms: one file per family, united in `algorithm`."""

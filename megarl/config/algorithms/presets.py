@@ -1,7 +1,7 @@
-"""Values of an algorithm's fields as its paper, or another trainer, has them.
+"""Presets: values of an algorithm's fields according to its paper or to another trainer.
 
-Learning rates of the policy, batch sizes and group sizes are left to the run. A trainer's values are those of its
-defaults, or of the recipe that it ships for the algorithm; what no field can say is in a comment.
+Presets do not set the policy's learning rate, batch sizes or group sizes. The values of a trainer are its defaults, or
+those of the recipe that it ships for the algorithm. Differences that no field can express are in comments.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megarl.config.section import merged
+from megarl.config.section import merge
 
 Preset = Literal["default", "paper", "compat:verl", "compat:slime", "compat:nemo-rl"]
 
 # verl, trainer/config/actor/actor.yaml: clip_ratio_low/high 0.2, clip_ratio_c 3, loss_agg_mode token-mean
-_VERL: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
+_VERL: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
 
 # slime, utils/arguments.py: eps-clip 0.2, no eps-clip-c, kl-coef and kl-loss-coef 0; without calculate-per-token-loss
 # it takes the mean of each sample's mean
 _SLIME: dict[str, Any] = {
-    "clip_low": 0.2,
-    "clip_high": 0.2,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
     "dual_clip": None,
     "aggregation": "seq-mean-token-mean",
     "kl_loss": None,
@@ -29,8 +29,8 @@ _SLIME: dict[str, Any] = {
 
 # NeMo-RL, examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml and ppo_math_1B.yaml, under loss_fn
 _NEMO_DAPO: dict[str, Any] = {
-    "clip_low": 0.2,
-    "clip_high": 0.28,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.28,
     "dual_clip": 10.0,
     "aggregation": "token-mean",
     "kl_loss": None,
@@ -61,54 +61,54 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("rloo", "compat:verl"): {**_VERL, "kl_loss": None, "kl_reward": None},
     # arXiv 2507.18071, section 5.1
     ("gspo", "paper"): {
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": None,
     },
     # examples/gspo_trainer/test_gspo_3b_math.sh; the loss mode gspo has no dual clip
     ("gspo", "compat:verl"): {
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
         "dual_clip": None,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": None,
     },
     # tests/test_moonlight_16B_A3B.py: --eps-clip 4e-4, which is both sides'
-    ("gspo", "compat:slime"): {**_SLIME, "clip_low": 4e-4, "clip_high": 4e-4},
+    ("gspo", "compat:slime"): {**_SLIME, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4},
     # arXiv 2506.13585, section 3.1: the token loss of DAPO, no penalty, no lower bound; it names no upper one
     ("cispo", "paper"): {"aggregation": "token-mean", "kl_loss": None, "kl_reward": None},
     # examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh; its clip_ratio_low 10 is no bound
     ("cispo", "compat:verl"): {
-        "clip_high": 0.2,
+        "clip_ratio_high": 0.2,
         "aggregation": "token-mean",
         "kl_loss": {"kind": "k3", "coefficient": 0.001},
         "kl_reward": None,
     },
     # utils/arguments.py advises --eps-clip 1 --eps-clip-high 4; its default of 0.2 would keep a lower bound
-    ("cispo", "compat:slime"): {**_SLIME, "clip_high": 4.0},
+    ("cispo", "compat:slime"): {**_SLIME, "clip_ratio_high": 4.0},
     # arXiv 2507.20673, section 4.1; callsys/GMPO, scripts/qwen2.5-math-7b-gmpo.sh: beta 0, critic_type grpo
     ("gmpo", "paper"): {
-        "clip_low": 0.4,
-        "clip_high": 0.4,
+        "clip_log_ratio_low": 0.4,
+        "clip_log_ratio_high": 0.4,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": None,
     },
     # examples/gmpo_trainer/run_qwen2_5-7b_math.sh; the loss mode geo_mean aggregates in its own way, which is this
     ("gmpo", "compat:verl"): {
-        "clip_low": 0.4,
-        "clip_high": 0.4,
+        "clip_log_ratio_low": 0.4,
+        "clip_log_ratio_high": 0.4,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": None,
     },
     # arXiv 2503.14476, section 4.1; for rewards of -1 and 1
     ("dapo", "paper"): {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
         "aggregation": "token-mean",
         "kl_loss": None,
         "kl_reward": None,
@@ -117,7 +117,7 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # docs/algo/dapo.md: overlong_buffer, max_num_gen_batches; clip_ratio_c 10 as in the shipped dapo_7b_math scripts
     ("dapo", "compat:verl"): {
         **_VERL,
-        "clip_high": 0.28,
+        "clip_ratio_high": 0.28,
         "dual_clip": 10.0,
         "kl_loss": None,
         "kl_reward": None,
@@ -152,7 +152,7 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # ppo_math_1B.yaml; its value loss is 0.4 of ours, and its overlong penalty is a reward's business
     ("ppo", "compat:nemo-rl"): {
         **_NEMO_DAPO,
-        "epochs": 4,
+        "ppo_epochs": 4,
         "gamma": 1.0,
         "lam": 0.95,
         "whiten": True,
@@ -160,8 +160,8 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     },
     # arXiv 2504.05118: critic's lambda 1 and alpha 0.05 (section 4), mu 0.1, epsilon and critic lr (section 5.1)
     ("vapo", "paper"): {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.28,
         "aggregation": "token-mean",
         "kl_loss": None,
         "kl_reward": None,
@@ -174,8 +174,8 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # arXiv 2502.01456; PRIME-RL/PRIME, training/examples/run_prime_main.sh: beta_train, rm_coef, reward_coef,
     # accuracy bounds, optim.lr and grad_clip of the prime_model, kl_coef 0
     ("prime", "paper"): {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
         "aggregation": "token-mean",
         "kl_loss": None,
         "kl_reward": None,
@@ -189,8 +189,8 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     # arXiv 2310.12773; safe-rlhf, scripts/ppo-lag.sh: kl_coeff, clip_range_ratio, gae_lambda, lambda_init/lr/max,
     # threshold; masked_mean takes the mean of each sample's mean
     ("safe_rlhf", "paper"): {
-        "clip_low": 0.2,
-        "clip_high": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": {"kind": "k1", "coefficient": 0.01},
@@ -205,11 +205,11 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "multiplier_max": 5.0,
     },
 }
-"""(type, preset) -> values that stand where the configuration gives none."""
+"""(type, preset) -> default values of fields."""
 
 
-def preset_values(kind: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over the values of the preset; sections are merged key by key, and a null in `given` wins.
+def apply_preset(kind: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `given` over the values of the preset. Sections are merged key by key; a null in `given` wins.
 
     Raises:
         ValueError: the algorithm has no such preset.
@@ -219,5 +219,5 @@ def preset_values(kind: str, preset: str, given: Mapping[str, Any]) -> dict[str,
     values = PRESETS.get((kind, preset))
     if values is None:
         has = ["default", *(name for of, name in PRESETS if of == kind)]
-        raise ValueError(f"preset: {kind} has {', '.join(has)}, got {preset!r}")
-    return merged(values, given)
+        raise ValueError(f"preset: {kind} has the presets {', '.join(has)}, got {preset!r}")
+    return merge(values, given)

@@ -1,4 +1,4 @@
-"""Every preset loads; its values are those that were read in papers and in other trainers' sources."""
+"""Presets load, and have the values stated in papers and in the sources of other trainers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.config.algorithms.algorithm import AlgorithmConfig, PolicyConfig
+from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.algorithms.policy import PolicyConfig
 from megarl.config.algorithms.presets import PRESETS
 
 ANY = TypeAdapter[PolicyConfig](AlgorithmConfig)
 
 NO_KL = {"kl_loss": None, "kl_reward": None}
-VERL = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
-SLIME = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "seq-mean-token-mean", **NO_KL}
+VERL = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
+SLIME = {
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
+    "dual_clip": None,
+    "aggregation": "seq-mean-token-mean",
+    **NO_KL,
+}
 OVERLONG = {"max_length": 20_480, "buffer": 4096, "factor": 1.0}
 
 
@@ -23,7 +30,7 @@ def algorithm(**given: Any) -> PolicyConfig:
 
 
 @pytest.mark.parametrize(("kind", "preset"), list(PRESETS))
-def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) -> None:
+def test_every_preset_loads_and_round_trips(kind: str, preset: str) -> None:
     config = algorithm(type=kind, preset=preset)
     assert (config.type, config.preset) == (kind, preset)
     assert ANY.validate_python(config.model_dump()) == config
@@ -36,8 +43,8 @@ def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) 
             "grpo",
             "default",
             {
-                "clip_low": 0.2,
-                "clip_high": 0.2,
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.2,
                 "dual_clip": None,
                 "aggregation": "token-mean",
                 "kl_loss.kind": "k3",
@@ -61,29 +68,43 @@ def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) 
         ("dr_grpo", "compat:slime", SLIME),
         ("rloo", "default", {"kl_reward.kind": "k1", "kl_reward.coefficient": 0.001, "kl_reward.target": None}),
         ("rloo", "compat:verl", {**VERL, **NO_KL}),
-        ("gspo", "paper", {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean", **NO_KL}),
-        ("gspo", "compat:verl", {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, **NO_KL}),
-        ("gspo", "compat:slime", {**SLIME, "clip_low": 4e-4, "clip_high": 4e-4}),
-        ("cispo", "paper", {"clip_high": 4.0, "aggregation": "token-mean", **NO_KL}),
-        ("cispo", "compat:verl", {"clip_high": 0.2, "kl_loss.kind": "k3", "kl_loss.coefficient": 0.001}),
-        ("cispo", "compat:slime", {**SLIME, "clip_high": 4.0}),
-        ("gmpo", "paper", {"clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq-mean-token-mean", **NO_KL}),
+        (
+            "gspo",
+            "paper",
+            {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "aggregation": "seq-mean-token-mean", **NO_KL},
+        ),
+        ("gspo", "compat:verl", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "dual_clip": None, **NO_KL}),
+        ("gspo", "compat:slime", {**SLIME, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4}),
+        ("cispo", "paper", {"clip_ratio_high": 4.0, "aggregation": "token-mean", **NO_KL}),
+        ("cispo", "compat:verl", {"clip_ratio_high": 0.2, "kl_loss.kind": "k3", "kl_loss.coefficient": 0.001}),
+        ("cispo", "compat:slime", {**SLIME, "clip_ratio_high": 4.0}),
+        (
+            "gmpo",
+            "paper",
+            {"clip_log_ratio_low": 0.4, "clip_log_ratio_high": 0.4, "aggregation": "seq-mean-token-mean", **NO_KL},
+        ),
         (
             "dapo",
             "paper",
-            {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token-mean", "overlong": OVERLONG, **NO_KL},
+            {
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
+                "aggregation": "token-mean",
+                "overlong": OVERLONG,
+                **NO_KL,
+            },
         ),
         (
             "dapo",
             "compat:verl",
-            {**VERL, "clip_high": 0.28, "dual_clip": 10.0, "overlong": OVERLONG, "max_batches": 10, **NO_KL},
+            {**VERL, "clip_ratio_high": 0.28, "dual_clip": 10.0, "overlong": OVERLONG, "max_batches": 10, **NO_KL},
         ),
         (
             "dapo",
             "compat:nemo-rl",
             {
-                "clip_low": 0.2,
-                "clip_high": 0.28,
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
                 "dual_clip": 10.0,
                 "overlong": {"max_length": 14_336, "buffer": 2048, "factor": 1.0},
                 **NO_KL,
@@ -112,14 +133,21 @@ def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) 
         (
             "ppo",
             "compat:nemo-rl",
-            {"clip_high": 0.28, "dual_clip": 10.0, "lam": 0.95, "epochs": 4, "whiten": True, "critic.clip": 0.2},
+            {
+                "clip_ratio_high": 0.28,
+                "dual_clip": 10.0,
+                "lam": 0.95,
+                "ppo_epochs": 4,
+                "whiten": True,
+                "critic.clip": 0.2,
+            },
         ),
         (
             "vapo",
             "paper",
             {
-                "clip_low": 0.2,
-                "clip_high": 0.28,
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.28,
                 "gamma": 1.0,
                 "lam": 1.0,
                 "length_alpha": 0.05,
@@ -147,8 +175,8 @@ def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) 
             "safe_rlhf",
             "paper",
             {
-                "clip_low": 0.2,
-                "clip_high": 0.2,
+                "clip_ratio_low": 0.2,
+                "clip_ratio_high": 0.2,
                 "aggregation": "seq-mean-token-mean",
                 "kl_loss": None,
                 "kl_reward.kind": "k1",
@@ -167,7 +195,7 @@ def test_every_preset_loads_and_survives_the_round_trip(kind: str, preset: str) 
         ),
     ],
 )
-def test_values(kind: str, preset: str, expected: dict[str, Any]) -> None:
+def test_values_of_presets(kind: str, preset: str, expected: dict[str, Any]) -> None:
     tree = algorithm(type=kind, preset=preset).model_dump()
     got = {}
     for key in expected:
@@ -178,14 +206,14 @@ def test_values(kind: str, preset: str, expected: dict[str, Any]) -> None:
     assert got == expected
 
 
-def test_given_keys_win() -> None:
-    config = algorithm(type="dapo", preset="paper", clip_high=0.3, overlong={"buffer": 100})
-    assert config.clip_high == 0.3
+def test_given_keys_override_the_preset() -> None:
+    config = algorithm(type="dapo", preset="paper", clip_ratio_high=0.3, overlong={"buffer": 100})
+    assert config.clip_ratio_high == 0.3
     assert config.model_dump()["overlong"] == OVERLONG | {"buffer": 100}
-    assert config.clip_low == 0.2
+    assert config.clip_ratio_low == 0.2
 
 
-def test_a_null_wins() -> None:
+def test_null_overrides_the_preset() -> None:
     config = algorithm(type="safe_rlhf", preset="paper", kl_reward=None, critic={"clip": None})
     assert config.kl_reward is None
     critic = config.model_dump()["critic"]
@@ -202,9 +230,7 @@ def test_a_null_wins() -> None:
         ({"type": "ppo", "kl_reward": {"coefficient": 0.1}}, "kl_reward.kind", "k1"),
     ],
 )
-def test_a_section_given_in_part_keeps_the_algorithms_other_defaults(
-    given: dict[str, Any], key: str, expected: Any
-) -> None:
+def test_a_partial_section_keeps_the_defaults_of_the_algorithm(given: dict[str, Any], key: str, expected: Any) -> None:
     value = algorithm(**given).model_dump()
     for name in key.split("."):
         value = value[name]
@@ -214,12 +240,16 @@ def test_a_section_given_in_part_keeps_the_algorithms_other_defaults(
 @pytest.mark.parametrize(
     ("kind", "preset", "has"),
     [
-        ("grpo", "papr", "grpo has default, paper, compat:verl, compat:slime, got 'papr'"),
-        ("grpo", "compat:nemo-rl", "grpo has default, paper, compat:verl, compat:slime, got 'compat:nemo-rl'"),
-        ("distillation", "paper", "distillation has default, got 'paper'"),
+        ("grpo", "papr", "grpo has the presets default, paper, compat:verl, compat:slime, got 'papr'"),
+        (
+            "grpo",
+            "compat:nemo-rl",
+            "grpo has the presets default, paper, compat:verl, compat:slime, got 'compat:nemo-rl'",
+        ),
+        ("distillation", "paper", "distillation has the presets default, got 'paper'"),
     ],
 )
-def test_a_preset_that_there_is_not_lists_those_that_there_are(kind: str, preset: str, has: str) -> None:
+def test_an_unknown_preset_lists_the_presets_of_the_algorithm(kind: str, preset: str, has: str) -> None:
     with pytest.raises(ValidationError, match="preset: " + has):
         algorithm(type=kind, preset=preset, teacher={"path": "t"}) if kind == "distillation" else algorithm(
             type=kind, preset=preset

@@ -1,0 +1,108 @@
+"""Algorithms with a critic: PPO, PF-PPO, VAPO, Safe RLHF."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from megarl.config.algorithms.model_sections import CriticConfig
+from megarl.config.algorithms.policy import ClippedPolicyConfig, KlRewardConfig
+from megarl.config.section import Section
+
+
+class ActorCriticConfig(ClippedPolicyConfig):
+    """Fields of algorithms with a critic."""
+
+    critic: CriticConfig = CriticConfig()
+    """The value model that advantages are estimated with."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor per token."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalized advantage estimation (arXiv 1506.02438, equation 16)."""
+
+    whiten: bool = True
+    """Normalize a step's advantages to mean 0 and standard deviation 1."""
+
+
+class PpoConfig(ActorCriticConfig):
+    """Proximal policy optimization (arXiv 1707.06347) as used in RLHF (arXiv 2203.02155)."""
+
+    type: Literal["ppo"] = "ppo"
+    kl_reward: KlRewardConfig | None = KlRewardConfig()
+
+
+class PfPpoConfig(ActorCriticConfig):
+    """Policy-filtration PPO: resamples completions by how reliable their reward is (arXiv 2409.06957)."""
+
+    needs_group: ClassVar[bool] = True
+    type: Literal["pf_ppo"] = "pf_ppo"
+    filter: Literal["pow", "max_min", "max_random"] = "pow"
+    """Weights that a prompt's completions are resampled with. `pow`: the squared reward, scaled to 0..1 within the
+    group. `max_min`: equal for the group's highest and lowest rewards, 0 for the others. `max_random`: 0.4 for the
+    group's highest rewards, 0.1 for the others."""
+
+    kl_reward: KlRewardConfig | None = KlRewardConfig()
+
+
+class ValuePretrainingConfig(Section):
+    """VAPO's value pretraining: steps before those of `trainer.steps` that train only the critic, with the policy
+    unchanged.
+    """
+
+    max_steps: int = Field(default=50, ge=0)
+    """Largest number of pretraining steps; pretraining ends here even if it has not converged. 0: no pretraining."""
+
+    min_explained_variance: float = Field(default=0.5, le=1)
+    """Explained variance of the returns that the critic has to reach before pretraining ends early."""
+
+    settled: float = Field(default=0.02, gt=0)
+    """Relative change of the value loss over `window` steps below which it counts as converged. Pretraining ends early
+    when this and `min_explained_variance` are both met."""
+
+    window: int = Field(default=5, ge=1)
+    """Number of steps over which the change of the value loss is measured."""
+
+
+class VapoConfig(ActorCriticConfig):
+    """Value-based augmented PPO (arXiv 2504.05118)."""
+
+    type: Literal["vapo"] = "vapo"
+    clip_ratio_high: float = Field(default=0.28, gt=0)
+
+    length_alpha: float | None = Field(default=0.05, gt=0)
+    """Length-adaptive lambda: a sequence's policy lambda is 1 - 1 / max(length_alpha * length, 1), with the length in
+    tokens, and `lam` is the critic's. null: `lam` for both."""
+
+    nll_coefficient: float = Field(default=0.1, ge=0)
+    """Factor of the negative log-likelihood of completions with a positive reward. 0: not added."""
+
+    pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
+    """Value pretraining before the first policy update."""
+
+
+class SafeRlhfConfig(ActorCriticConfig):
+    """Safe RLHF: maximizes the reward while a Lagrange multiplier holds the mean cost at a limit (arXiv 2310.12773)."""
+
+    type: Literal["safe_rlhf"] = "safe_rlhf"
+    cost_term: str = "cost"
+    """The term of `reward.terms` that is a cost. It is not part of the reward."""
+
+    cost_limit: float = 0.0
+    """Limit of the mean cost per completion."""
+
+    cost_critic: CriticConfig = CriticConfig()
+    """The value model of the cost."""
+
+    multiplier_lr: float = Field(default=0.1, ge=0)
+    """Learning rate of the logarithm of the Lagrange multiplier."""
+
+    multiplier_start: float = Field(default=1.0, gt=0)
+    """Initial value of the Lagrange multiplier."""
+
+    multiplier_max: float = Field(default=5.0, gt=0)
+    """Upper bound of the Lagrange multiplier."""
+
+    kl_reward: KlRewardConfig | None = KlRewardConfig()

@@ -1,0 +1,225 @@
+"""Fields that all RL algorithms share: batch sizes, policy loss, KL penalties, rollout importance sampling."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.algorithms.presets import Preset, apply_preset
+from megarl.config.section import Section
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+PolicyLossKind = Literal["ppo_clip", "gspo", "cispo", "gmpo"]
+KlKind = Literal["k1", "k2", "k3"]
+
+
+class KlConfig(Section):
+    """A KL penalty on the distance between the policy and the reference model."""
+
+    coefficient: float = Field(default=1e-3, ge=0)
+    """Factor of the penalty of each token; above 0. To turn the penalty off, set the section to null."""
+
+    kind: KlKind = "k3"
+    """Estimator of the KL divergence from d = log pi - log pi_ref (Schulman, 2020): `k1` is d, `k2` is d^2 / 2, `k3` is
+    e^-d - 1 + d."""
+
+    @model_validator(mode="after")
+    def _check_coefficient(self) -> KlConfig:
+        if self.coefficient == 0:
+            raise ValueError(
+                "coefficient needs to be above 0, got 0: a penalty of 0 would still load a reference model; set the "
+                "section to null"
+            )
+        return self
+
+
+class KlRewardConfig(KlConfig):
+    """A KL penalty that is subtracted from the reward of each token."""
+
+    kind: KlKind = "k1"
+
+    target: float | None = Field(default=None, gt=0)
+    """Mean KL per token that an adaptive coefficient aims for (arXiv 1909.08593, section 2.2). Default: the coefficient
+    is constant."""
+
+    horizon: int = Field(default=10_000, ge=1)
+    """Number of completions over which an adaptive coefficient changes by 20 percent at most."""
+
+
+class RolloutIsConfig(Section):
+    """Rollout importance sampling: corrects for the difference between engine and trainer log-probabilities with the
+    ratio pi_trainer,old / pi_rollout.
+    """
+
+    kind: Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"] = "token_tis"
+    """`token_tis`, `sequence_tis`: multiply the loss by the ratio of each token or sequence, truncated at `high`.
+    `icepop`: multiply by the token's ratio, and mask tokens whose ratio is outside [low, high]. `geometric_mask`: mask
+    sequences whose geometric mean ratio is outside [low, high]."""
+
+    low: float | None = Field(default=None, ge=0)
+    """Lower bound of the ratio. Default: 0.5 for `icepop`, 0.999 for `geometric_mask`, unused otherwise."""
+
+    high: float | None = Field(default=None, gt=0)
+    """Upper bound of the ratio. Default: 2 for `token_tis` and `sequence_tis`, 5 for `icepop`, 1.001 for
+    `geometric_mask`."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RolloutIsConfig:
+        low, high = self.bounds
+        if low >= high:
+            raise ValueError(f"low needs to be below high, got {low:g} >= {high:g} for {self.kind}")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`low` and `high`, with the defaults of `kind` filled in."""
+        low, high = {"icepop": (0.5, 5.0), "geometric_mask": (0.999, 1.001)}.get(self.kind, (0.0, 2.0))
+        return (low if self.low is None else self.low), (high if self.high is None else self.high)
+
+
+class PolicyConfig(Section):
+    """Fields of every algorithm."""
+
+    policy_loss: ClassVar[PolicyLossKind] = "ppo_clip"
+    """Which policy loss of `megarl.functional` the trainer computes."""
+    needs_group: ClassVar[bool] = False
+    """Whether the algorithm compares the completions of one prompt, so that `group_size` needs to be at least 2."""
+    advantage_source: ClassVar[str] = "rewards"
+    """Where advantages come from, as error messages name it. `kl_reward` needs "rewards"."""
+
+    type: str
+    preset: Preset = "default"
+    """Default values of the other fields. `paper`: those of the algorithm's paper. `compat:NAME`: those that reproduce
+    the trainer NAME. Fields that the file gives win over the preset."""
+
+    prompts_per_step: int = Field(default=32, ge=1)
+    """Number of prompts sampled in one controller step."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Number of completions sampled per prompt."""
+
+    num_mini_batches: int = Field(default=1, ge=1)
+    """Number of mini-batches, each an optimizer step, that a step's completions are split into. It has to divide
+    `prompts_per_step`: the completions of one prompt stay together."""
+
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Number of passes over a step's completions."""
+
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of tokens with a negative advantage A at -dual_clip * A (arXiv 1912.09729). Only the PPO loss
+    uses it. Default: no bound."""
+
+    aggregation: Aggregation = "token-mean"
+    """How token losses are reduced to one number. All denominators are counted over the whole mini-batch, across
+    ranks."""
+
+    length_norm: int | None = Field(default=None, ge=1)
+    """Constant number of tokens that `seq-mean-token-sum-norm` divides by. Default: `rollout.max_new_tokens`."""
+
+    kl_loss: KlConfig | None = None
+    """KL penalty against the reference model, added to the loss. null: none."""
+
+    kl_reward: KlRewardConfig | None = None
+    """KL penalty against the reference model, subtracted from the reward of each token. null: none."""
+
+    allow_double_kl: bool = False
+    """Allow `kl_loss` and `kl_reward` at the same time. Default: that is an error."""
+
+    reference: FrozenModelConfig = FrozenModelConfig()
+    """The reference model of KL penalties, loaded only where the algorithm uses one. Default: the initial policy,
+    `model.path`."""
+
+    rollout_is: RolloutIsConfig | None = None
+    """Rollout importance sampling, for the difference between engine and trainer log-probabilities. null: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kind = cls.model_fields["type"].default
+        for name in ("critic", "cost_critic"):
+            if name in data and name not in cls.model_fields:
+                raise ValueError(f"{name}: {_missing_critic_message(cls, kind, name)}")
+        return apply_preset(kind, data.get("preset", "default"), data)
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> PolicyConfig:
+        if self.prompts_per_step % self.num_mini_batches:
+            raise ValueError(
+                f"num_mini_batches needs to divide prompts_per_step, got {self.prompts_per_step} % "
+                f"{self.num_mini_batches} = {self.prompts_per_step % self.num_mini_batches}"
+            )
+        if self.needs_group and self.group_size < 2:
+            raise ValueError(
+                f"group_size needs to be at least 2, got {self.group_size}: {self.type} compares the completions of a "
+                "prompt with each other"
+            )
+        if self.length_norm is not None and self.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(
+                "length_norm is the divisor of aggregation seq-mean-token-sum-norm, got length_norm = "
+                f"{self.length_norm} with aggregation = {self.aggregation}"
+            )
+        if self.kl_loss is not None and self.kl_reward is not None and not self.allow_double_kl:
+            raise ValueError(
+                "kl_loss and kl_reward are both set and would penalize the same divergence twice; set one to null, or "
+                "set allow_double_kl: true"
+            )
+        if self.kl_reward is not None and self.advantage_source != "rewards":
+            raise ValueError(
+                f"kl_reward is subtracted from rewards, but the advantages of {self.type} come from "
+                f"{self.advantage_source}; set kl_reward to null, or use kl_loss"
+            )
+        for name in ("path", "parallel"):
+            if getattr(self.reference, name) is not None and not self.uses_reference:
+                raise ValueError(
+                    f"reference.{name} is set, but no reference model is used: kl_loss and kl_reward are null; remove "
+                    "it, or set one of them"
+                )
+        return self
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the run needs a reference model."""
+        return self.kl_loss is not None or self.kl_reward is not None
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per controller step."""
+        return self.num_mini_batches * self.ppo_epochs
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Arguments (clip_low, clip_high) of the policy loss."""
+        raise NotImplementedError
+
+
+class ClippedPolicyConfig(PolicyConfig):
+    """Fields of algorithms whose policy loss clips the importance ratio."""
+
+    clip_ratio_low: float = Field(default=0.2, gt=0)
+    """The importance ratio is clipped below at 1 - clip_ratio_low."""
+
+    clip_ratio_high: float = Field(default=0.2, gt=0)
+    """The importance ratio is clipped above at 1 + clip_ratio_high."""
+
+    @model_validator(mode="after")
+    def _check_clip_ratio_low(self) -> ClippedPolicyConfig:
+        if self.policy_loss in ("ppo_clip", "gspo") and self.clip_ratio_low >= 1:
+            raise ValueError(f"clip_ratio_low needs to be below 1, got {self.clip_ratio_low:g}: ratios are positive")
+        return self
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Arguments (clip_low, clip_high) of the policy loss."""
+        return self.clip_ratio_low, self.clip_ratio_high
+
+
+def _missing_critic_message(cls: type[PolicyConfig], kind: str, name: str) -> str:
+    """Return why the algorithm has no section `name`, `critic` or `cost_critic`, and what to do."""
+    if name == "cost_critic" and "critic" in cls.model_fields:
+        return f"{kind} has no costs, so it has no cost critic; remove the section, or choose safe_rlhf"
+    why = "the completions of a prompt are each other's baseline" if cls.needs_group else "it needs none"
+    return f"{kind} has no critic, {why}; remove the section, or choose ppo"

@@ -1,0 +1,89 @@
+"""The auxiliary models of a run: reference, critics, reward models, teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.config.algorithms.actor_critic import ActorCriticConfig, SafeRlhfConfig
+from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.algorithms.model_advantages import DistillationConfig, PrimeConfig
+from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig
+from megarl.config.model import ModelConfig
+from megarl.config.placement import AuxiliaryRole, PlacementConfig
+from megarl.config.reward import ModelRewardConfig, RewardsConfig
+from megarl.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+
+REWARD_MODEL_NAME = "reward {}"
+"""Format of the name of a reward term's model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxiliaryModel:
+    """A model that a run needs in addition to its policy."""
+
+    name: str
+    """Unique name within the run."""
+    key: str
+    """YAML path of its section."""
+    path: str
+    """Folder in Hugging Face format."""
+    head: Literal["lm", "value"]
+    """Output layer: language-model logits or one value per token."""
+    parallel: ParallelConfig
+    parallel_key: str
+    """YAML path that `parallel` comes from."""
+    optimizer: OptimizerConfig | None
+    """None: the model is frozen."""
+    role: AuxiliaryRole
+    """Key under `placement` that chooses its pool."""
+    pool: str
+    """Name of its pool of slots."""
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the model belongs to one of `reward.terms`."""
+        return self.name.startswith(REWARD_MODEL_NAME.format(""))
+
+
+def auxiliary_models_of(
+    algorithm: AlgorithmConfig,
+    reward: RewardsConfig,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    placement: PlacementConfig,
+) -> Iterator[AuxiliaryModel]:
+    """Yield the auxiliary models that these sections of a run's configuration need."""
+
+    def make(
+        role: AuxiliaryRole,
+        key: str,
+        section: FrozenModelConfig | ModelRewardConfig,
+        head: Literal["lm", "value"],
+        name: str | None = None,
+    ) -> AuxiliaryModel:
+        return AuxiliaryModel(
+            name=name or role,
+            key=key,
+            path=section.path or model.path,
+            head=head,
+            parallel=section.parallel or trainer.parallel,
+            parallel_key="trainer.parallel" if section.parallel is None else f"{key}.parallel",
+            optimizer=section.optimizer if isinstance(section, CriticConfig) else None,
+            role=role,
+            pool=placement.auxiliary_roles[role].pool,
+        )
+
+    if algorithm.uses_reference:
+        yield make("reference", "algorithm.reference", algorithm.reference, "lm")
+    if isinstance(algorithm, ActorCriticConfig):
+        yield make("critic", "algorithm.critic", algorithm.critic, "value")
+    if isinstance(algorithm, SafeRlhfConfig):
+        yield make("cost_critic", "algorithm.cost_critic", algorithm.cost_critic, "value")
+    if isinstance(algorithm, PrimeConfig):
+        yield make("reward_models", "algorithm.reward_model", algorithm.reward_model, "lm", name="reward_model")
+    if isinstance(algorithm, DistillationConfig):
+        yield make("teacher", "algorithm.teacher", algorithm.teacher, "lm")
+    for term, model_term in reward.models.items():
+        yield make("reward_models", f"reward.terms.{term}", model_term, "value", name=REWARD_MODEL_NAME.format(term))
