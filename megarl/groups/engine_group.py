@@ -15,7 +15,7 @@ from megarl.errors import WorkerError
 from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import SlotPool
-from megarl.process.startup_trace import ProcessStart
+from megarl.process.startup_trace import StartupTiming
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
@@ -119,7 +119,7 @@ class EngineGroup(EngineHandles):
         """
         self.supervisor.wait_started()
 
-    def startup_timing(self) -> list[ProcessStart]:
+    def startup_timing(self) -> list[StartupTiming]:
         """Return the startup timing of each engine's process."""
         refs = [engine.handle.startup_timing.remote() for engine in self.engines]
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}

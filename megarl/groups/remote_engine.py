@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.workers.failures import translate, wait_all
+from megarl.workers.failures import to_megarl_error, wait_all
 
 RETRY_SECONDS = 1.0
 """Delay before a call whose answer was lost is retried."""
@@ -47,7 +47,7 @@ class RemoteEngine:
             except (ActorUnavailableError, ObjectLostError):
                 await asyncio.sleep(RETRY_SECONDS)  # by then Ray may have noticed that the engine has died
             except RayError as error:
-                cause = translate(error, what=method, name=self.name)
+                cause = to_megarl_error(error, what=method, name=self.name)
                 # an engine that reports its own end raises LostEngineError already
                 raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
 

@@ -23,13 +23,13 @@ from megarl.groups.estimation import EstimateJob, EstimateSummary
 from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor, TrajectoryReward
 from megarl.megatron.requests import TokenColumn
-from megarl.placement.nodes import light_nodes
-from megarl.process.startup_trace import ProcessStart
+from megarl.placement.nodes import nodes_for_light_workers
+from megarl.process.startup_trace import StartupTiming
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 from megarl.supervision.engine_supervisor import POLL_INTERVAL_SECONDS
 from megarl.supervision.liveness_probe import LIVENESS_GROUP, WorkerLivenessProbe
-from megarl.workers.failures import check_deadline, raise_failure, translate, wait_all, wait_any
+from megarl.workers.failures import raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.worker_host import AsyncWorkerHost
 
@@ -91,7 +91,7 @@ class RolloutGroup:
         for index, building in enumerate([self._build(worker) for worker in self._workers]):
             self._restart(index, building)
 
-    def startup_timing(self) -> list[ProcessStart]:
+    def startup_timing(self) -> list[StartupTiming]:
         """Return the startup timing of each worker's process."""
         refs = [worker.startup_timing.remote() for worker in self._workers]
         return wait_all(refs, what="start", names=self._names(refs))
@@ -181,9 +181,9 @@ class RolloutGroup:
             self._kill_hung_workers({worker})
 
     def _kill_hung_workers(self, workers: Iterable[int]) -> None:
-        """Kill the workers that hang, so that their calls end; raises as `abort_check` in megarl.workers.failures does."""
+        """Kill the workers that hang, so that their calls end; raises as `run_abort_check` does."""
         self._last_check = time.monotonic()
-        check_deadline(sorted(f"rollout worker {index}" for index in workers))
+        run_abort_check(sorted(f"rollout worker {index}" for index in workers))
         for index in workers:
             if self._probes[index].is_hung():
                 seconds = self._config.recovery.engine_stall_seconds
@@ -239,10 +239,10 @@ class RolloutGroup:
             try:
                 ray.get(call)
             except WORKER_DEATHS as error:
-                cause = translate(error, what="rollout", name=name)
+                cause = to_megarl_error(error, what="rollout", name=name)
                 time.sleep(restart_budget.spend("rollout worker", cause, restart_budget.step, worker=name))
             except RayError as error:
-                raise translate(error, what="rollout worker start", name=name) from error
+                raise to_megarl_error(error, what="rollout worker start", name=name) from error
             else:
                 return
             ray.kill(self._workers[index])  # Ray may only have lost contact with it
@@ -252,7 +252,7 @@ class RolloutGroup:
 
     def _launch(self, index: int) -> Any:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-        nodes = light_nodes()
+        nodes = nodes_for_light_workers()
         here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
         actor = ray.remote(concurrency_groups={LIVENESS_GROUP: 1})(AsyncWorkerHost)
         options = actor.options(num_cpus=0, max_restarts=0, max_concurrency=10_000, scheduling_strategy=here)

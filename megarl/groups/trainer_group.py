@@ -33,8 +33,8 @@ from megarl.megatron.requests import (
 from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import BROADCAST, Dispatch, from_first, to_all
-from megarl.workers.group import Group, WorkerFuture, Processes, WorkerProcesses
+from megarl.workers.dispatch import BROADCAST, Dispatch, from_rank0, to_all
+from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         return self.group.call(TrainerWorker.load_training, folder, dispatch=_LOAD)
 
 
-_PREPARE: Dispatch[SyncSetup, RendezvousInfo | None] = Dispatch(to_all, from_first)
+_PREPARE: Dispatch[SyncSetup, RendezvousInfo | None] = Dispatch(to_all, from_rank0)
 
 
 def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:

@@ -29,7 +29,7 @@ from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.tracking.phases import PhaseTimer
-from megarl.workers.group import WorkerFuture, RemoteCall
+from megarl.workers.group import RemoteCall, WorkerFuture
 
 T = TypeVar("T")
 

@@ -46,4 +46,4 @@ def _make_checkpointer(
     def notify(text: str) -> None:
         events.add(MessageEvent(text))
 
-    return Checkpointer(config, {POLICY: trainer}, notify, on_first=processes.on_first)
+    return Checkpointer(config, {POLICY: trainer}, notify, run_on_rank0=processes.run_on_rank0)

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.supervision.restart_budget import RestartBudget
-from megarl.workers.failures import check_deadline, translate
+from megarl.workers.failures import run_abort_check, to_megarl_error
 
 POLL_INTERVAL_SECONDS = 1.0
 """Longest time between two checks for engines that do not answer."""
@@ -293,7 +293,7 @@ class EngineSupervisor:
             ray.wait(refs, num_returns=1, timeout=POLL_INTERVAL_SECONDS)
         else:
             time.sleep(POLL_INTERVAL_SECONDS / 10)
-        check_deadline([replica.name for replica in self.replicas if replica.state in ("backoff", "starting")])
+        run_abort_check([replica.name for replica in self.replicas if replica.state in ("backoff", "starting")])
         self._check()
 
     def attribute_failure(self, error: MegarlError) -> bool:
@@ -332,7 +332,7 @@ def _get_error(ref: Any, name: str) -> MegarlError | None:
     try:
         found: MegarlError | None = ray.get(ref)
     except RayActorError as error:
-        return LostEngineError(str(translate(error, what="engine", name=name)))
+        return LostEngineError(str(to_megarl_error(error, what="engine", name=name)))
     except RayError as error:
-        return translate(error, what="engine", name=name)
+        return to_megarl_error(error, what="engine", name=name)
     return found

@@ -36,7 +36,7 @@ class WorkerLivenessProbe:
         since, self._last_poll = now - self._last_poll, now
         if self._pending_ping is None:
             if now - self._last_answer >= self._ping_interval:
-                self._pending_ping = self._worker.place.options(concurrency_group=LIVENESS_GROUP).remote()
+                self._pending_ping = self._worker.process_info.options(concurrency_group=LIVENESS_GROUP).remote()
                 self._silent_seconds = 0.0
             return False
         if ray.wait([self._pending_ping], timeout=0)[0]:

@@ -4,8 +4,8 @@
     watchdog thread                | timeout | collects all stacks, writes the file
                                              `stacks/step-000012-train.txt`
 
-Only waits for worker processes can be aborted (`abort_check` in megarl.workers.failures). If the controller's own thread
-hangs elsewhere, the user is notified and the file contains its stack, but the phase does not end.
+Only waits for worker processes can be aborted (`abort_check` in megarl.workers.failures). If the controller's own
+thread hangs elsewhere, the user is notified and the file contains its stack, but the phase does not end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from ray.exceptions import RayError
 
 from megarl.errors import MegarlError, WorkerError
-from megarl.process.atomic_files import replaced
+from megarl.process.atomic_files import atomic_write
 from megarl.workers.failures import abort_check
 
 STACKS_FOLDER = "stacks"
@@ -92,7 +92,7 @@ class _PhaseTimeout:
         except (MegarlError, RayError, OSError) as error:
             found = f"could not collect the stacks of workers: {type(error).__name__}: {error}"
         try:
-            with replaced(self._path) as draft:
+            with atomic_write(self._path) as draft:
                 draft.write_text(f"{self._text()}\n\n{_stack_of(self._watched)}\n{found}\n")
         except OSError as error:
             return f"; stacks could not be written: {error}"

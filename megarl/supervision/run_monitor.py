@@ -14,8 +14,8 @@ from megarl.process.stack_dump import ProcessInfo
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
-from megarl.workers.stack_collector import ask_places, collect_stacks
-from megarl.workers.stragglers import StragglerWatch
+from megarl.workers.stack_collector import collect_stacks, query_processes
+from megarl.workers.stragglers import StragglerMonitor
 
 LOCATE_TIMEOUT_SECONDS = 10.0
 """Time allowed for a process to report its host and pid."""
@@ -36,11 +36,11 @@ class RunMonitor:
             seconds += config.placement.start_timeout_seconds + config.rollout.engine.start_timeout_seconds
         self._start_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
         self._trainer: WorkerProcesses | None = None
-        self._stragglers: StragglerWatch | None = None
+        self._stragglers: StragglerMonitor | None = None
         self._actors: Callable[[], Mapping[str, Any]] = dict
         self._located: dict[str, Any] = {}
-        """Actors whose entry in `_places` is current."""
-        self._places: dict[str, ProcessInfo] = {}
+        """Actors whose entry in `_processes` is current."""
+        self._processes: dict[str, ProcessInfo] = {}
 
     @contextmanager
     def start(self, step: int) -> Iterator[None]:
@@ -58,10 +58,10 @@ class RunMonitor:
             actors: returns the other Ray actors of the run as they are now, by their names in messages.
         """
         self._trainer = trainer
-        places = trainer.places()
+        processes = trainer.processes()
         stages = [grid.coordinates(rank).pp for rank in range(grid.size)]
-        self._stragglers = StragglerWatch([place.host for place in places.values()], self._notify, stages=stages)
-        self._places, self._actors, self._located = dict(places), actors, {}
+        self._stragglers = StragglerMonitor([info.host for info in processes.values()], self._notify, stages=stages)
+        self._processes, self._actors, self._located = dict(processes), actors, {}
         self._locate_actors()
 
     def _locate_actors(self) -> None:
@@ -69,10 +69,10 @@ class RunMonitor:
         for name, actor in self._actors().items():
             if self._located.get(name) is actor:
                 continue
-            self._places.pop(name, None)
+            self._processes.pop(name, None)
             # an actor that is lost at this moment is replaced when it is needed next
             with suppress(WorkerError):
-                self._places |= ask_places({name: actor}, timeout=LOCATE_TIMEOUT_SECONDS)
+                self._processes |= query_processes({name: actor}, timeout=LOCATE_TIMEOUT_SECONDS)
                 self._located[name] = actor
 
     @contextmanager
@@ -91,7 +91,7 @@ class RunMonitor:
         self.heartbeat.finished_step(seconds)
         if self._trainer is None or self._stragglers is None:
             return {}
-        return self._stragglers.step(self._trainer.take_calls())
+        return self._stragglers.step(self._trainer.pop_call_records())
 
     def close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the last heartbeat, `ended` or `failed`; has the signature of `__exit__`, for `ExitStack.push`."""
@@ -99,4 +99,4 @@ class RunMonitor:
 
     def _stacks(self) -> str:
         self._locate_actors()
-        return collect_stacks(self._places)
+        return collect_stacks(self._processes)

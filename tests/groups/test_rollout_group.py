@@ -51,7 +51,7 @@ class FakeWorker:
 
     def __init__(self, ray: "FakeRay") -> None:
         self.ray, self.is_responsive, self.calls, self.pings = ray, True, dict[str, Ref](), list[Ref]()
-        self.invoke, self.place = method(self._invoke), method(self._answer_ping)
+        self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
         self.preimport = method(lambda *_: Ref())
         self.build = method(lambda *_: Ref(is_done=ray.builds))
 
@@ -64,7 +64,7 @@ class FakeWorker:
         return self.calls[arguments[0].request_id], "payload"
 
     def _answer_ping(self) -> Ref:
-        assert self.place.options_given == {"concurrency_group": LIVENESS_GROUP}
+        assert self.process_info.options_given == {"concurrency_group": LIVENESS_GROUP}
         self.pings.append(Ref(is_done=self.is_responsive))
         return self.pings[-1]
 
@@ -132,8 +132,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for module in (rollout_group, liveness_probe, failures):
         monkeypatch.setattr(module, "ray", fake)
         monkeypatch.setattr(module, "time", fake)
-    monkeypatch.setattr(failures, "_log_folder", lambda: None)
-    monkeypatch.setattr(rollout_group, "light_nodes", lambda: [SimpleNamespace(id="node")])
+    monkeypatch.setattr(failures, "_ray_log_folder", lambda: None)
+    monkeypatch.setattr(rollout_group, "nodes_for_light_workers", lambda: [SimpleNamespace(id="node")])
     monkeypatch.setattr(rollout_group, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     return fake
 

@@ -87,7 +87,7 @@ def train(
 
     events = EventLog()
     with ExitStack() as closing:
-        checkpoint = ranks.on_first(lambda: begin_run(config, stage, resume, closing))
+        checkpoint = ranks.run_on_rank0(lambda: begin_run(config, stage, resume, closing))
         if ranks.rank != 0:
             config = config.model_copy(update={"tracking": NOTHING})
         run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)

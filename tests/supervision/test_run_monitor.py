@@ -15,7 +15,7 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.supervision import run_monitor
 from megarl.supervision.phase_watchdog import STACKS_FOLDER
 from megarl.supervision.run_monitor import RunMonitor
-from megarl.workers.failures import check_deadline
+from megarl.workers.failures import run_abort_check
 from tests.run.finished_groups import run_config
 
 
@@ -34,24 +34,24 @@ def monitor(tmp_path: Path) -> Iterator[RunMonitor]:
 
 
 def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    queried: list[str] = []
 
-    def ask(actors: Mapping[str, str], timeout: float) -> dict[str, str]:
-        asked.extend(actors.values())
+    def query(actors: Mapping[str, str], timeout: float) -> dict[str, str]:
+        queried.extend(actors.values())
         if "starts" in actors.values():
             raise WorkerError("no answer")
-        return {name: f"place of {actor}" for name, actor in actors.items()}
+        return {name: f"info of {actor}" for name, actor in actors.items()}
 
-    monkeypatch.setattr(run_monitor, "ask_places", ask)
-    monkeypatch.setattr(run_monitor, "collect_stacks", lambda places: str(sorted(places.items())))
+    monkeypatch.setattr(run_monitor, "query_processes", query)
+    monkeypatch.setattr(run_monitor, "collect_stacks", lambda processes: str(sorted(processes.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
-    trainer: Any = SimpleNamespace(places=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
+    trainer: Any = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
     monitor.watch(trainer, RankGrid(), lambda: engines)
-    trainer_place = str(next(iter(trainer.places().items())))
-    assert monitor._stacks() == f"[('engine 0', 'place of first'), ('engine 1', 'place of second'), {trainer_place}]"
+    trainer_info = str(next(iter(trainer.processes().items())))
+    assert monitor._stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
     engines |= {"engine 0": "starts", "engine 1": "third"}
-    assert monitor._stacks() == monitor._stacks() == f"[('engine 1', 'place of third'), {trainer_place}]"
-    assert asked == ["first", "second", "starts", "third", "starts"]
+    assert monitor._stacks() == monitor._stacks() == f"[('engine 1', 'info of third'), {trainer_info}]"
+    assert queried == ["first", "second", "starts", "third", "starts"]
 
 
 def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor: RunMonitor, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor: RunMo
     def start() -> None:
         with monitor.start(13):
             while time.monotonic() < started_at + 30:
-                check_deadline(["rank 1"])
+                run_abort_check(["rank 1"])
                 time.sleep(0.01)
 
     with pytest.raises(
