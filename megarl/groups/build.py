@@ -88,7 +88,7 @@ def reference_grid(config: DpoConfig) -> RankGrid:
 
 
 def reference_group(config: DpoConfig, group: Group[FrozenWorker]) -> FrozenGroup:
-    """Wrap the ranks of the reference model."""
+    """Return the reference model on the ranks of `group`."""
     assert config.dpo.reference.path is not None
     return FrozenGroup(group, cost=sequence_cost(load_architecture_from_folder(Path(config.dpo.reference.path))))
 

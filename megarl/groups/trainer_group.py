@@ -122,7 +122,7 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         return self.group.call(TrainerWorker.offload, self.offload_config, dispatch=_OFFLOAD)
 
     def onload(self) -> OffloadStats:
-        """Move it back to the devices; return the totals of all ranks."""
+        """Move offloaded tensors back to the devices; return the totals of all ranks."""
         return self.group.call(TrainerWorker.onload, None, dispatch=_ONLOAD)
 
     def save_hf(self, folder: str) -> None:
