@@ -1,4 +1,4 @@
-"""Compares strategies on real ranks.
+"""Compares weight-sync strategies on real ranks.
 
 torchrun --nproc-per-node 8 -m benchmarks.reshard --model synthetic:64 --train tp=4,dp=2 --gen tp=2 --json
 """
@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from benchmarks.reshard.contender import Contender, HandOver, Planned
+from benchmarks.reshard.contender import Contender, DeliveryMode, MegarlContender
 from benchmarks.reshard.measure import measure
 from benchmarks.reshard.show import MEGATRON_CORE, plot, print_table
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.errors import ConfigError, MegarlError
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.runtime import platform
 from megarl.offline.reshard_explain import make_scenario, model_name
 from megarl.placement.network import use_network_to_master
@@ -35,14 +35,14 @@ from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
 
 CONTENDERS = (*STRATEGIES, MEGATRON_CORE)
-"""In the order of reports."""
+"""Names of all contenders, in the order in which reports list them."""
 
-LEAST_SYNCS = 3
-"""An error that only a second sync shows has two to show in."""
+MIN_SYNCS = 3
+"""With three syncs, an error that appears only after the first sync has two chances to appear."""
 
 
 def main() -> int:
-    """One report per strategy, printed by rank 0."""
+    """Measure each strategy and print a report on rank 0; return the exit code."""
     args = _parser().parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
@@ -67,10 +67,10 @@ def _run(args: argparse.Namespace) -> list[SyncReport]:
         raise ConfigError(f"--gen needs as many layouts as --train, got {len(args.gen)} and {len(args.train)}")
     if args.plot and len(args.train) > 1:
         raise ConfigError(f"--plot needs one layout, got {len(args.train)}")
-    asked = CONTENDERS if args.strategies == ["all"] else args.strategies
-    names = [name for name in CONTENDERS if name in asked and name not in args.skip]
+    requested = CONTENDERS if args.strategies == ["all"] else args.strategies
+    names = [name for name in CONTENDERS if name in requested and name not in args.skip]
     if MEGATRON_CORE in names:
-        platform.prepare()  # before megatron-core is imported; also slows torch calls a little, of all strategies alike
+        platform.prepare()  # before megatron-core is imported; slows torch calls a little, equally for all strategies
     reports = []
     for train, gen in zip(args.train, args.gen, strict=True):
         reports += _run_layout(args, names, *_read(args, train, gen))
@@ -79,7 +79,9 @@ def _run(args: argparse.Namespace) -> list[SyncReport]:
     return reports
 
 
-def _run_layout(args: argparse.Namespace, names: Sequence[str], model: Decoder, scenario: Scenario) -> list[SyncReport]:
+def _run_layout(
+    args: argparse.Namespace, names: Sequence[str], model: ModelArchitecture, scenario: Scenario
+) -> list[SyncReport]:
     if scenario.grid.size != dist.get_world_size():
         raise ConfigError(f"--train takes {scenario.grid.size} ranks, torchrun started {dist.get_world_size()}")
     reports = []
@@ -92,7 +94,7 @@ def _run_layout(args: argparse.Namespace, names: Sequence[str], model: Decoder, 
             if dist.get_rank() == 0:
                 print(f"{scenario.train} -> {scenario.gen}: {name} left out: {error}", file=sys.stderr)
             continue
-        report = measure(contender, scenario, max(args.repeats, LEAST_SYNCS))
+        report = measure(contender, scenario, max(args.repeats, MIN_SYNCS))
         contender.close()
         if dist.get_rank() == 0 and args.json:
             print(json.dumps(asdict(report)), flush=True)
@@ -102,26 +104,26 @@ def _run_layout(args: argparse.Namespace, names: Sequence[str], model: Decoder, 
     return reports
 
 
-def _contender(name: str, model: Decoder, scenario: Scenario, hand_over: HandOver) -> Contender:
+def _contender(name: str, model: ModelArchitecture, scenario: Scenario, delivery: DeliveryMode) -> Contender:
     if name != MEGATRON_CORE:
-        return Planned(name, scenario, hand_over)
+        return MegarlContender(name, scenario, delivery)
     from benchmarks.reshard.megatron_core import MegatronCore
 
     return MegatronCore(model, scenario)
 
 
-def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[Decoder, Scenario]:
+def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[ModelArchitecture, Scenario]:
     make = partial(make_scenario, train=train, gen=gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20))
     kind, _, size = args.model.partition(":")
     if kind == "synthetic":
         dense = synthetic_model(float(size))
         return dense, make(args.model, dense, "bfloat16", engine=partial(engine_layouts, dense))
-    model, dtype = read_model(args.model)
+    model, dtype = load_architecture_and_dtype(args.model)
     return model, make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
 
 
 def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
-    """As SGLang lays it out on GPUs, traced by rank 0 for all."""
+    """Return SGLang's layouts of the model on GPUs, traced on rank 0 and broadcast."""
     out: list[Sequence[WeightLayout]] = [()]
     if dist.get_rank() == 0:
         from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
@@ -137,18 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--train", required=True, nargs="+", metavar="pp=1,tp=4,dp=2", help="one or more layouts")
     parser.add_argument("--gen", required=True, nargs="+", metavar="pp=1,tp=2", help="one for each of --train")
     parser.add_argument("--strategies", nargs="+", default=["all"], choices=["all", *CONTENDERS])
-    parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="of all strategies, leave out these")
-    parser.add_argument("--repeats", type=int, default=5, help=f"syncs, at least {LEAST_SYNCS}")
-    parser.add_argument("--nodes", type=int, default=1, help="machines to count for; ranks are spread evenly")
+    parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="strategies to leave out")
+    parser.add_argument("--repeats", type=int, default=5, help=f"syncs, at least {MIN_SYNCS}")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="nodes to assume when counting traffic; ranks are spread evenly"
+    )
     parser.add_argument("--bucket-mb", type=float, default=32, help="2**20 bytes")
     parser.add_argument(
         "--hand-over",
-        choices=get_args(HandOver),
+        choices=get_args(DeliveryMode),
         default="direct",
-        help="where engines' parameters are, for strategies that move boxes: in the rank's process, as megatron_core's "
-        "are, or behind shared memory, as SGLang's",
+        help="where the engines' parameters are, for strategies that transfer boxes: in the rank's process, as with "
+        "megatron_core, or behind shared memory, as with SGLang",
     )
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     return parser
 

@@ -1,4 +1,4 @@
-"""What is compared: one way of moving weights, with the weights that it moves, on one rank."""
+"""Contenders of the benchmark: one method of moving weights on one rank, with the weights it moves."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from benchmarks.reshard.content import Shard
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, build_strategy
 from megarl.reshard.analysis.sync_report import time_planning
-from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.reshard.transfer.sink import Parameters
 
-HandOver = Literal["direct", "shared-memory"]
-"""Where the engine's parameters are: in the rank's own process, or in another one, behind shared memory."""
+DeliveryMode = Literal["direct", "shared-memory"]
+"""Location of the engine's parameters: in the rank's own process, or in another process behind shared memory."""
 
 
 class Contender(Protocol):
-    """Made, and called, on all ranks together."""
+    """A method of moving weights; its constructor and methods are collective over all ranks."""
 
     arrangement: Arrangement
     plan_seconds: tuple[float, float]
-    """Cold and cached."""
+    """Planning times in seconds, without and with the cache."""
 
     def fill(self, sync: int) -> None:
-        """Give the source the weights of sync `sync`, and spoil the destination."""
+        """Fill the source with the weights of sync `sync`, and the destination with NaN."""
         ...
 
     def push(self) -> SyncStats:
-        """Move them, and count."""
+        """Move the weights; return the counted statistics."""
         ...
 
     def mismatched_bytes(self, sync: int) -> int:
-        """At this rank's destination."""
+        """Return the number of wrong bytes at this rank's destination."""
         ...
 
     def received_from(self) -> dict[int, int]:
-        """By other rank, bytes that came from it in one push."""
+        """Return, by source rank, the bytes received from it in one push."""
         ...
 
     def close(self) -> None:
-        """Free what it allocated."""
+        """Free memory and process groups."""
         ...
 
 
-class Planned:
-    """A strategy of `megarl.reshard`, whose books must equal its plan."""
+class MegarlContender:
+    """A strategy of `megarl.reshard`, whose counted statistics must equal its plan's."""
 
-    def __init__(self, name: str, scenario: Scenario, hand_over: HandOver) -> None:
-        """Raises ConfigError where the strategy cannot serve these sizes."""
-        self._hand_over = hand_over
+    def __init__(self, name: str, scenario: Scenario, delivery: DeliveryMode) -> None:
+        """Plan and create the strategy; raises ConfigError if it does not support these sizes."""
+        self._delivery = delivery
         self._rank = rank = dist.get_rank()
         self.arrangement = arrange(name, scenario)
         self.plan_seconds = time_planning(self.arrangement, scenario, rank)
@@ -61,16 +61,16 @@ class Planned:
         self._served = Shard(need) if need is not None else None
 
     def fill(self, sync: int) -> None:
-        """See `Contender`."""
+        """Fill the source with the weights of sync `sync`, and the destination with NaN."""
         self._held.fill(sync)
         if self._served is not None:
-            self._served.poison()
+            self._served.fill_nan()
 
     def push(self) -> SyncStats:
-        """See `Contender`.
+        """Move the weights; return the counted statistics.
 
         Raises:
-            AssertionError: the books differ from the plan.
+            AssertionError: the counted statistics differ from the plan's.
         """
         counted = self._strategy.push(self._held.tensors, self._outlets())
         planned = self._plan.stats[self._rank]
@@ -79,22 +79,22 @@ class Planned:
         )
         return counted
 
-    def _outlets(self) -> Outlets:
+    def _outlets(self) -> Sinks:
         if self._served is None:
-            return Outlets()
+            return Sinks()
         if self._rank in self.arrangement.senders:
-            return Outlets(whole=(self._served,))
-        return Outlets(boxes=Parameters(self._served.tensors) if self._hand_over == "direct" else self._served)
+            return Sinks(full_tensors=(self._served,))
+        return Sinks(boxes=Parameters(self._served.tensors) if self._delivery == "direct" else self._served)
 
     def mismatched_bytes(self, sync: int) -> int:
-        """See `Contender`."""
+        """Return the number of wrong bytes at this rank's destination."""
         return self._served.mismatched_bytes(sync) if self._served is not None else 0
 
     def received_from(self) -> dict[int, int]:
-        """See `Contender`; as planned."""
+        """Return, by source rank, the bytes planned to be received from it in one push."""
         between = self._plan.bytes_between.items()
         return {source: num_bytes for (source, rank), num_bytes in between if rank == self._rank}
 
     def close(self) -> None:
-        """See `Contender`."""
+        """Free the strategy's memory and process groups."""
         self._strategy.close()

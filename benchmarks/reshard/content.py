@@ -1,4 +1,4 @@
-"""Weights whose every element tells tensor, global index and sync: what a rank holds, and whether it arrived."""
+"""Test weights whose every element is a hash of tensor name, global index and sync, to verify what arrived."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
-from megarl.reshard.layout.layout import Box, Piece, WeightLayout, extent, slices
+from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, extent, slices
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket, map_bucket, torch_dtype
 
 BUCKETS_OF_A_PUSH = 2
 
 INTEGERS = {4: torch.int32, 2: torch.int16}
-"""By element size, the dtype in which bits are compared."""
+"""By element size in bytes, the integer dtype used to compare bits."""
 
 
 def content(tensor: str, box: Box, dtype: torch.dtype, sync: int) -> Tensor:
-    """The box's elements: a hash of the tensor's name, the global index and the sync; never NaN."""
+    """Return the elements of the box: hashes of tensor name, global index and sync; never NaN."""
     seed = zlib.crc32(tensor.encode()) + 0x9E3779B1 * (sync + 1)
     bits = torch.zeros((), dtype=INTEGERS[dtype.itemsize])
     for dim, (start, stop) in enumerate(box):
         hashed = _mix(torch.arange(start, stop, dtype=torch.int64) + seed + dim * 0x51ED2701)
-        hashed &= ~(1 << 30)  # the exponent's highest bit: neither NaN nor infinity, in float32 and bfloat16 alike
+        hashed &= ~(1 << 30)  # clear the highest exponent bit: neither NaN nor infinity, in float32 and in bfloat16
         bits = bits.unsqueeze(-1) ^ (hashed if dtype.itemsize == 4 else (hashed >> 16).to(torch.int16))
     return bits.view(dtype)
 
@@ -38,27 +38,27 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Shard:
-    """The local tensors of one layout; a sink for what one engine rank needs."""
+    """Local tensors of one layout; also a sink for the weights that one engine rank needs."""
 
     def __init__(self, layout: WeightLayout, tensors: Mapping[str, Tensor] | None = None) -> None:
         self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
         self._mapped: dict[tuple[int, int], Tensor] = {}
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[ShardPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
 
     def fill(self, sync: int) -> None:
-        """What the trainer would hold after step `sync`."""
+        """Fill the tensors with the weights of sync `sync`."""
         for piece, box in self._boxes():
             box.copy_(content(piece.tensor, piece.box, box.dtype, sync))
 
-    def poison(self) -> None:
-        """NaN everywhere."""
+    def fill_nan(self) -> None:
+        """Fill the tensors with NaN."""
         for tensor in self.tensors.values():
             tensor.fill_(float("nan"))
 
     def mismatched_bytes(self, sync: int) -> int:
-        """Of elements that differ, in any bit, from what sync `sync` brought."""
+        """Return the bytes of the elements that differ, in any bit, from the weights of sync `sync`."""
         wrong = 0
         for piece, box in self._boxes():
             integer = INTEGERS[box.dtype.itemsize]
@@ -68,25 +68,25 @@ class Shard:
         return wrong
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """See `BoxSink.load_boxes`."""
+        """Copy the boxes of a round, as `ShardSink.load_boxes`; blocks until done."""
         if bucket is not None:
             data = self._map(bucket)
             for slot in bucket.slots:
                 flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
                 self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
-        return _nothing
+        return _noop
 
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
-        """See `WeightSink.load`; takes its own part of each tensor."""
+        """Copy this layout's part of each tensor, as `WeightSink.load`; blocks until done."""
         data = self._map(bucket)
         for slot in bucket.slots:
-            whole = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+            full = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
             for piece in self._pieces.get(slot.name, ()):
-                self.tensors[piece.local][slices(piece.local_box)] = whole[slices(piece.box)]
-        return _nothing
+                self.tensors[piece.local][slices(piece.local_box)] = full[slices(piece.box)]
+        return _noop
 
     def _map(self, bucket: BoxBucket | WeightBucket) -> Tensor:
-        """The bucket's bytes; mapping a bucket anew costs as much as copying a good part of it."""
+        """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""
         stat = os.stat(bucket.path)
         if (stat.st_dev, stat.st_ino) not in self._mapped:
             if len(self._mapped) == BUCKETS_OF_A_PUSH:
@@ -94,7 +94,7 @@ class Shard:
             self._mapped[stat.st_dev, stat.st_ino] = map_bucket(bucket)
         return self._mapped[stat.st_dev, stat.st_ino]
 
-    def _boxes(self) -> Iterator[tuple[Piece, Tensor]]:
+    def _boxes(self) -> Iterator[tuple[ShardPiece, Tensor]]:
         for pieces in self._pieces.values():
             for piece in pieces:
                 yield piece, self.tensors[piece.local][slices(piece.local_box)]
@@ -110,4 +110,4 @@ def _allocate(layout: WeightLayout) -> dict[str, Tensor]:
     return {name: torch.zeros(size, dtype=dtypes[name], device=device()) for name, size in sizes.items()}
 
 
-def _nothing() -> None: ...
+def _noop() -> None: ...

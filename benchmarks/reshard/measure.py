@@ -1,4 +1,4 @@
-"""Times a contender on real ranks, verifies every bit that it moved, and sums up what the ranks counted."""
+"""Measurement of a contender on real ranks: times syncs, verifies every bit, and sums up the ranks' statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.reshard.planning.strategy import SyncStats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """By one rank."""
+    """Measurements of one rank."""
 
     stats: SyncStats
     received_from: dict[int, int]
@@ -27,23 +27,23 @@ class _Measured:
 
 
 def measure(contender: Contender, scenario: Scenario, syncs: int) -> SyncReport:
-    """`syncs` syncs, the weights changed before each; the same report on every rank.
+    """Run `syncs` syncs, with new weights for each, and return the same report on every rank.
 
     Raises:
-        AssertionError: a rank's books differ from its plan, or from sync to sync.
+        AssertionError: a rank's statistics differ from its plan's, or between syncs.
     """
-    seconds, mismatched, books = [], 0, set()
+    seconds, mismatched, all_stats = [], 0, set()
     for sync in range(syncs):
         contender.fill(sync)
         dist.barrier()
         start = time.perf_counter()
-        books.add(contender.push())
+        all_stats.add(contender.push())
         dist.barrier()  # a sync takes as long as its slowest rank
         seconds.append(time.perf_counter() - start)
         mismatched += contender.mismatched_bytes(sync)
-    assert len(books) == 1, books
+    assert len(all_stats) == 1, all_stats
     mine = _Measured(
-        stats=books.pop(),
+        stats=all_stats.pop(),
         received_from=contender.received_from(),
         plan_seconds=contender.plan_seconds,
         seconds=seconds,

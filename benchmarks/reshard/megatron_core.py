@@ -1,12 +1,12 @@
-"""The peer: megatron-core's own resharding, between two of its models on the same ranks.
+"""Contender `megatron_core`: megatron-core's own resharding between two of its models on the same ranks.
 
-Import after `megarl.megatron.runtime.platform.prepare()`.
+Import this module after `megarl.megatron.runtime.platform.prepare()`.
 
 Both sides are real GPTModels, the destination in Megatron's layout for the sizes of one engine (as in Megatron's own
-inference), its stages placed in Megatron's order. What is reported is what `swap_model_weights` does: bytes and
-messages are counted where its copy service is about to post them, planning is `build_centralized_reshard_plan` (rank 0
-plans for all and broadcasts; nothing is left to do once the destination holds the plan), and memory is a lower bound of
-what it allocates before anything travels: every slice that is copied to be sent, and every receive buffer once.
+inference), its stages placed in Megatron's order. The report covers `swap_model_weights`: bytes and messages are
+counted where its copy service is about to post them; planning is `build_centralized_reshard_plan` (rank 0 plans for all
+ranks and broadcasts; the destination then caches the plan); memory is a lower bound of what it allocates before the
+transfer: every slice that is copied to be sent, and every receive buffer once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopySer
 from megatron.core.resharding.refit import swap_model_weights
 
 from benchmarks.reshard.content import Shard
-from benchmarks.reshard.megatron_limits import megatron_grids, require_served
+from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import MEGATRON_CORE
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.pipeline_stages import EVEN
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.hf_weights.local_layout import local_tensors
@@ -40,16 +40,16 @@ from megarl.reshard.transfer.bucket import torch_dtype
 
 
 class MegatronCore:
-    """A `Contender`."""
+    """The `Contender` that resharding of megarl is compared with."""
 
-    def __init__(self, model: Decoder, scenario: Scenario) -> None:
-        """Build both models.
+    def __init__(self, model: ModelArchitecture, scenario: Scenario) -> None:
+        """Build both models and the plan.
 
         Raises:
-            ConfigError: sizes that megatron-core's planner, or one of the two models, does not take.
+            ConfigError: megatron-core's planner or one of the two models does not support these sizes.
         """
         train, gen = megatron_grids(scenario)
-        require_served(model, train, gen)
+        require_megatron_core_support(model, train, gen)
         rank, dtype = dist.get_rank(), next(iter(scenario.sources[0].tensors.values())).dtype
         needs = trainer_layouts(model, gen, dtype)
         self.arrangement = Arrangement(strategy=MEGATRON_CORE, places=_places(gen), needs=dict(enumerate(needs)))
@@ -63,13 +63,13 @@ class MegatronCore:
         self._delivered = sum(volume(piece.box) for piece in needs[rank].pieces) * torch_dtype(dtype).itemsize
 
     def fill(self, sync: int) -> None:
-        """See `Contender`."""
+        """Fill the source with the weights of sync `sync`, and the destination with NaN."""
         with torch.no_grad():
             self._held.fill(sync)
-            self._served.poison()
+            self._served.fill_nan()
 
     def push(self) -> SyncStats:
-        """See `Contender`."""
+        """Move the weights; return the counted statistics."""
         swap_model_weights(self._source, self._target, self._service)
         service = self._service
         return SyncStats(
@@ -82,16 +82,16 @@ class MegatronCore:
         )
 
     def mismatched_bytes(self, sync: int) -> int:
-        """See `Contender`."""
+        """Return the number of wrong bytes at this rank's destination."""
         with torch.no_grad():
             return self._served.mismatched_bytes(sync)
 
     def received_from(self) -> dict[int, int]:
-        """See `Contender`."""
+        """Return, by source rank, the bytes received from it in the last push."""
         return self._service.received_from
 
     def close(self) -> None:
-        """See `Contender`; the models go with the object."""
+        """Destroy the process groups; the models are freed with the object."""
         ours = [*vars(self._source.pg_collection).values(), *vars(self._target.pg_collection).values()]
         groups = {id(group): group for group in [*ours, self._service.gloo_pg]}
         for group in groups.values():
@@ -100,7 +100,7 @@ class MegatronCore:
 
 
 class CountingService(GlooCopyService):  # type: ignore[misc]
-    """megatron-core's service for gloo, which counts what the last run sent and received."""
+    """megatron-core's copy service for gloo, which also counts what the last run sent and received."""
 
     def __init__(self, source: torch.nn.Module) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class CountingService(GlooCopyService):  # type: ignore[misc]
         self.received_from: dict[int, int] = {}
 
     def run(self) -> None:
-        """See `CopyService`; transfers from a rank to itself are allocated for, not sent."""
+        """Count, then run the queued operations; transfers from a rank to itself count as memory only."""
         sends = [(op.dest_rank, op.tensor) for op in self.send_ops]
         receives = [(op.src_rank, target) for op, target in self.recv_ops]
         self.bytes_sent = sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
@@ -128,15 +128,15 @@ def _places(gen: RankGrid) -> dict[int, GenerationPlace]:
     return {rank: GenerationPlace(c.dp, c.pp, c.tp) for rank, c in at.items()}
 
 
-def _build(model: Decoder, grid: RankGrid, layout: WeightLayout, dtype: str) -> tuple[torch.nn.Module, Shard]:
-    """This rank's stage, and its parameters as the layout names them."""
+def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype: str) -> tuple[torch.nn.Module, Shard]:
+    """Build this rank's stage; return it with its parameters under the layout's names."""
     parallel_state.initialize_model_parallel(grid.tp, grid.pp, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(0)  # values come from elsewhere, but megatron-core asks for it
+    tensor_parallel.model_parallel_cuda_manual_seed(0)  # required by megatron-core, although values are filled in later
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parallel = ParallelConfig(tp=grid.tp, pp=grid.pp)
     config = transformer_config(model, parallel, torch_dtype(dtype), RecomputeConfig())
     (chunk,) = build_chunks(model, config, groups, EVEN, temperature=1.0)
     chunk.module.pg_collection = groups
     shard = Shard(layout, local_tensors([chunk]))
-    parallel_state.destroy_model_parallel()  # the other side has groups of its own
+    parallel_state.destroy_model_parallel()  # the other side creates its own groups
     return chunk.module, shard

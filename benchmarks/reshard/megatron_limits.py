@@ -1,11 +1,11 @@
-"""What megatron-core's resharding does not serve, said before any of it is imported."""
+"""Limits of megatron-core's resharding, checked before any of it is imported."""
 
 from __future__ import annotations
 
 import math
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.trainer_layouts import padded_vocab
 from megarl.placement.rank_grid import RankGrid
@@ -13,10 +13,10 @@ from megarl.reshard.analysis.scenario import Scenario
 
 
 def megatron_grids(scenario: Scenario) -> tuple[RankGrid, RankGrid]:
-    """Of both sides; context parallel ranks hold the same weights, as data parallel ones do.
+    """Return the training and generation grids; context-parallel ranks count as data-parallel ranks.
 
     Raises:
-        ConfigError: ranks would be left without an engine.
+        ConfigError: some ranks would be in no engine.
     """
     grid, engine = scenario.grid, scenario.gen_pp * scenario.gen_tp
     if grid.size % engine:
@@ -28,17 +28,19 @@ def megatron_grids(scenario: Scenario) -> tuple[RankGrid, RankGrid]:
     return train, RankGrid(tp=scenario.gen_tp, dp=grid.size // engine, pp=scenario.gen_pp)
 
 
-def require_served(model: Decoder, train: RankGrid, gen: RankGrid) -> None:
-    """Return where Megatron can build both sides and its planner can cut the parameters into tiles.
+def require_megatron_core_support(model: ModelArchitecture, train: RankGrid, gen: RankGrid) -> None:
+    """Check that Megatron can build both models and that its planner can split the parameters into tiles.
 
     Raises:
-        ConfigError: they do not divide.
+        ConfigError: it cannot; names the limit.
     """
     attention, ffn_size = model.attention, model.mlp.ffn_size
     if model.experts or not isinstance(attention, GroupedQueryAttention):
-        raise ConfigError(f"megatron_core is compared on dense models only, got {model.architecture}")
+        raise ConfigError(f"megatron_core is compared on dense models only, got {model.name}")
     if model.tie_embeddings and (train.pp > 1 or gen.pp > 1):
-        raise ConfigError("megatron_core does not know a tied head, which pipeline stages hold under another name")
+        raise ConfigError(
+            "megatron_core does not support tied embeddings with pipeline stages, which name the head differently"
+        )
     if attention.num_kv_heads % gen.tp:
         raise ConfigError(
             f"megatron_core needs gen tp to divide the key-value heads of a Megatron model, got "
@@ -47,17 +49,17 @@ def require_served(model: Decoder, train: RankGrid, gen: RankGrid) -> None:
     padded = padded_vocab(model, train.tp), padded_vocab(model, gen.tp)
     if padded[0] != padded[1]:
         raise ConfigError(
-            f"megatron_core needs the vocabulary padded alike on both sides, got {padded[0]} and {padded[1]}"
+            f"megatron_core needs the same padded vocabulary on both sides, got {padded[0]} and {padded[1]}"
         )
     qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     lengths = {
         "embedding": (padded[0], 1),
         "linear_qkv": (qkv, 1),
         "linear_proj": (attention.num_heads * attention.head_dim, 1),
-        "linear_fc1": (2 * ffn_size, 2),  # gate and up are split each on its own
+        "linear_fc1": (2 * ffn_size, 2),  # gate and up are split separately
         "linear_fc2": (ffn_size, 1),
     }
     for name, (length, stride) in lengths.items():
         tiles = math.lcm(train.tp * stride, gen.tp * stride)
         if length % tiles:
-            raise ConfigError(f"megatron_core needs {name} to be cut in {tiles} tiles, got {length} % {tiles}")
+            raise ConfigError(f"megatron_core needs {name} to be split into {tiles} tiles, got {length} % {tiles}")

@@ -1,4 +1,4 @@
-"""Reports as tables and as a picture."""
+"""Presentation of reports as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.analysis.sync_report import SyncReport
 MEGATRON_CORE = "megatron_core"
 
 BASELINES = ("gather_hf", MEGATRON_CORE)
-"""What peers do; the others' times are compared with theirs."""
+"""Strategies of other systems, with whose times the others are compared."""
 
 OURS = ("micro_dp", "exact")
 
@@ -47,7 +47,7 @@ SUMMARY: tuple[str, ...] = (
 
 
 def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
-    """Under `COLUMNS`; MB are 10**6 bytes, `x` is a baseline's median time over the strategy's, of the same layout."""
+    """Return table rows under `COLUMNS`; MB are 10**6 bytes, `x` is a baseline's median time over the strategy's."""
     return [
         [
             r.strategy,
@@ -70,7 +70,7 @@ def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
 
 
 def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
-    """Under `SUMMARY`, one row a layout: the faster of `OURS` against `BASELINES`."""
+    """Return table rows under `SUMMARY`, one per layout: the faster of `OURS` against `BASELINES`."""
     fastest: dict[str, SyncReport] = {}
     for r in reports:
         best = fastest.get(_layout(r))
@@ -87,7 +87,7 @@ def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
 
 
 def print_table(reports: Sequence[SyncReport]) -> None:
-    """To stdout."""
+    """Print the reports as a table to stdout."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
@@ -97,13 +97,13 @@ def print_table(reports: Sequence[SyncReport]) -> None:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for a file; the first two columns are words."""
+    """Return a Markdown table; the first two columns are left-aligned text."""
     lines = [columns, ["---", "---", *["---:"] * (len(columns) - 2)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def plot(reports: Sequence[SyncReport], file: Path) -> None:
-    """Bytes into one rank, time and peak memory, a bar per strategy."""
+    """Write a bar chart of bytes into one rank, time and peak memory, by strategy, to `file`."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -128,12 +128,12 @@ def _layout(report: SyncReport) -> str:
 
 
 def _mb(num_bytes: int | None) -> str:
-    assert num_bytes is not None, "a run counts everything"
+    assert num_bytes is not None, "a report of a run has all counts"
     return f"{num_bytes / 1e6:.1f}"
 
 
 def _find(strategy: str, like: SyncReport, reports: Sequence[SyncReport]) -> SyncReport | None:
-    """The report of another strategy on the same layout."""
+    """Return the report of `strategy` on the layout of report `like`, or None."""
     return next((r for r in reports if r.strategy == strategy and _layout(r) == _layout(like)), None)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of `make bench`: layouts that divide, that do not, and that change the pipeline.
+"""Runs the benchmark of `make bench`: layouts that divide, layouts that do not, and changes of the pipeline size.
 
 python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 """
@@ -20,16 +20,16 @@ from megarl.reshard.analysis.sync_report import SyncReport
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One torchrun."""
+    """One torchrun command."""
 
     ranks: int
     layouts: tuple[tuple[str, str], ...]
-    """--train, --gen."""
+    """(--train, --gen) per layout."""
     options: str = ""
 
     @property
     def arguments(self) -> str:
-        """Of torchrun."""
+        """Arguments of torchrun, as one string."""
         train, gen = zip(*self.layouts, strict=True)
         arguments = f"--nproc-per-node {self.ranks} -m benchmarks.reshard {COMMON} {self.options} "
         return arguments + f"--train {' '.join(train)} --gen {' '.join(gen)}"
@@ -56,24 +56,25 @@ LIMIT_SECONDS = 300
 INTRODUCTION = """\
 # Weight sync, strategy by strategy
 
-Written by `make bench` on one machine with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo; the model is
+Written by `make bench` on one node with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo; the model is
 {model}, layouts are pp-tp-dp -> pp-tp. MB are 10^6 bytes, bfloat16.
-Bytes, messages, collectives and memory are counted at the calls and are the same on any machine; those of all but
-`megatron_core` equal the plan's, or the run fails. Seconds compare strategies of one layout, and say nothing about
-NCCL: `x` is how many times as long a baseline took. Every bit that arrived was compared, in 5 syncs with changed
-weights.
+Bytes, messages, collectives and memory are counted at the calls and do not depend on the hardware; except for
+`megatron_core`, the run fails if they differ from the plan. Seconds compare strategies on one layout and do not predict
+times over NCCL; `x` is the time of a baseline divided by the time of the strategy. All received bits were verified, in
+5 syncs with changed weights.
 
-- `gather_hf`, what verl and slime do: every rank gathers all tensors whole, one by one, and keeps its engine's part.
+- `gather_hf`, the method of verl and slime: every rank gathers all tensors in full, one by one, and keeps its engine's
+  part.
 - `megatron_core`: `megatron.core.resharding` of the installed megatron-core between two of its models. Its memory is a
   lower bound.
-- The engine's parameters are in the rank's own process, as `megatron_core`'s are: `--hand-over shared-memory` puts them
+- The engine's parameters are in the rank's own process, as for `megatron_core`; `--hand-over shared-memory` puts them
   behind the buckets that SGLang's processes read. `gather_hf` uses such buckets in both cases.
-- "MB in bound": what a rank lacks, placed as that strategy places engines.
+- "MB in bound": the bytes that a rank needs and does not hold, with the engine placement of that strategy.
 """
 
 
 def main(file: Path) -> None:
-    """Run, print, write."""
+    """Run all layouts, print the tables and write them to `file`."""
     reports, parts = [], []
     for run in RUNS:
         print(f"torchrun {run.arguments}", flush=True)

@@ -1,4 +1,4 @@
-"""A dense decoder of a given size whose every dimension divides by 1, 2, 3, 4, 6 and 8, and an engine's layout of it.
+"""A dense model of a given size, all of whose dimensions are multiples of 1, 2, 3, 4, 6 and 8, and its engine layout.
 
 hidden H = 48 k    query heads 48, key-value heads 24, each 2 k wide    MLP 3 H    8 layers    vocabulary 1536
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
-from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
 
 LAYERS, HEADS, VOCAB = 8, 48, 1536
 
 
-def synthetic_model(megabytes: float) -> Decoder:
-    """Of about `megabytes` (10**6 bytes) in bfloat16."""
+def synthetic_model(megabytes: float) -> ModelArchitecture:
+    """Return a model of about `megabytes` (10**6 bytes) in bfloat16."""
     sizes = {unit: _parameters(unit * HEADS) for unit in range(1, 400)}
     unit = min(sizes, key=lambda u: abs(2 * sizes[u] - megabytes * 1e6))
     hidden = unit * HEADS
-    return Decoder(
-        architecture="Qwen3ForCausalLM",
+    return ModelArchitecture(
+        name="Qwen3ForCausalLM",
         num_layers=LAYERS,
         hidden_size=hidden,
         vocab_size=VOCAB,
@@ -41,8 +41,8 @@ def _parameters(hidden: int) -> int:
     return LAYERS * 15 * hidden * hidden + 2 * VOCAB * hidden
 
 
-def engine_layouts(model: Decoder, tp: int, dtype: str, *, ep: int = 1) -> list[WeightLayout]:
-    """By tensor rank, what SGLang would hold of a dense model: q, k, v one after another, gate above up."""
+def engine_layouts(model: ModelArchitecture, tp: int, dtype: str, *, ep: int = 1) -> list[WeightLayout]:
+    """Return SGLang's layout of a dense model by tensor rank, with fused q, k, v and fused gate, up."""
     assert ep == 1, ep
     tensors = model.tensors(dtype)
     return [WeightLayout(tensors, tuple(_pieces(tensors, rank, tp))) for rank in range(tp)]
@@ -53,7 +53,7 @@ FUSED["up_proj"] = "gate_up_proj"
 BY_COLUMNS = ("o_proj", "down_proj")
 
 
-def _pieces(tensors: dict[str, TensorSpec], rank: int, size: int) -> Iterator[Piece]:
+def _pieces(tensors: dict[str, TensorSpec], rank: int, size: int) -> Iterator[ShardPiece]:
     filled: dict[str, int] = {}
     for name, spec in tensors.items():
         kind = name.split(".")[-2]
@@ -66,4 +66,4 @@ def _pieces(tensors: dict[str, TensorSpec], rank: int, size: int) -> Iterator[Pi
         local_box: Box = tuple((0, stop - start) for start, stop in box)
         at = filled.get(local, 0)
         filled[local] = at + local_box[0][1]
-        yield Piece(name, tuple(box), local, ((at, filled[local]), *local_box[1:]))
+        yield ShardPiece(name, tuple(box), local, ((at, filled[local]), *local_box[1:]))

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.reshard.__main__ import CONTENDERS
 from benchmarks.reshard.content import Shard, content
-from benchmarks.reshard.megatron_limits import megatron_grids, require_served
+from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
 from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.errors import ConfigError
@@ -116,20 +116,20 @@ NARROW = replace(MODEL, mlp=replace(MODEL.mlp, ffn_size=3))
     [
         (MODEL, (1, 3, 1, 1, 2), r"every rank in an engine, got 3 ranks % \(gen pp 1 \* tp 2\) = 1"),
         (FEW_HEADS, (1, 2, 2, 1, 4), r"key-value heads of a Megatron model, got 2 % 4 = 2"),
-        (replace(MODEL, vocab_size=300), (1, 4, 1, 1, 2), r"vocabulary padded alike on both sides, got 512 and 384"),
-        (NARROW, (1, 3, 2, 1, 2), r"linear_fc1 to be cut in 12 tiles, got 6 % 12"),
-        (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"a tied head"),
+        (replace(MODEL, vocab_size=300), (1, 4, 1, 1, 2), r"the same padded vocabulary on both sides, got 512 and 384"),
+        (NARROW, (1, 3, 2, 1, 2), r"linear_fc1 to be split into 12 tiles, got 6 % 12"),
+        (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"does not support tied embeddings"),
     ],
 )
 def test_what_the_peer_does_not_serve(model, layout, why):
     with pytest.raises(ConfigError, match=why):
-        require_served(model, *megatron_grids(scenario(*layout)))
+        require_megatron_core_support(model, *megatron_grids(scenario(*layout)))
 
 
 def test_the_peer_serves_what_divides():
     train, gen = megatron_grids(scenario(2, 2, 2, 1, 2))
     assert (train, gen) == (RankGrid(pp=2, tp=2, dp=2), RankGrid(tp=2, dp=4))
-    require_served(MODEL, train, gen)
+    require_megatron_core_support(MODEL, train, gen)
 
 
 def test_tables_compare_with_the_baselines_of_the_same_layout():
@@ -161,7 +161,7 @@ def test_verification_sees_one_bit_an_old_sync_and_poison(shard):
     weight = shard.tensors["model.layers.0.mlp.gate_up_proj.weight"]
     weight.view(torch.int16)[5, 7] ^= 1
     assert shard.mismatched_bytes(3) == 2
-    shard.poison()
+    shard.fill_nan()
     assert shard.mismatched_bytes(3) == total
 
 

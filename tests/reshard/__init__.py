@@ -1,0 +1,1 @@
+"""Tests of weight resharding, with synthetic layouts and a simulator of plans."""

@@ -1,4 +1,4 @@
-"""Ranks of a handover in processes of their own, which tests stop, kill and replace."""
+"""Ranks in separate processes, which tests stop, kill and replace."""
 
 import gc
 import multiprocessing
@@ -11,7 +11,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.planning.disaggregated import HandoverRank
+from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer.sink import Parameters
 
 CALL_SECONDS = 60
@@ -19,17 +19,17 @@ CALL_SECONDS = 60
 
 @dataclass
 class Outcome:
-    """Of one call."""
+    """Outcome of one call."""
 
     value: object
     error: str | None
     seconds: float
     buffers: int
-    """Byte tensors that it has left alive."""
+    """Number of uint8 tensors that the call has leaked."""
 
 
 class RankProcess:
-    """Runs methods of a member one after another."""
+    """A process that runs methods of a member object one after another."""
 
     def __init__(self, member, rank, *arguments):
         context = multiprocessing.get_context("spawn")
@@ -57,7 +57,7 @@ class RankProcess:
 
 
 def call(ranks, method, *arguments):
-    """The same call on all of them; values, or the first error."""
+    """Run the same call on all ranks; return their values, which requires that none fails."""
     for rank in ranks:
         rank.begin(method, *arguments)
     outcomes = [rank.result() for rank in ranks]
@@ -65,28 +65,28 @@ def call(ranks, method, *arguments):
     return [outcome.value for outcome in outcomes]
 
 
-class HandoverMember:
-    """A rank of a handover; engines' ranks poison their parameters before each sync."""
+class TransferMember:
+    """A rank of a disaggregated sync; engine ranks fill their parameters with NaN before each sync."""
 
-    def __init__(self, rank, handover, value):
+    def __init__(self, rank, transfer_spec, value):
         self._rank, self._value = rank, value
-        self.prepare(handover)
+        self.prepare(transfer_spec)
 
-    def prepare(self, handover):
+    def prepare(self, transfer_spec):
         rank = self._rank
-        self._handover, self._mine = handover, HandoverRank(handover, rank)
-        engine_rank = rank - len(handover.sources)
-        self._need = handover.needs[engine_rank % len(handover.needs)] if engine_rank >= 0 else None
+        self._transfer_spec, self._transfer_rank = transfer_spec, TransferRank(transfer_spec, rank)
+        engine_rank = rank - len(transfer_spec.sources)
+        self._need = transfer_spec.needs[engine_rank % len(transfer_spec.needs)] if engine_rank >= 0 else None
         self._parameters = {} if self._need is None else empty_parameters(self._need)
 
-    def join(self, meeting):
-        self._mine.join(meeting)
+    def connect(self, transfer_group):
+        self._transfer_rank.connect(transfer_group)
 
     def sync(self, number, fault=None):
-        """The books, and how many elements are wrong.
+        """Run one sync; return its statistics and the number of wrong elements.
 
         Args:
-            fault: what one rank does in the middle of the sync, see `Fragile`, and the rank.
+            fault: (fault, rank): what the rank does in the middle of the sync, see `FaultyTensors`.
         """
         for tensor in self._parameters.values():
             tensor.fill_(float("nan"))
@@ -94,28 +94,28 @@ class HandoverMember:
         if self._need is None:
             held = {
                 p.local: self._value(p.tensor, number)[slices(p.box)].clone()
-                for p in self._handover.sources[self._rank].pieces
+                for p in self._transfer_spec.sources[self._rank].pieces
             }
         parameters = self._parameters
         if fault is not None and fault[1] == self._rank:
-            held, parameters = Fragile(held, fault[0]), Fragile(parameters, fault[0])
+            held, parameters = FaultyTensors(held, fault[0]), FaultyTensors(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)
-        books = self._mine.run(held, target, self._load)
+        stats = self._transfer_rank.run(held, target, self._load)
         mismatched = 0
         for piece in self._need.pieces if self._need is not None else ():
             got = self._parameters[piece.local][slices(piece.local_box)]
             mismatched += int((got != self._value(piece.tensor, number)[slices(piece.box)]).sum())
-        return books, mismatched
+        return stats, mismatched
 
     def _load(self, whole):
-        """As an engine does with whole tensors: it keeps its own part."""
+        """Load full tensors as an engine does: keep this rank's part."""
         for piece in self._need.pieces:
             if piece.tensor in whole:
                 self._parameters[piece.local][slices(piece.local_box)] = whole[piece.tensor][slices(piece.box)]
 
 
-class Fragile(dict):
-    """Signals its own process when half of its tensors have been used; or given seconds, sleeps for each."""
+class FaultyTensors(dict):
+    """Signals its process after half of its tensors have been read; given a float, sleeps on each read instead."""
 
     def __init__(self, tensors, fault):
         super().__init__(tensors)

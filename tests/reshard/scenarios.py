@@ -6,7 +6,7 @@ from tests.reshard import synthetic
 
 
 def scenario(p, t, d, pg, tg, *, nodes=1, bucket_bytes=1 << 20):
-    """p-t-d -> pg-tg."""
+    """Return the scenario p-t-d -> pg-tg of the synthetic model."""
     grid = RankGrid(pp=p, tp=t, dp=d)
     by_shard = {(s, i): synthetic.shard(s, p, i, t, "train") for s in range(p) for i in range(t)}
     places = [grid.coordinates(rank) for rank in range(grid.size)]

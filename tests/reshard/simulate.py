@@ -1,4 +1,4 @@
-"""Every rank's rounds, run in one process on NumPy arrays: what a plan means, without an executor."""
+"""Simulation of all ranks' rounds in one process on NumPy arrays, without an executor."""
 
 import numpy as np
 
@@ -9,13 +9,13 @@ from megarl.reshard.planning.rounds import build_rounds
 
 
 def plans(sources, needs, topology, bucket_bytes, groups=(), *, relay=True):
-    """By rank, its rounds."""
+    """Return the rounds of every rank."""
     index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
     return [build_rounds(index, plan_rank(index, rank)) for rank in range(len(sources))]
 
 
 def run(rounds, held, targets, groups=()):
-    """Carry out all ranks' rounds.
+    """Execute all ranks' rounds.
 
     Args:
         rounds: by rank.
@@ -23,16 +23,16 @@ def run(rounds, held, targets, groups=()):
         targets: by rank, name -> array; written.
 
     Returns:
-        By (source, destination, tensor bytes): what crossed the wire, as (source, destination, bytes) per message.
+        (source, destination, bytes) of every message between two ranks.
     """
-    wire = []
+    messages = []
     group_of = {rank: sorted(group) for group in groups for rank in group}
     for number in range(len(rounds[0])):
         buckets = [np.full(of_rank[number].bucket_bytes, 0xEE, np.uint8) for of_rank in rounds]
         for rank, of_rank in enumerate(rounds):
             for copy in of_rank[number].copies:
                 _put(buckets[rank], copy.slot, _bytes(held[rank], copy.part))
-        _gather(rounds, number, held, buckets, group_of, wire)
+        _gather(rounds, number, held, buckets, group_of, messages)
         for hop in range(len(rounds[0][number].hops)):
             sent = {}
             for rank, of_rank in enumerate(rounds):
@@ -47,7 +47,7 @@ def run(rounds, held, targets, groups=()):
                     data = sent[message.source, rank].pop(0)
                     assert len(data) == message.num_bytes == sum(slot.num_bytes for slot in message.slots)
                     buckets[rank][message.offset : message.offset + message.num_bytes] = data
-                    wire.append((message.source, rank, message.num_bytes))
+                    messages.append((message.source, rank, message.num_bytes))
             assert not any(sent.values())
         for rank, of_rank in enumerate(rounds):
             for slot in of_rank[number].slots:
@@ -55,10 +55,10 @@ def run(rounds, held, targets, groups=()):
                 assert slot.offset % target.itemsize == 0
                 data = buckets[rank][slot.offset : slot.offset + slot.num_bytes]
                 target[...] = data.view(target.dtype).reshape(target.shape)
-    return wire
+    return messages
 
 
-def _gather(rounds, number, held, buckets, group_of, wire):
+def _gather(rounds, number, held, buckets, group_of, messages):
     for rank, of_rank in enumerate(rounds):
         for index, gather in enumerate(of_rank[number].gathers):
             group = group_of[rank]
@@ -66,11 +66,11 @@ def _gather(rounds, number, held, buckets, group_of, wire):
             for member, slots in zip(group, gather.slots, strict=True):
                 theirs = rounds[member][number].gathers[index]
                 assert (theirs.offset, theirs.num_bytes) == (gather.offset, gather.num_bytes)
-                for copy, slot in zip(theirs.mine, slots, strict=True):
+                for copy, slot in zip(theirs.own_copies, slots, strict=True):
                     _put(buckets[rank], slot, _bytes(held[member], copy.part))
                 if member != rank:
                     assert sum(slot.num_bytes for slot in slots) == gather.share
-                    wire.append((member, rank, gather.share))
+                    messages.append((member, rank, gather.share))
 
 
 def _put(bucket, slot, data):

@@ -1,6 +1,6 @@
-"""Layouts of a model whose every tensor divides: what the closed forms are about."""
+"""Layouts of a model whose every tensor divides evenly, for comparison with closed forms."""
 
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
 
 ROWS, COLUMNS, LAYERS = 192, 4, 48
 TENSORS = {f"layers.{i}": TensorSpec((ROWS, COLUMNS), "float32") for i in range(LAYERS)}
@@ -8,10 +8,12 @@ MODEL_BYTES = LAYERS * ROWS * COLUMNS * 4
 
 
 def shard(pp, pp_size, tp, tp_size, prefix):
-    """Stage `pp`'s layers, rows of tensor rank `tp`."""
+    """Return the layout of stage `pp`'s layers, rows of tensor rank `tp`."""
     per_stage, rows = LAYERS // pp_size, ROWS // tp_size
     pieces = [
-        Piece(f"layers.{i}", ((tp * rows, (tp + 1) * rows), (0, COLUMNS)), f"{prefix}.{i}", ((0, rows), (0, COLUMNS)))
+        ShardPiece(
+            f"layers.{i}", ((tp * rows, (tp + 1) * rows), (0, COLUMNS)), f"{prefix}.{i}", ((0, rows), (0, COLUMNS))
+        )
         for i in range(pp * per_stage, (pp + 1) * per_stage)
     ]
     return WeightLayout(TENSORS, tuple(pieces))

@@ -1,8 +1,8 @@
-"""Traces SGLang's layouts of several engines in one process, which takes seconds to import it.
+"""Traces SGLang's layouts of several engines in one process, because importing SGLang takes seconds.
 
     python traced.py '[[<model folder>, <device>, <tp>, <ep>, <file for the traces>], ...]'
 
-with the environment of an engine.
+Run it with the environment of an engine.
 """
 
 import json

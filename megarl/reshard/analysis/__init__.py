@@ -1,0 +1,1 @@
+"""Analysis of a sync without running it: bytes, messages and memory of each strategy."""

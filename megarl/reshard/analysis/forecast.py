@@ -1,6 +1,6 @@
-"""What a sync will count on every rank, from its plan alone: no process group, no byte moved.
+"""Forecast of the statistics of a sync on every rank, from its plan alone.
 
-A run's books have to equal it, field by field.
+It needs no process group and transfers nothing. The statistics that a run counts have to equal it, field by field.
 """
 
 from __future__ import annotations
@@ -12,107 +12,107 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, sync_context
-from megarl.reshard.analysis.traffic import Traffic, Wanted, wanted
+from megarl.reshard.analysis.traffic import Traffic, TrafficSpec, make_traffic_spec
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import replica_cells
+from megarl.reshard.layout.micro_dp import model_replicas
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import Demand
+from megarl.reshard.planning.lower_bounds import NeedIndex
 from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.strategies.full_gather import keep_plan, model_bytes, owned_parts
+from megarl.reshard.strategies.full_gather import model_bytes, owned_parts, plan_local_part
 from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
-from megarl.reshard.transfer.executor import Memory
+from megarl.reshard.transfer.executor import BufferSizes
 
-PLANNED_PIECES = 500_000
-"""Of all ranks together: with more, `explain` plans a few ranks only. Planning a piece takes about 50 us."""
+MAX_PLANNED_PIECES = 500_000
+"""Limit on the shard pieces of all ranks: above it, `explain` plans a few ranks only. A piece takes about 50 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One sync of one strategy."""
+    """Predicted statistics of one sync with one strategy."""
 
     stats: tuple[SyncStats, ...]
-    """By rank."""
+    """By rank, its statistics."""
     bytes_between: dict[tuple[int, int], int]
-    """By source and destination, two different ranks."""
+    """(source, destination) -> bytes, for pairs of different ranks."""
 
     def bytes_into_nodes(self, topology: Topology) -> dict[int, int]:
-        """By machine, what its ranks receive from other machines."""
-        into = dict.fromkeys(topology.nodes, 0)
+        """Return, by node, the bytes that its ranks receive from other nodes."""
+        received = dict.fromkeys(topology.nodes, 0)
         for (source, destination), num_bytes in self.bytes_between.items():
             if not topology.same_node(source, destination):
-                into[topology.nodes[destination]] += num_bytes
-        return into
+                received[topology.nodes[destination]] += num_bytes
+        return received
 
     def traffic(self, topology: Topology) -> Traffic:
-        """The same without the details."""
+        """Return the bytes received by ranks and nodes."""
         received = tuple(of_rank.bytes_received for of_rank in self.stats)
         return Traffic(into_ranks=received, into_nodes=self.bytes_into_nodes(topology))
 
 
 def can_plan_all(arrangement: Arrangement, scenario: Scenario) -> bool:
-    """True where the plans of all ranks are made in a matter of seconds."""
+    """Return whether planning all ranks takes only seconds."""
     if arrangement.strategy == "gather_hf":
         return True  # one plan serves all ranks
-    needs = wanted(arrangement, scenario).needs
-    return sum(len(need.pieces) for need in needs.values()) <= PLANNED_PIECES
+    needs = make_traffic_spec(arrangement, scenario).needs
+    return sum(len(need.pieces) for need in needs.values()) <= MAX_PLANNED_PIECES
 
 
 def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
-    """What every rank will count."""
+    """Predict the statistics of every rank."""
     if arrangement.strategy == "gather_hf":
-        return _gather_hf(arrangement, scenario)
-    what, stats, between = wanted(arrangement, scenario), [], {}
-    for rank in range(len(what.sources)):
-        rounds = _rounds(what, arrangement, scenario, rank)
+        return _forecast_gather_hf(arrangement, scenario)
+    spec, stats, between = make_traffic_spec(arrangement, scenario), [], {}
+    for rank in range(len(spec.sources)):
+        rounds = _rounds(spec, arrangement, scenario, rank)
         group = next((sorted(group) for group in arrangement.groups if rank in group), [])
-        stats.append(_of_rank(rounds, what, arrangement, scenario, rank))
-        for source, num_bytes in _sources(rounds, rank, group).items():
+        stats.append(_rank_stats(rounds, spec, arrangement, scenario, rank))
+        for source, num_bytes in _bytes_by_source(rounds, rank, group).items():
             between[source, rank] = num_bytes
     return Forecast(stats=tuple(stats), bytes_between=between)
 
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:
-    """What one rank will count, under any strategy but `gather_hf`."""
-    what = wanted(arrangement, scenario)
-    return _of_rank(_rounds(what, arrangement, scenario, rank), what, arrangement, scenario, rank)
+    """Predict the statistics of one rank, for any strategy other than `gather_hf`."""
+    spec = make_traffic_spec(arrangement, scenario)
+    return _rank_stats(_rounds(spec, arrangement, scenario, rank), spec, arrangement, scenario, rank)
 
 
-def _rounds(what: Wanted, arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
+def _rounds(spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, rank: int) -> Sequence[Round]:
     return cached_plan(
-        what.sources,
-        what.needs,
+        spec.sources,
+        spec.needs,
         scenario.topology,
         rank,
         scenario.bucket_bytes,
         groups=arrangement.groups,
-        relay=what.relay,
+        relay=spec.relay,
     ).rounds
 
 
-def _of_rank(
-    rounds: Sequence[Round], what: Wanted, arrangement: Arrangement, scenario: Scenario, rank: int
+def _rank_stats(
+    rounds: Sequence[Round], spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, rank: int
 ) -> SyncStats:
-    stats = _of_rounds(rounds, scenario.bucket_bytes, receives=rank in what.needs)
+    stats = _round_stats(rounds, scenario.bucket_bytes, receives=rank in spec.needs)
     if arrangement.strategy in ("micro_dp", "exact"):
         return stats
-    # the gather, and then the rank's own part of it, one after the other, beside the whole model
-    whole = what.needs[rank]
-    peak = model_bytes(whole) + stats.peak_extra_bytes
+    # the gather, then the copy of the rank's own part, one after the other, beside the full model
+    full = spec.needs[rank]
+    peak = model_bytes(full) + stats.peak_extra_bytes
     if rank not in arrangement.needs:
         return replace(stats, bytes_delivered=0, buckets=0, peak_extra_bytes=peak)
-    keep = _keep(whole, arrangement.needs[rank], scenario.bucket_bytes)
-    peak = max(peak, model_bytes(whole) + keep.peak_extra_bytes)
-    return replace(stats, bytes_delivered=keep.bytes_delivered, buckets=keep.buckets, peak_extra_bytes=peak)
+    local_part = _local_part_stats(full, arrangement.needs[rank], scenario.bucket_bytes)
+    peak = max(peak, model_bytes(full) + local_part.peak_extra_bytes)
+    return replace(stats, bytes_delivered=local_part.bytes_delivered, buckets=local_part.buckets, peak_extra_bytes=peak)
 
 
 @lru_cache
-def _keep(whole: WeightLayout, need: WeightLayout, bucket_bytes: int) -> SyncStats:
-    return _of_rounds(keep_plan(whole, need, bucket_bytes).rounds, bucket_bytes, receives=True)
+def _local_part_stats(full: WeightLayout, need: WeightLayout, bucket_bytes: int) -> SyncStats:
+    return _round_stats(plan_local_part(full, need, bucket_bytes).rounds, bucket_bytes, receives=True)
 
 
-def _of_rounds(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) -> SyncStats:
+def _round_stats(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) -> SyncStats:
     messages = [message.num_bytes for r in rounds for hop in r.hops for message in hop.receives]
     gathers = [gather.num_bytes - gather.share for r in rounds for gather in r.gathers]
     return SyncStats(
@@ -120,14 +120,14 @@ def _of_rounds(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) ->
         bytes_received=sum(messages) + sum(gathers),
         bytes_delivered=sum(r.bytes_delivered for r in rounds),
         buckets=sum(bool(r.bucket_bytes) for r in rounds),
-        peak_extra_bytes=Memory.of(rounds, bucket_bytes).total(receives=receives),
+        peak_extra_bytes=BufferSizes.for_rounds(rounds, bucket_bytes).total(receives=receives),
         messages=len(messages),
         collectives=len(gathers),
     )
 
 
-def _sources(rounds: Sequence[Round], rank: int, group: Sequence[int]) -> dict[int, int]:
-    """Bytes that `rank` receives, by source."""
+def _bytes_by_source(rounds: Sequence[Round], rank: int, group: Sequence[int]) -> dict[int, int]:
+    """Return, by source rank, the bytes that `rank` receives."""
     found: dict[int, int] = defaultdict(int)
     for this in rounds:
         for hop in this.hops:
@@ -139,44 +139,49 @@ def _sources(rounds: Sequence[Round], rank: int, group: Sequence[int]) -> dict[i
     return found
 
 
-def _gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
-    kinds, senders = replica_cells(scenario.grid), set(arrangement.senders)
-    # copies are alike, but for the numbers of their ranks
+def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
+    kinds, senders = model_replicas(scenario.grid), set(arrangement.senders)
+    # all replicas have the same plan, apart from rank numbers
     plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
     buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
     world = len(scenario.sources)
-    into, largest, collectives = [0] * world, [0] * world, [0] * world
+    received, largest, collectives = [0] * world, [0] * world, [0] * world
     between: dict[tuple[int, int], int] = defaultdict(int)
-    for kind, copies in enumerate(kinds):
-        by_cell: dict[int, list[TensorGather]] = defaultdict(list)
+    for kind, replicas in enumerate(kinds):
+        by_shard_group: dict[int, list[TensorGather]] = defaultdict(list)
         for gather in (gather for bucket in plan for gather in bucket.gathers if gather.kind == kind):
-            by_cell[gather.cell].append(gather)
-        if not by_cell:
+            by_shard_group[gather.shard_group].append(gather)
+        if not by_shard_group:
             continue
-        number_of = sum(map(len, by_cell.values()))
-        most = max(gather.num_bytes for gathers in by_cell.values() for gather in gathers)
-        in_all = {cell: sum(gather.num_bytes for gather in gathers) for cell, gathers in by_cell.items()}
-        parts = {cell: [g.part_bytes for g in gathers if g.is_gathered] for cell, gathers in by_cell.items()}
-        for cells in copies:
-            if senders.isdisjoint(rank for cell in cells for rank in cell):
+        num_gathers = sum(map(len, by_shard_group.values()))
+        largest_gather = max(gather.num_bytes for gathers in by_shard_group.values() for gather in gathers)
+        group_bytes = {
+            shard_group: sum(gather.num_bytes for gather in gathers) for shard_group, gathers in by_shard_group.items()
+        }
+        part_sizes_of = {
+            shard_group: [g.part_bytes for g in gathers if g.is_gathered]
+            for shard_group, gathers in by_shard_group.items()
+        }
+        for replica in replicas:
+            if senders.isdisjoint(rank for shard_group in replica for rank in shard_group):
                 continue
-            for number, cell in enumerate(cells):
-                of_cell = parts.get(number, [])
-                _all_gather(cell, sum(of_cell), between)
-                for index, source in enumerate(cell):
-                    largest[source] = max(largest[source], most)
-                    collectives[source] += len(of_cell) + (number_of if len(cells) > 1 else 0)
-                    if number in in_all:
-                        for other in (other[index] for other in cells if other is not cell):
-                            between[source, other] += in_all[number]
-    out_of = [0] * world
+            for number, shard_group in enumerate(replica):
+                part_sizes = part_sizes_of.get(number, [])
+                _add_all_gather(shard_group, sum(part_sizes), between)
+                for index, source in enumerate(shard_group):
+                    largest[source] = max(largest[source], largest_gather)
+                    collectives[source] += len(part_sizes) + (num_gathers if len(replica) > 1 else 0)
+                    if number in group_bytes:
+                        for other in (other[index] for other in replica if other is not shard_group):
+                            between[source, other] += group_bytes[number]
+    sent = [0] * world
     for (source, destination), num_bytes in between.items():
-        out_of[source] += num_bytes
-        into[destination] += num_bytes
+        sent[source] += num_bytes
+        received[destination] += num_bytes
     stats = [
         SyncStats(
-            bytes_sent=out_of[rank],
-            bytes_received=into[rank],
+            bytes_sent=sent[rank],
+            bytes_received=received[rank],
             bytes_delivered=model_bytes(scenario.sources[0]) if rank in senders else 0,
             buckets=len(plan) if rank in senders else 0,
             peak_extra_bytes=largest[rank] + (buffers if rank in senders else 0),
@@ -187,15 +192,15 @@ def _gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     return Forecast(stats=tuple(stats), bytes_between=dict(between))
 
 
-def _all_gather(ranks: Sequence[int], part_bytes: int, between: dict[tuple[int, int], int]) -> None:
+def _add_all_gather(ranks: Sequence[int], part_bytes: int, between: dict[tuple[int, int], int]) -> None:
     for source in ranks:
         for destination in ranks:
             if part_bytes and source != destination:
                 between[source, destination] += part_bytes
 
 
-def kept_twice(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:
-    """HybridFlow's redundancy: the most that a rank holds for training and its engine rank does not need."""
+def redundant_bytes(arrangement: Arrangement, sources: Sequence[WeightLayout]) -> int:
+    """Return HybridFlow's redundancy: the most bytes a rank holds for training that its engine rank does not need."""
     held = owned_parts(sources) if arrangement.strategy == "ds_chat" else sources
-    holdings = Demand(held[rank] for rank in arrangement.needs)
-    return max((holdings.lacking([need], [held[rank]]).elements for rank, need in arrangement.needs.items()), default=0)
+    holdings = NeedIndex(held[rank] for rank in arrangement.needs)
+    return max((holdings.missing([need], [held[rank]]).elements for rank, need in arrangement.needs.items()), default=0)

@@ -1,4 +1,4 @@
-"""A training layout, a generation layout, and how each strategy would arrange the two."""
+"""Scenarios of a sync: a training layout, a generation layout, and the placement that each strategy gives them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from megarl.errors import ConfigError
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.engine_ranks import overlapping_servers
+from megarl.reshard.layout.engine_ranks import place_engines_by_overlap
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import (
     GenerationPlace,
     consecutive_places,
     micro_dp_groups,
-    replica_cells,
+    model_replicas,
     strided_places,
 )
 from megarl.reshard.layout.topology import Topology
@@ -23,59 +23,59 @@ from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
-"""In the order of reports."""
+"""Names of all strategies, in the order in which reports list them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Both sides of a sync, on one set of ranks."""
+    """Layouts of both sides of a sync on one set of ranks."""
 
     model: str
     grid: RankGrid
     gen_pp: int
     gen_tp: int
     sources: tuple[WeightLayout, ...]
-    """By trainer rank."""
+    """By trainer rank, the layout it holds."""
     engine: tuple[tuple[WeightLayout, ...], ...]
-    """[pipeline stage][tensor rank] of one engine; engines are alike."""
+    """[pipeline stage][tensor rank] -> layout of one engine; all engines have the same."""
     topology: Topology
     bucket_bytes: int
 
     @property
     def replicas(self) -> int:
-        """Engines that the ranks have room for."""
+        """Number of engines that fit on the ranks."""
         return self.grid.size // (self.gen_pp * self.gen_tp)
 
     @property
     def train(self) -> str:
-        """`p-t-d`, context parallelism counted as data parallelism."""
+        """Training sizes as `p-t-d`; context parallelism counts as data parallelism."""
         return f"{self.grid.pp}-{self.grid.tp}-{self.grid.dp * self.grid.cp}"
 
     @property
     def gen(self) -> str:
-        """`p_g-t_g`."""
+        """Generation sizes as `p_g-t_g`."""
         return f"{self.gen_pp}-{self.gen_tp}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Who serves what, and whom it prefers to ask, under one strategy."""
+    """Placement of engine ranks and preferred sources with one strategy."""
 
     strategy: str
     places: dict[int, GenerationPlace]
-    """By trainer rank that serves an engine rank."""
+    """By trainer rank that serves an engine rank, the place of that engine rank."""
     needs: dict[int, WeightLayout]
-    """Likewise."""
+    """By trainer rank that serves an engine rank, the layout it needs."""
     groups: tuple[tuple[int, ...], ...] = ()
     senders: tuple[int, ...] = ()
-    """gather_hf: ranks that take their engine rank's part of whole tensors, as all do that share a device with one."""
+    """With gather_hf, ranks that deliver full tensors: all ranks that serve an engine rank."""
 
 
 def even_nodes(world: int, nodes: int) -> Topology:
-    """Consecutive ranks share a machine, equally many on each.
+    """Return a topology with consecutive ranks on each node and the same number on every node.
 
     Raises:
-        ConfigError: they do not divide.
+        ConfigError: the number of ranks is not a multiple of `nodes`.
     """
     if nodes < 1 or world % nodes:
         raise ConfigError(
@@ -85,10 +85,10 @@ def even_nodes(world: int, nodes: int) -> Topology:
 
 
 def arrange(strategy: str, scenario: Scenario) -> Arrangement:
-    """Places and groups of one of `STRATEGIES`.
+    """Place engine ranks and form groups for one of `STRATEGIES`.
 
     Raises:
-        ConfigError: the strategy cannot serve these sizes, or an engine fits no machine.
+        ConfigError: the strategy does not support these sizes, or an engine fits on no node.
     """
     grid, pp, tp = scenario.grid, scenario.gen_pp, scenario.gen_tp
     if not scenario.replicas:
@@ -113,17 +113,17 @@ def arrange(strategy: str, scenario: Scenario) -> Arrangement:
 
 
 def replica_groups(grid: RankGrid) -> list[tuple[int, ...]]:
-    """The ranks of each training replica: all tensor ranks of all its stages."""
-    return [tuple(rank for cell in cells for rank in cell) for cells in replica_cells(grid)[0]]
+    """Return the ranks of each training replica: all tensor ranks of all its stages."""
+    return [tuple(rank for shard_group in replica for rank in shard_group) for replica in model_replicas(grid)[0]]
 
 
 def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
-    servers = overlapping_servers(
+    placements = place_engines_by_overlap(
         scenario.sources, scenario.engine, replicas=scenario.replicas, topology=scenario.topology
     )
     placed = {
         rank: GenerationPlace(replica, pp, tp)
-        for replica, stages in enumerate(servers)
+        for replica, stages in enumerate(placements)
         for pp, ranks in enumerate(stages)
         for tp, rank in enumerate(ranks)
     }
@@ -131,7 +131,7 @@ def _overlapping_places(scenario: Scenario) -> dict[int, GenerationPlace]:
 
 
 def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncContext:
-    """What the strategy plans from on one rank."""
+    """Return the inputs that the strategy plans from on one rank."""
     return SyncContext(
         rank=rank,
         sources=scenario.sources,
@@ -139,12 +139,12 @@ def sync_context(arrangement: Arrangement, scenario: Scenario, rank: int) -> Syn
         senders=arrangement.senders,
         needs=arrangement.needs,
         groups=arrangement.groups,
-        copies=replica_cells(scenario.grid),
+        model_replicas=model_replicas(scenario.grid),
     )
 
 
 def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> None:
-    """What a strategy does before its first push, but for process groups and buckets."""
+    """Plan as the strategy does on one rank, without creating process groups or buckets."""
     context = sync_context(arrangement, scenario, rank)
     match arrangement.strategy:
         case "ds_chat" | "hybridflow_v" as method:
@@ -156,7 +156,7 @@ def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> No
 
 
 def build_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> Strategy:
-    """The strategy as it runs on one rank."""
+    """Create the strategy on one rank; collective over all ranks."""
     context = sync_context(arrangement, scenario, rank)
     match arrangement.strategy:
         case "ds_chat" | "hybridflow_v" as method:

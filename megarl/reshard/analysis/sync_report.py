@@ -1,4 +1,4 @@
-"""The numbers of one strategy, as benchmarks write them and `megarl reshard explain` shows them."""
+"""Report of one strategy, as benchmarks write it and `megarl reshard explain` shows it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from megarl.reshard.analysis.forecast import Forecast, can_plan_all, forecast, forecast_rank, kept_twice
+from megarl.reshard.analysis.forecast import Forecast, can_plan_all, forecast, forecast_rank, redundant_bytes
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
-from megarl.reshard.analysis.traffic import Traffic, find_traffic, wanted
+from megarl.reshard.analysis.traffic import Traffic, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import resolve_strategy
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
-from megarl.reshard.planning.plan_cache import forget_plans
-from megarl.reshard.planning.rounds import no_collection
+from megarl.reshard.planning.plan_cache import clear_plan_cache
+from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import model_bytes
 
-NEEDS_RUN = ("sync_seconds_p50", "sync_seconds_max", "mismatched_bytes")
+RUN_ONLY_FIELDS = ("sync_seconds_p50", "sync_seconds_max", "mismatched_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One JSON object of a benchmark; sizes in bytes."""
+    """Results of one strategy on one scenario; one JSON object of a benchmark. Sizes are in bytes."""
 
     strategy: str
     world: int
@@ -31,14 +31,14 @@ class SyncReport:
     gen: str
     model: str
     bytes_total: int
-    """Received by all ranks from other ranks."""
+    """Bytes received by all ranks from other ranks."""
     bytes_in_max: int
-    """Received by one rank."""
+    """Largest number of bytes received by one rank."""
     bytes_in_mean: float
     bytes_in_bound_max: int
-    """The most that a rank has to receive, placed as it is, whatever the method."""
+    """Lower bound of `bytes_in_max` for this placement, for any method."""
     bytes_cross_node: int | None
-    """None, here and below: it takes the plan of every rank, and they are too many (`PLANNED_PIECES`)."""
+    """None, here and below, if planning every rank would take too long (`MAX_PLANNED_PIECES`)."""
     peak_extra_bytes: int | None
     redundant_bytes_after: int
     """The most that a rank holds for training and its generation shard does not contain."""
@@ -47,36 +47,36 @@ class SyncReport:
     plan_seconds_cold: float
     plan_seconds_cached: float
     sync_seconds_p50: float | None = None
-    """None where nothing was moved."""
+    """None if no sync was run."""
     sync_seconds_max: float | None = None
     mismatched_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A report without a run, and what only a plan tells."""
+    """A report without a run, with further numbers from the plan."""
 
     report: SyncReport
     model_bytes: int
     bytes_into_node_max: int | None
-    """Received by the ranks of one machine from other machines; None as in the report."""
+    """Bytes received by the ranks of one node from other nodes; None as in the report."""
     bytes_into_node_bound_max: int
-    """The most that has to enter one machine, each missing byte once."""
+    """The most bytes that have to enter one node, each missing byte once."""
     busiest_rank: int
-    """The first of those that receive the most."""
-    of_busiest_rank: SyncStats
-    """By its own plan, which is made at any scale."""
+    """First of the ranks that receive the most bytes."""
+    busiest_rank_stats: SyncStats
+    """Statistics of the busiest rank from its own plan, which is made at any scale."""
     machines_per_tensor_group: int
-    """The most that the tensor ranks of one engine's stage lie on; a run needs 1."""
+    """Largest number of nodes that the tensor ranks of one engine stage span; a run needs 1."""
 
     @property
     def fraction_in_max(self) -> float:
-        """Of the model."""
+        """`bytes_in_max` as a fraction of the model's bytes."""
         return self.report.bytes_in_max / self.model_bytes
 
     def as_json(self) -> dict[str, object]:
-        """The report's fields without those that need a run, and the rest."""
-        fields = {name: value for name, value in asdict(self.report).items() if name not in NEEDS_RUN}
+        """Return the JSON fields: the report without the fields that need a run, and the further numbers."""
+        fields = {name: value for name, value in asdict(self.report).items() if name not in RUN_ONLY_FIELDS}
         return fields | {
             "model_bytes": self.model_bytes,
             "fraction_in_max": self.fraction_in_max,
@@ -84,16 +84,16 @@ class Explanation:
             "bytes_into_node_bound_max": self.bytes_into_node_bound_max,
             "machines_per_tensor_group": self.machines_per_tensor_group,
             "busiest_rank": self.busiest_rank,
-            "busiest_rank_messages": self.of_busiest_rank.messages,
-            "busiest_rank_collectives": self.of_busiest_rank.collectives,
-            "busiest_rank_peak_extra_bytes": self.of_busiest_rank.peak_extra_bytes,
+            "busiest_rank_messages": self.busiest_rank_stats.messages,
+            "busiest_rank_collectives": self.busiest_rank_stats.collectives,
+            "busiest_rank_peak_extra_bytes": self.busiest_rank_stats.peak_extra_bytes,
         }
 
 
 def planned_report(
     arrangement: Arrangement, scenario: Scenario, plan: Forecast, seconds: tuple[float, float]
 ) -> SyncReport:
-    """What the plan says; `seconds` is planning time, cold and cached."""
+    """Return the report of a forecast; `seconds` are the planning times, cold and cached."""
     return _report(arrangement, scenario, plan.traffic(scenario.topology), plan.stats, seconds)
 
 
@@ -117,7 +117,7 @@ def _report(
         bytes_in_bound_max=max(rank_bounds(scenario.sources, arrangement.needs).values()),
         bytes_cross_node=None if traffic.into_nodes is None else sum(traffic.into_nodes.values()),
         peak_extra_bytes=None if stats is None else max(of_rank.peak_extra_bytes for of_rank in stats),
-        redundant_bytes_after=kept_twice(arrangement, scenario.sources),
+        redundant_bytes_after=redundant_bytes(arrangement, scenario.sources),
         messages=None if stats is None else sum(of_rank.messages for of_rank in stats),
         collectives=None if stats is None else sum(of_rank.collectives for of_rank in stats),
         plan_seconds_cold=seconds[0],
@@ -126,86 +126,88 @@ def _report(
 
 
 def time_planning(arrangement: Arrangement, scenario: Scenario, rank: int) -> tuple[float, float]:
-    """Seconds that rank `rank` plans for, cold and with the plan in the cache."""
-    forget_plans()
+    """Return the seconds that planning takes on rank `rank`: without cache, and with the plan in the cache."""
+    clear_plan_cache()
     seconds = []
     for _ in range(2):
-        with no_collection():  # of what others have made: it would take longer than the plan
+        with gc_disabled():  # collecting unrelated objects would take longer than planning
             start = time.perf_counter()
             plan_strategy(arrangement, scenario, rank)
             seconds.append(time.perf_counter() - start)
     return seconds[0], seconds[1]
 
 
-def _tell_nobody(_: str) -> None:
-    """Progress that nobody follows."""
+def _ignore_progress(_: str) -> None:
+    """Ignore a progress message."""
 
 
-def explain(strategy: str, scenario: Scenario, tell: Callable[[str], None] = _tell_nobody) -> Explanation:
-    """Everything about one strategy that is known before a run.
+def explain(
+    strategy: str, scenario: Scenario, report_progress: Callable[[str], None] = _ignore_progress
+) -> Explanation:
+    """Compute everything about one strategy that is known before a run.
 
     Args:
-        tell: is told what is being done; large scenarios take a minute.
+        report_progress: called with progress messages; large scenarios take a minute.
 
     Raises:
-        ConfigError: the strategy cannot serve these sizes.
+        ConfigError: the strategy does not support these sizes.
     """
-    tell(f"{strategy}: placing engine ranks")
+    report_progress(f"{strategy}: placing engine ranks")
     arrangement = _arrange_wide(strategy, scenario)
     topology, world = scenario.topology, len(scenario.sources)
     plan = None
     if can_plan_all(arrangement, scenario):
-        tell(f"{strategy}: planning {world:,} ranks")
+        report_progress(f"{strategy}: planning {world:,} ranks")
         plan = forecast(arrangement, scenario)
         traffic = plan.traffic(topology)
     else:
-        tell(f"{strategy}: adding up {world:,} ranks")
-        traffic = find_traffic(wanted(arrangement, scenario), arrangement.groups, topology)
+        report_progress(f"{strategy}: adding up {world:,} ranks")
+        traffic = compute_traffic(make_traffic_spec(arrangement, scenario), arrangement.groups, topology)
     busiest = traffic.into_ranks.index(max(traffic.into_ranks))
-    tell(f"{strategy}: planning rank {busiest}")
+    report_progress(f"{strategy}: planning rank {busiest}")
     seconds = [time_planning(arrangement, scenario, rank) for rank in _sample(strategy, world, busiest)]
     slowest = max(cold for cold, _ in seconds), max(cached for _, cached in seconds)
     of_busiest = plan.stats[busiest] if plan else forecast_rank(arrangement, scenario, busiest)
-    tell(f"{strategy}: bounds")
+    report_progress(f"{strategy}: bounds")
     return Explanation(
         report=_report(arrangement, scenario, traffic, plan.stats if plan else None, slowest),
         model_bytes=model_bytes(scenario.sources[0]),
         bytes_into_node_max=None if traffic.into_nodes is None else max(traffic.into_nodes.values()),
         bytes_into_node_bound_max=max(node_bounds(scenario.sources, arrangement.needs, topology).values()),
         busiest_rank=busiest,
-        of_busiest_rank=of_busiest,
+        busiest_rank_stats=of_busiest,
         machines_per_tensor_group=_machines_per_tensor_group(arrangement, topology),
     )
 
 
 def _arrange_wide(strategy: str, scenario: Scenario) -> Arrangement:
-    """As `arrange`; tensor ranks that fit no machine lie on neighbouring ones, which no run does, but has its price."""
+    """Arrange as `arrange`, but spread tensor groups too large for a node over neighboring nodes, which no run does."""
     room = min(Counter(scenario.topology.nodes).values())
-    machines = -(-scenario.gen_tp // room)
-    wide = Topology(tuple(node // machines for node in scenario.topology.nodes))
+    nodes_per_group = -(-scenario.gen_tp // room)
+    wide = Topology(tuple(node // nodes_per_group for node in scenario.topology.nodes))
     return arrange(strategy, replace(scenario, topology=wide))
 
 
 def _machines_per_tensor_group(arrangement: Arrangement, topology: Topology) -> int:
-    machines: dict[tuple[int, int], set[int]] = {}
+    nodes_per_group: dict[tuple[int, int], set[int]] = {}
     for rank, place in arrangement.places.items():
-        machines.setdefault((place.replica, place.pp), set()).add(topology.nodes[rank])
-    return max(map(len, machines.values()))
+        nodes_per_group.setdefault((place.replica, place.pp), set()).add(topology.nodes[rank])
+    return max(map(len, nodes_per_group.values()))
 
 
 def _sample(strategy: str, world: int, busiest: int) -> list[int]:
-    """Ranks whose planning is timed, the busiest last; ranks of the baselines plan alike."""
+    """Return the ranks whose planning is timed, the busiest last; ranks of the baselines all plan the same."""
     return [*sorted({0, world - 1} - {busiest}), busiest] if strategy in ("micro_dp", "exact") else [busiest]
 
 
 def explain_auto(scenario: Scenario, known: Sequence[Explanation] = ()) -> Explanation:
-    """The strategy that `auto` stands for in a run of these sizes on these machines; see `resolve_strategy`.
+    """Explain the strategy that `auto` resolves to for this scenario; see `resolve_strategy`.
 
     Args:
-        known: explanations of the same scenario that need not be made again.
+        known: explanations of the same scenario, which are reused.
 
     Raises:
-        ConfigError: an engine fits no machine.
+        ConfigError: an engine fits on no node.
     """
     name = resolve_strategy("auto", scenario.grid, scenario.topology, gen_tp=scenario.gen_tp, gen_pp=scenario.gen_pp)
     return next((each for each in known if each.report.strategy == name), None) or explain(name, scenario)

@@ -1,7 +1,8 @@
-"""What ranks and machines receive in one sync, from layouts alone: at any scale, where plans of all ranks take hours.
+"""Bytes received by ranks and nodes in one sync, computed from layouts without plans.
 
-Whatever the plan, a rank receives each box that it needs and lacks once. What enters a machine follows too, unless a
-rank prefers to ask members of its group on other machines.
+This works at any scale; planning all ranks can take hours. Whatever the plan, a rank receives each box that it needs
+and does not hold exactly once. The bytes that enter a node follow too, unless ranks prefer sources in their group that
+are on other nodes.
 """
 
 from __future__ import annotations
@@ -12,63 +13,63 @@ from dataclasses import dataclass
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.lower_bounds import Demand, lacking_of_nodes
-from megarl.reshard.strategies.full_gather import owned_parts, whole_layout
+from megarl.reshard.planning.lower_bounds import NeedIndex, missing_by_node
+from megarl.reshard.strategies.full_gather import full_layout, owned_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes of one sync."""
+    """Bytes received in one sync."""
 
     into_ranks: tuple[int, ...]
-    """By rank, from other ranks."""
+    """By rank, bytes received from other ranks."""
     into_nodes: dict[int, int] | None
-    """By machine, from other machines; None where only plans tell."""
+    """By node, bytes received from other nodes; None if only plans can determine it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a strategy brings to whom."""
+class TrafficSpec:
+    """Inputs that determine the traffic of a strategy."""
 
     sources: Sequence[WeightLayout]
-    """By rank."""
+    """By rank, the layout it holds."""
     needs: Mapping[int, WeightLayout]
-    """By rank."""
+    """By rank, the layout it needs."""
     relay: bool
-    """A rank of a machine hands on what others there need as well."""
+    """Whether a box enters a node once and is relayed to the other ranks there."""
 
 
-def wanted(arrangement: Arrangement, scenario: Scenario) -> Wanted:
-    """Of any strategy but `gather_hf`, which pads."""
+def make_traffic_spec(arrangement: Arrangement, scenario: Scenario) -> TrafficSpec:
+    """Return the traffic inputs of a strategy other than `gather_hf`, whose padding they do not cover."""
     match arrangement.strategy:
         case "ds_chat" | "hybridflow_v" as method:
             sources = owned_parts(scenario.sources) if method == "ds_chat" else scenario.sources
-            whole = whole_layout(scenario.sources[0])
-            return Wanted(sources=sources, needs=dict.fromkeys(range(len(sources)), whole), relay=False)
-    return Wanted(sources=scenario.sources, needs=arrangement.needs, relay=True)
+            full = full_layout(scenario.sources[0])
+            return TrafficSpec(sources=sources, needs=dict.fromkeys(range(len(sources)), full), relay=False)
+    return TrafficSpec(sources=scenario.sources, needs=arrangement.needs, relay=True)
 
 
-def find_traffic(what: Wanted, groups: Sequence[Sequence[int]], topology: Topology) -> Traffic:
-    """Sums over all ranks."""
-    demand = Demand(what.needs.values())
-    into = [0] * len(what.sources)
-    for rank, need in what.needs.items():
-        into[rank] = demand.lacking([what.sources[rank]], [need]).boxes
+def compute_traffic(spec: TrafficSpec, groups: Sequence[Sequence[int]], topology: Topology) -> Traffic:
+    """Sum up the bytes that every rank and every node receives."""
+    need_index = NeedIndex(spec.needs.values())
+    into = [0] * len(spec.sources)
+    for rank, need in spec.needs.items():
+        into[rank] = need_index.missing([spec.sources[rank]], [need]).boxes
     if any(len({topology.nodes[rank] for rank in group}) > 1 for group in groups):
         return Traffic(into_ranks=tuple(into), into_nodes=None)
-    if what.relay:
-        nodes = lacking_of_nodes(demand, what.sources, what.needs, topology)
-        return Traffic(into_ranks=tuple(into), into_nodes={node: lacking.boxes for node, lacking in nodes.items()})
-    return Traffic(into_ranks=tuple(into), into_nodes=_each_fetches(demand, what, topology))
+    if spec.relay:
+        nodes = missing_by_node(need_index, spec.sources, spec.needs, topology)
+        return Traffic(into_ranks=tuple(into), into_nodes={node: missing.boxes for node, missing in nodes.items()})
+    return Traffic(into_ranks=tuple(into), into_nodes=_traffic_without_relay(need_index, spec, topology))
 
 
-def _each_fetches(demand: Demand, what: Wanted, topology: Topology) -> dict[int, int]:
-    """By machine, where every rank fetches what no rank of the machine holds."""
+def _traffic_without_relay(need_index: NeedIndex, spec: TrafficSpec, topology: Topology) -> dict[int, int]:
+    """Return, by node, the bytes received if every rank itself fetches what no rank of its node holds."""
     held: dict[int, list[WeightLayout]] = {}
     for rank, node in enumerate(topology.nodes):
-        held.setdefault(node, []).append(what.sources[rank])
+        held.setdefault(node, []).append(spec.sources[rank])
     into = dict.fromkeys(held, 0)
-    for rank, need in what.needs.items():
+    for rank, need in spec.needs.items():
         node = topology.nodes[rank]
-        into[node] += demand.lacking(held[node], [need]).boxes
+        into[node] += need_index.missing(held[node], [need]).boxes
     return into

@@ -1,0 +1,1 @@
+"""Weight layouts: which boxes of which tensors each rank holds or needs, and where ranks run."""

@@ -1,10 +1,10 @@
-"""What both sides of a sync hold and need, as tables that ranks look themselves up in.
+"""Index tables of one sync: what the ranks of both sides hold and need.
 
-    sources   every distinct box of every tensor, and the ranks that hold it             "holdings"
-    needs     for each distinct layout, its boxes; large ones in parts that fit a round  "classes"
-    rounds    the tensors in the order in which they travel, cut so that no rank receives more than a bucket at a time
+    held      every distinct box of every tensor, and the ranks that hold it
+    classes   the boxes of each distinct needed layout; large boxes are split into parts that fit a round
+    rounds    the tensors in transfer order, cut so that no rank receives more than a bucket per round
 
-All of it follows from the layouts, so every rank makes the same tables without asking anybody.
+The tables are a pure function of the layouts: every rank builds the same ones without communication.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
-from megarl.reshard.layout.topology import Fan, Topology
+from megarl.reshard.layout.topology import SourceSelector, Topology
 from megarl.reshard.transfer.bucket import torch_dtype
 
 Ints = NDArray[Any]
 Ranks = tuple[int, ...]
 
-AUDIENCE_BITS = 22
-"""Of a hash: enough that few of a million boxes agree in them by chance."""
+RECEIVER_HASH_BITS = 22
+"""Leading hash bits compared first: enough that few of a million boxes collide by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Boxes of many tensors, sorted by tensor. Arrays of n, or n by dimension."""
+    """N boxes of many tensors, sorted by tensor: arrays [N], or [N, D] with D the largest number of dimensions."""
 
     tensor: Ints
-    """Number of the tensor, see `SyncIndex.names`."""
+    """Index of the tensor in `SyncIndex.names`."""
     start: Ints
     stop: Ints
     shift: Ints
-    """What takes the box to its place in the local tensor."""
+    """Offset from the box's coordinates to its coordinates in the local tensor."""
     local: Ints
-    """Number of the local tensor's name."""
+    """Index of the local tensor's name."""
     part: Ints
-    """A large box travels in parts, round after round."""
+    """Index of the part: a large box is split into parts that are sent in separate rounds."""
 
     def take(self, rows: Ints) -> Boxes:
-        """Some of the boxes."""
+        """Return the boxes of the given rows."""
         return Boxes(*(getattr(self, name)[rows] for name in Boxes.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class NeedClass:
-    """Ranks that need the same."""
+    """Ranks that need the same boxes."""
 
     ranks: Ranks
     boxes: Boxes
     locals: tuple[str, ...]
-    audience: Ints
-    """By box, which ranks need just this box, over all classes: an index into `SyncIndex.audiences`."""
+    receivers: Ints
+    """By box, all ranks of all classes that need exactly this box: an index into `SyncIndex.receiver_sets`."""
 
 
 class SyncIndex:
-    """The tables of one sync; the same on every rank."""
+    """Index tables of one sync, identical on every rank."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class SyncIndex:
         relay: bool = True,
         bucket_bytes: int,
     ) -> None:
-        """Read the layouts.
+        """Build the tables from the layouts of both sides.
 
         Args:
-            sources: by rank.
-            needs: by rank.
-            groups: ranks that prefer each other; micro-DP groups.
-            relay: where a machine has no holder of a box, it enters once and is handed on inside.
-            bucket_bytes: the most that a rank receives in one round; a single row of a box always travels whole.
+            sources: by rank, the layout it holds.
+            needs: by rank, the layout it has to receive.
+            groups: ranks that prefer to receive from each other, such as micro-DP groups.
+            relay: a box that no rank of a node holds enters the node once, and is relayed within it.
+            bucket_bytes: the most that a rank receives in one round; a single row of a box is never split.
         """
         self.topology, self.groups, self.relay = topology, tuple(map(tuple, groups)), relay
         self.group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
-        self._fans: dict[tuple[int, int], Fan] = {}
+        self._source_selectors: dict[tuple[int, int], SourceSelector] = {}
         self.sources = sources
         layouts = _distinct([needs[rank] for rank in sorted(needs)], sorted(needs))
         specs: dict[str, TensorSpec] = {}
@@ -113,12 +113,12 @@ class SyncIndex:
         first[1:] = (rows[1:] != rows[:-1]).any(axis=1)
         starts = np.flatnonzero(first)
         self.held = every.take(starts)
-        """Each distinct box once, sorted by tensor."""
+        """Every distinct held box once, sorted by tensor."""
         self.held_by, self.holders = _rank_sets(of_layout, starts, [ranks for _, ranks in layouts])
         self.held_start, self.held_count = extents(self.held.tensor, len(self.names))
 
     def _boxes(self, table: PieceTable, order: Ints | None = None) -> Boxes:
-        """The table's pieces of tensors that are needed, sorted by tensor, or by `order` of the tensor."""
+        """Return the table's boxes of needed tensors, sorted by tensor, or by `order` of the tensor."""
         tensor = self._numbers(table.tensors)[table.tensor]
         rows = np.argsort(tensor if order is None else order[tensor], kind="stable")
         rows = rows[tensor[rows] >= 0]
@@ -134,23 +134,23 @@ class SyncIndex:
         )
 
     def _numbers(self, names: tuple[str, ...]) -> Ints:
-        if self._last_numbers is None or self._last_numbers[0] != names:  # tables of one side name the same, mostly
+        if self._last_numbers is None or self._last_numbers[0] != names:  # tables of one side mostly share their names
             self._last_numbers = names, np.array([self._number.get(name, -1) for name in names], np.int64)
         return self._last_numbers[1]
 
     def held_by_rank(self, rank: int) -> tuple[Boxes, Ints]:
-        """What `rank` holds, and the number of each box among the holdings."""
+        """Return the boxes that `rank` holds, and the row of each in `held`."""
         mine = self._boxes(self.sources[rank].table)
         at, of = _join(mine, self.held_start, self.held_count)
         same = (mine.start[at] == self.held.start[of]).all(axis=1) & (mine.stop[at] == self.held.stop[of]).all(axis=1)
         at, of = at[same], of[same]
-        _, once = np.unique(of, return_index=True)  # the same box under two names
+        _, once = np.unique(of, return_index=True)  # the same box may be held under two names
         return mine.take(at[once]), of[once]
 
     def _interleave(self) -> Ints:
-        """By tensor, when it travels: tensors of different holders take turns, so that all of them always send.
+        """Return the transfer order [num tensors], with tensors of different holders interleaved.
 
-        Pipeline stages and expert-parallel ranks would otherwise send one after another.
+        Otherwise pipeline stages and expert-parallel ranks would send one after another instead of all at once.
         """
         count = len(self.names)
         size = np.bincount(self.held.tensor, _volumes(self.held) * self.itemsize[self.held.tensor], count)
@@ -172,33 +172,35 @@ class SyncIndex:
         parts = self._count_parts(tables, bucket_bytes)
         tables = [_split(table, parts) for table in tables]
         self._cut(tables, parts, bucket_bytes)
-        audiences, self.audiences = self._find_audiences(tables, [ranks for _, ranks in layouts])
+        receiver_sets, self.receiver_sets = self._find_receiver_sets(tables, [ranks for _, ranks in layouts])
         self.classes = tuple(
-            NeedClass(ranks, table, layout.table.locals, audience)
-            for (layout, ranks), table, audience in zip(layouts, tables, audiences, strict=True)
+            NeedClass(ranks, table, layout.table.locals, receivers)
+            for (layout, ranks), table, receivers in zip(layouts, tables, receiver_sets, strict=True)
         )
 
     def _count_parts(self, tables: Sequence[Boxes], bucket_bytes: int) -> Ints:
-        """By tensor, in how many parts its boxes travel: at most one for each row of the tensor."""
+        """Return, by tensor, the number of parts its boxes are split into: at most one per row of the tensor."""
         count = len(self.names)
         parts = np.ones(count, np.int64)
         rows = np.array([spec.shape[0] if spec.shape else 1 for spec in self.specs], np.int64)
         for table in tables:
             size = _volumes(table) * self.itemsize[table.tensor]
-            whole = np.bincount(table.tensor, weights=size, minlength=count)
-            if (whole <= bucket_bytes).all():
+            tensor_bytes = np.bincount(table.tensor, weights=size, minlength=count)
+            if (tensor_bytes <= bucket_bytes).all():
                 continue
             row = np.bincount(table.tensor, size / np.maximum(table.stop[:, 0] - table.start[:, 0], 1), count)
-            # a part may have a row more than its share
-            wanted = np.where(whole > bucket_bytes, np.ceil(whole / np.maximum(bucket_bytes - row, 1)), 1)
-            parts = np.maximum(parts, np.minimum(wanted.astype(np.int64), rows))
+            # rounding may give a part one row more than its share
+            num_parts = np.where(
+                tensor_bytes > bucket_bytes, np.ceil(tensor_bytes / np.maximum(bucket_bytes - row, 1)), 1
+            )
+            parts = np.maximum(parts, np.minimum(num_parts.astype(np.int64), rows))
         return parts
 
     def _cut(self, tables: Sequence[Boxes], parts: Ints, bucket_bytes: int) -> None:
-        """Rounds: runs of tensors and parts of which every class needs at most a bucket."""
-        by_turn = np.argsort(self.order)
+        """Group consecutive tensor parts into rounds of which every class needs at most a bucket."""
+        by_transfer_order = np.argsort(self.order)
         self._first_item = np.empty(len(parts), np.int64)
-        self._first_item[by_turn] = np.cumsum(parts[by_turn]) - parts[by_turn]
+        self._first_item[by_transfer_order] = np.cumsum(parts[by_transfer_order]) - parts[by_transfer_order]
         items = int(parts.sum())
         total = np.zeros((max(len(tables), 1), items + 1))
         for number, table in enumerate(tables):
@@ -214,53 +216,53 @@ class SyncIndex:
         self.num_rounds = number
 
     def item_of(self, tensor: Ints, part: Ints) -> Ints:
-        """Number of each tensor's part among all, in the order of travel."""
+        """Return the index of each tensor part among all parts, in transfer order."""
         items: Ints = self._first_item[tensor] + part
         return items
 
     def round_of(self, tensor: Ints, part: Ints) -> Ints:
-        """When parts of tensors travel."""
+        """Return the round in which each tensor part is sent."""
         rounds: Ints = self._round_of_item[self.item_of(tensor, part)]
         return rounds
 
-    def _find_audiences(self, tables: Sequence[Boxes], ranks: Sequence[Ranks]) -> tuple[list[Ints], list[Ranks]]:
-        """By class and box, the number of the set of ranks that need just this box; and the sets."""
+    def _find_receiver_sets(self, tables: Sequence[Boxes], ranks: Sequence[Ranks]) -> tuple[list[Ints], list[Ranks]]:
+        """Return, by class and box, the index of the set of ranks that need exactly this box; and the sets."""
         if len(tables) == 1 or not self.relay or len(set(self.topology.nodes)) == 1:
-            # Nobody hands on: it does not matter who else needs the box
+            # without relays it does not matter which other ranks need the box
             return [np.full(len(table.tensor), number) for number, table in enumerate(tables)], list(ranks)
         of_class = np.repeat(np.arange(len(tables)), [len(t.tensor) for t in tables])
         every = _concatenate(tables, self.width)
         keys = hash_rows([every.tensor, every.part, *every.start.T, *every.stop.T])
-        audience, sets = of_class.copy(), list(ranks)
-        # most boxes are needed by one class: only those that may have company are sorted
-        short = (keys >> np.uint64(64 - AUDIENCE_BITS)).astype(np.int64)
+        receivers, sets = of_class.copy(), list(ranks)
+        # most boxes are needed by one class only: sort just those whose short hash is shared
+        short = (keys >> np.uint64(64 - RECEIVER_HASH_BITS)).astype(np.int64)
         some = np.flatnonzero((np.bincount(short) > 1)[short])
         order = some[np.argsort(keys[some], kind="stable")]
         if len(order):
             first = np.r_[True, keys[order][1:] != keys[order][:-1]]
             found, more = _rank_sets(of_class[order], np.flatnonzero(first), ranks)
-            audience[order] = len(sets) + found[np.cumsum(first) - 1]
+            receivers[order] = len(sets) + found[np.cumsum(first) - 1]
             sets += more
-        return np.split(audience, np.cumsum([len(t.tensor) for t in tables])[:-1]), sets
+        return np.split(receivers, np.cumsum([len(t.tensor) for t in tables])[:-1]), sets
 
-    # -- who serves whom
+    # -- source selection
 
-    def fan(self, holders: int, audience: int) -> Fan:
-        """Of the sets with these numbers; made once."""
-        key = holders, audience
-        if key not in self._fans:
-            self._fans[key] = Fan(
-                self.holders[holders], self.audiences[audience], self.topology, self.group_of, relay=self.relay
+    def source_selector(self, holders: int, receivers: int) -> SourceSelector:
+        """Return the selector for the holder set and the receiver set of these indices; built once and cached."""
+        key = holders, receivers
+        if key not in self._source_selectors:
+            self._source_selectors[key] = SourceSelector(
+                self.holders[holders], self.receiver_sets[receivers], self.topology, self.group_of, relay=self.relay
             )
-        return self._fans[key]
+        return self._source_selectors[key]
 
 
 def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Every pair of boxes that share elements: row of `need`, row of `held`, and the shared box's start and stop.
+    """Return all pairs of boxes that share elements: rows of `need`, rows of `held`, start and stop of the overlap.
 
     Args:
         start: by tensor, its first row in `held`.
-        count: by tensor, how many it has there.
+        count: by tensor, its number of rows in `held`.
     """
     at, of = _join(need, start, count)
     low = np.maximum(need.start[at], held.start[of])
@@ -270,7 +272,7 @@ def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[I
 
 
 def _join(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """Every row of `boxes` with every row of the other table that is of the same tensor."""
+    """Pair every row of `boxes` with every row of the other table that belongs to the same tensor."""
     repeats = count[boxes.tensor]
     at = np.repeat(np.arange(len(boxes.tensor)), repeats)
     first = np.cumsum(repeats) - repeats
@@ -279,13 +281,13 @@ def _join(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
 
 
 def extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
-    """By tensor, its first row in the sorted array `tensor`, and its rows there."""
+    """Return, by tensor, its first row in the sorted array `tensor` and its number of rows there."""
     starts = np.searchsorted(tensor, np.arange(count + 1))
     return starts[:-1], np.diff(starts)
 
 
 def _split(table: Boxes, parts: Ints) -> Boxes:
-    """Boxes of tensors that travel in parts, cut along their first dimension."""
+    """Split the boxes of tensors that have several parts along their first dimension."""
     repeats = parts[table.tensor]
     if (repeats == 1).all():
         return table
@@ -298,7 +300,7 @@ def _split(table: Boxes, parts: Ints) -> Boxes:
     start, stop = cut.start.copy(), cut.stop.copy()
     start[:, 0], stop[:, 0] = low, high
     split = Boxes(cut.tensor, start, stop, cut.shift, cut.local, part)
-    # of one tensor, first parts before second parts: the order of rounds
+    # within a tensor, sort by part: parts are sent in that order
     order = np.arange(len(at))
     order = np.lexsort((order, part, np.cumsum(np.r_[0, np.diff(cut.tensor) != 0])))
     return split.take(order[(low < high)[order]])
@@ -317,11 +319,11 @@ def _concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
 
 
 def _rank_sets(of_layout: Ints, starts: Ints, ranks: Sequence[Ranks]) -> tuple[Ints, list[Ranks]]:
-    """By run of `of_layout`, the number of the set of its layouts' ranks; and the sets."""
+    """Return, by run of `of_layout`, the index of the set of ranks of its layouts; and the sets."""
     if not len(starts):
         return np.zeros(0, np.int64), []
     mark = hash_rows([np.arange(1, len(ranks) + 1)])
-    sums = np.add.reduceat(mark[of_layout], starts)  # wraps around: the sum of a set is a hash of it
+    sums = np.add.reduceat(mark[of_layout], starts)  # the sum, modulo 2**64, is a hash of the set
     _, first, number = np.unique(sums, return_index=True, return_inverse=True)
     stops = np.r_[starts[1:], len(of_layout)]
     sets = []
@@ -332,7 +334,7 @@ def _rank_sets(of_layout: Ints, starts: Ints, ranks: Sequence[Ranks]) -> tuple[I
 
 
 def hash_rows(columns: Sequence[Ints]) -> Ints:
-    """64 bits a row."""
+    """Return a 64-bit hash per row of the columns."""
     out = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         x = out ^ column.astype(np.uint64)

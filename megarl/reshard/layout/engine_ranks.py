@@ -1,6 +1,6 @@
-"""Which trainer rank serves which rank of which engine.
+"""Placement of engine ranks: which trainer rank serves which rank of which engine.
 
-The tensor ranks of one pipeline stage of an engine (a tensor group) share a machine; its stages may lie on several.
+The tensor ranks of one pipeline stage of an engine (a tensor group) share a node; its stages may be on several nodes.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from megarl.reshard.layout.overlap import Ints, layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 
 TensorGroup = tuple[int, ...]
-"""By tensor rank, the trainer rank that serves it."""
-Servers = tuple[TensorGroup, ...]
-"""Of one engine, by pipeline stage."""
+"""Trainer ranks that serve one pipeline stage of an engine, by tensor rank."""
+EnginePlacement = tuple[TensorGroup, ...]
+"""Trainer ranks that serve one engine: its tensor groups, by pipeline stage."""
 
 
 def resolve_strategy(name: str, grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> str:
-    """What `auto` stands for: `micro_dp` where `fits_strided`, else `exact`."""
+    """Resolve `auto` to `micro_dp` if `can_place_strided`, else to `exact`; return other names unchanged."""
     if name != "auto":
         return name
-    return "micro_dp" if fits_strided(grid, topology, gen_tp=gen_tp, gen_pp=gen_pp) else "exact"
+    return "micro_dp" if can_place_strided(grid, topology, gen_tp=gen_tp, gen_pp=gen_pp) else "exact"
 
 
-def fits_strided(grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> bool:
-    """True where every rank's training shard can lie inside its own generation shard, tensor groups on one machine.
+def can_place_strided(grid: RankGrid, topology: Topology, *, gen_tp: int, gen_pp: int = 1) -> bool:
+    """Return whether every rank's training shard can lie inside its generation shard, tensor groups on one node each.
 
-    That is: the training sizes are multiples of the generation sizes, strided tensor groups span no machines, and
-    routed experts are not dealt otherwise than the rest.
+    That is: the training sizes are multiples of the generation sizes, strided tensor groups do not span nodes, and
+    routed experts are sharded like the other parameters.
     """
     if grid.tp % gen_tp or grid.pp % gen_pp or grid.ep > 1 or grid.expert_tp != grid.tp:
         return False
-    return spanning_group(strided_servers(grid, gen_tp=gen_tp, gen_pp=gen_pp), topology) is None
+    return find_cross_node_group(place_engines_strided(grid, gen_tp=gen_tp, gen_pp=gen_pp), topology) is None
 
 
-def spanning_group(servers: Iterable[Servers], topology: Topology) -> tuple[int, TensorGroup] | None:
-    """The first engine that has a tensor group on several machines, and that group."""
-    for engine, groups in enumerate(servers):
+def find_cross_node_group(placements: Iterable[EnginePlacement], topology: Topology) -> tuple[int, TensorGroup] | None:
+    """Return the first engine with a tensor group that spans several nodes, and that group; None if there is none."""
+    for engine, groups in enumerate(placements):
         for group in groups:
             if len({topology.nodes[rank] for rank in group}) > 1:
                 return engine, group
     return None
 
 
-def strided_servers(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[Servers]:
-    """By engine, HybridFlow's grouping, over all ranks; raises as `strided_places` does."""
+def place_engines_strided(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[EnginePlacement]:
+    """Return HybridFlow's strided placement, by engine, over all ranks; raises as `strided_places` does."""
     places = strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp)
     by_place = {(place.replica, place.pp, place.tp): rank for rank, place in enumerate(places)}
     return [
@@ -60,102 +60,102 @@ def strided_servers(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[Ser
     ]
 
 
-def consecutive_servers(replicas: int, *, gen_tp: int) -> list[Servers]:
-    """By engine, the next ranks that no other engine has."""
+def place_engines_consecutively(replicas: int, *, gen_tp: int) -> list[EnginePlacement]:
+    """Return the placement that gives each engine the next `gen_tp` free ranks."""
     return [(tuple(range(i * gen_tp, (i + 1) * gen_tp)),) for i in range(replicas)]
 
 
-def overlapping_servers(
+def place_engines_by_overlap(
     sources: Sequence[WeightLayout],
     engine: Sequence[Sequence[WeightLayout]],
     *,
     replicas: int,
     topology: Topology,
-) -> list[Servers]:
-    """By engine, such that the rank that lacks most lacks as little as possible, and then all ranks together.
+) -> list[EnginePlacement]:
+    """Return the placement, by engine, that minimizes the bytes missing on the worst rank, then their sum.
 
-    Which machine gets how many tensor groups of a stage is decided one group after another, each going where it finds
-    the most; which of the machine's ranks serve them is an assignment problem. Where `fits_strided`, every rank's
-    training shard lies inside its generation shard, as under `micro_dp`.
+    Tensor groups are distributed over nodes greedily, each to the node that holds most of it; within a node, ranks are
+    chosen by solving an assignment problem. If `can_place_strided`, every rank's training shard lies inside its
+    generation shard, as with `micro_dp`.
 
     Args:
-        sources: by trainer rank.
-        engine: [stage][tensor rank] of one engine; engines are alike.
+        sources: by trainer rank, the layout it holds.
+        engine: [stage][tensor rank] -> layout; all engines have the same.
 
     Raises:
-        ConfigError: the machines have too few ranks.
+        ConfigError: the nodes have too few ranks.
     """
     stages, tp = len(engine), len(engine[0])
-    machines = [
+    node_ranks = [
         np.array([rank for rank, at in enumerate(topology.nodes) if at == node]) for node in sorted(set(topology.nodes))
     ]
-    room = sum(len(ranks) // tp for ranks in machines)
+    room = sum(len(ranks) // tp for ranks in node_ranks)
     if room < replicas * stages:
         raise ConfigError(
-            f"rollout needs {replicas * stages} groups of {tp} tensor ranks, each on one machine; the trainer's "
-            f"machines have room for {room}"
+            f"rollout needs {replicas * stages} groups of {tp} tensor ranks, each on one node; the trainer's "
+            f"nodes have room for {room}"
         )
     needs = [need for stage in engine for need in stage]
-    gain = overlap_bytes(sources, needs)
-    lack = np.array([layout_bytes(need) for need in needs]) - gain
-    gain, lack = (of_pair.reshape(len(sources), stages, tp) for of_pair in (gain, lack))
+    overlap = overlap_bytes(sources, needs)
+    missing = np.array([layout_bytes(need) for need in needs]) - overlap
+    overlap, missing = (of_pair.reshape(len(sources), stages, tp) for of_pair in (overlap, missing))
     groups: list[list[TensorGroup]] = [[] for _ in engine]
-    for ranks, counts in zip(machines, _deal_groups(gain, machines, replicas), strict=True):
-        for stage, found in enumerate(_assign(lack[ranks], counts) if counts.any() else ()):
+    for ranks, counts in zip(node_ranks, _distribute_groups(overlap, node_ranks, replicas), strict=True):
+        for stage, found in enumerate(_assign(missing[ranks], counts) if counts.any() else ()):
             groups[stage] += [tuple(ranks[group].tolist()) for group in found]
     return list(zip(*groups, strict=True))
 
 
-def _deal_groups(gain: Ints, machines: Sequence[Ints], replicas: int) -> Ints:
-    """[machine, stage] -> how many of the stage's tensor groups, `replicas` over all machines.
+def _distribute_groups(overlap: Ints, node_ranks: Sequence[Ints], replicas: int) -> Ints:
+    """Return [node, stage] -> number of the stage's tensor groups on the node, `replicas` over all nodes.
 
     Args:
-        gain: [rank, stage, tensor rank] -> bytes that the rank holds of it.
-        machines: their ranks.
+        overlap: [rank, stage, tensor rank] -> needed bytes that the rank holds.
+        node_ranks: by node, its ranks.
     """
-    _, stages, tp = gain.shape
-    counts = np.zeros((len(machines), stages), np.int64)
-    free = list(machines)
-    best = np.full((len(machines), stages), -1, np.int64)  # what the next group would find there; -1: no room
+    _, stages, tp = overlap.shape
+    counts = np.zeros((len(node_ranks), stages), np.int64)
+    free = list(node_ranks)
+    best = np.full((len(node_ranks), stages), -1, np.int64)  # overlap of the next group placed there; -1: no room
     taken: dict[tuple[int, int], Ints] = {}
 
-    def look(machine: int) -> None:
-        best[machine] = -1
-        for stage in range(stages) if len(free[machine]) >= tp else ():
-            of_stage = gain[free[machine], stage]
+    def update_best(node: int) -> None:
+        best[node] = -1
+        for stage in range(stages) if len(free[node]) >= tp else ():
+            of_stage = overlap[free[node], stage]
             rows, columns = linear_sum_assignment(of_stage, maximize=True)
-            best[machine, stage] = of_stage[rows, columns].sum()
-            taken[machine, stage] = rows
+            best[node, stage] = of_stage[rows, columns].sum()
+            taken[node, stage] = rows
 
-    for machine in range(len(machines)):
-        look(machine)
+    for node in range(len(node_ranks)):
+        update_best(node)
     for _ in range(replicas * stages):
         open_stages = counts.sum(axis=0) < replicas
-        machine, stage = divmod(int(np.where(open_stages, best, -1).argmax()), stages)
-        counts[machine, stage] += 1
-        free[machine] = np.delete(free[machine], taken[machine, stage])
-        look(machine)
+        node, stage = divmod(int(np.where(open_stages, best, -1).argmax()), stages)
+        counts[node, stage] += 1
+        free[node] = np.delete(free[node], taken[node, stage])
+        update_best(node)
     return counts
 
 
-def _assign(lack: Ints, counts: Ints) -> list[Ints]:
-    """By stage, [group, tensor rank] -> rank, numbered within the machine; groups of a stage take ranks in order.
+def _assign(missing: Ints, counts: Ints) -> list[Ints]:
+    """Return, by stage, [group, tensor rank] -> rank within the node; groups of a stage take ranks in ascending order.
 
     Args:
-        lack: [rank, stage, tensor rank] -> bytes that the machine's rank would have to receive.
-        counts: by stage, its groups.
+        missing: [rank, stage, tensor rank] -> bytes that this rank of the node would have to receive.
+        counts: by stage, its number of groups on the node.
     """
-    columns = np.repeat(lack, counts, axis=1)
+    columns = np.repeat(missing, counts, axis=1)
     _, groups, tp = columns.shape
-    rows, places = _least_maximum(columns.reshape(len(lack), groups * tp))
+    rows, places = _minimize_maximum(columns.reshape(len(missing), groups * tp))
     rank_of = np.empty(groups * tp, np.int64)
     rank_of[places] = rows
     of_stages = np.split(rank_of.reshape(groups, tp), np.cumsum(counts)[:-1])
     return [np.sort(of_stage, axis=0) for of_stage in of_stages]
 
 
-def _least_maximum(cost: Ints) -> tuple[Ints, Ints]:
-    """Rows and columns of the assignment whose largest cost is least; of several, the one with the least sum."""
+def _minimize_maximum(cost: Ints) -> tuple[Ints, Ints]:
+    """Return rows and columns of the assignment with the least maximum cost and, among those, the least total cost."""
     limits = np.unique(cost)
     low, high = 0, len(limits) - 1
     while low < high:
@@ -170,18 +170,18 @@ def _least_maximum(cost: Ints) -> tuple[Ints, Ints]:
     return rows, columns
 
 
-def require_one_machine(strategy: str, servers: Iterable[Servers], topology: Topology) -> None:
-    """Return if every engine is on one machine.
+def require_single_node_groups(strategy: str, placements: Iterable[EnginePlacement], topology: Topology) -> None:
+    """Check that no tensor group of an engine spans several nodes.
 
     Raises:
-        ConfigError: `strategy` has put one on several.
+        ConfigError: one does; names `strategy`, the engine and its ranks.
     """
-    found = spanning_group(servers, topology)
+    found = find_cross_node_group(placements, topology)
     if found is None:
         return
     engine, ranks = found
     nodes = {topology.nodes[rank] for rank in ranks}
     raise ConfigError(
         f"weight_sync.strategy: {strategy} puts engine {engine} on the slots of trainer ranks {list(ranks)}, which are "
-        f"on {len(nodes)} machines; an engine and the ranks that serve it share one, as they do with exact"
+        f"on {len(nodes)} nodes; an engine and the ranks that serve it must share a node, as with strategy exact"
     )

@@ -1,4 +1,4 @@
-"""The pipeline stages of an engine, cut from the layout of an engine that has one."""
+"""Layouts of an engine's pipeline stages, split from the layout of an engine with a single stage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HEAD = "lm_head.weight"
 
 
 def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
-    """By pipeline stage: layers split evenly, the embedding on the first, final norm and head on the last.
+    """Return the layout of each pipeline stage: layers split evenly, embedding first, final norm and head last.
 
-    A head that is tied to the embedding lies on both, as it does in SGLang.
+    If the head is tied to the embedding, the first and the last stage hold it, as in SGLang.
 
     Raises:
-        ConfigError: the layers do not divide.
+        ConfigError: the number of layers is not a multiple of `pp`.
     """
     if pp == 1:
         return [layout]
@@ -44,7 +44,7 @@ def _take(table: PieceTable, rows: Ints) -> PieceTable:
 
 
 def _under(name: str, table: PieceTable) -> PieceTable:
-    """The same pieces in a local tensor `name`."""
+    """Return the same pieces as parts of a local tensor `name`."""
     one = np.zeros_like(table.local)
     return PieceTable(table.tensors, (name,), table.tensor, one, table.dims, table.boxes, table.local_boxes)
 

@@ -1,10 +1,10 @@
-"""The one language for where weights lie: boxes in Hugging Face coordinates.
+"""Weight layouts: the location of weights as boxes in Hugging Face coordinates.
 
     Hugging Face tensor  model.layers.0.self_attn.q_proj.weight   [512, 128]
     a rank's piece       rows 256:512, all columns                 Box ((256, 512), (0, 128))
-    lies in              decoder.layers.0.self_attention.linear_qkv.weight   at Box ((0, 256), (0, 128))
+    local tensor         decoder.layers.0.self_attention.linear_qkv.weight   at Box ((0, 256), (0, 128))
 
-Whoever holds weights describes them this way; whoever moves weights needs nothing else.
+Every holder of weights describes them this way; moving weights needs no other information.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it: `float32`."""
+    """Torch's name of the dtype, such as `float32`."""
 
     @property
     def box(self) -> Box:
-        """The whole tensor."""
+        """The box of the full tensor."""
         return tuple((0, n) for n in self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a Hugging Face tensor, and the same elements in a local tensor."""
+class ShardPiece:
+    """A box of a Hugging Face tensor, and the box of the same elements in a rank's local tensor."""
 
     tensor: str
     box: Box
@@ -46,8 +46,8 @@ class Piece:
     local_box: Box
 
 
-class PieceTable(Sequence[Piece]):
-    """Pieces as arrays: a large model has tens of thousands a rank, and planners join them by the thousand."""
+class PieceTable(Sequence[ShardPiece]):
+    """Shard pieces stored as arrays: a large model has tens of thousands per rank, and planning joins many ranks'."""
 
     def __init__(
         self,
@@ -59,24 +59,24 @@ class PieceTable(Sequence[Piece]):
         boxes: NDArray[Any],
         local_boxes: NDArray[Any],
     ) -> None:
-        """For n pieces of at most D dimensions.
+        """Store N pieces of at most D dimensions.
 
         Args:
-            tensors: names that `tensor` counts.
-            locals_: names that `local` counts.
-            tensor: int32 [n].
-            local: int32 [n].
-            dims: int8 [n], dimensions of each piece.
-            boxes: int32 [n, D, 2]; (0, 1) in dimensions that a piece does not have.
-            local_boxes: likewise.
+            tensors: names that `tensor` indexes.
+            locals_: names that `local` indexes.
+            tensor: int32 [N].
+            local: int32 [N].
+            dims: int8 [N], number of dimensions of each piece.
+            boxes: int32 [N, D, 2]; (0, 1) in dimensions that a piece does not have.
+            local_boxes: int32 [N, D, 2], like `boxes`.
         """
         self.tensors, self.locals = tuple(tensors), tuple(locals_)
         self.tensor, self.local, self.dims = tensor, local, dims
         self.boxes, self.local_boxes = boxes, local_boxes
 
     @classmethod
-    def pack(cls, pieces: Iterable[Piece]) -> PieceTable:
-        """The same pieces, in the same order."""
+    def pack(cls, pieces: Iterable[ShardPiece]) -> PieceTable:
+        """Return a table of the same pieces in the same order."""
         if isinstance(pieces, PieceTable):
             return pieces
         pieces = tuple(pieces)
@@ -91,7 +91,7 @@ class PieceTable(Sequence[Piece]):
 
     @classmethod
     def join(cls, parts: Sequence[PieceTable]) -> PieceTable:
-        """One table after the other."""
+        """Return a table with the pieces of all tables, in order."""
         tensors: dict[str, int] = {}
         locals_: dict[str, int] = {}
         width = max((p.boxes.shape[1] for p in parts), default=1)
@@ -111,14 +111,14 @@ class PieceTable(Sequence[Piece]):
         return len(self.tensor)
 
     @overload
-    def __getitem__(self, index: int) -> Piece: ...
+    def __getitem__(self, index: int) -> ShardPiece: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+    def __getitem__(self, index: slice) -> Sequence[ShardPiece]: ...
+    def __getitem__(self, index: int | slice) -> ShardPiece | Sequence[ShardPiece]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         dims = self.dims[index]
-        return Piece(
+        return ShardPiece(
             self.tensors[self.tensor[index]],
             _box(self.boxes[index, :dims].tolist()),
             self.locals[self.local[index]],
@@ -151,24 +151,24 @@ class PieceTable(Sequence[Piece]):
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """What one process holds of a model."""
+    """The shard of a model that one process holds."""
 
     tensors: Mapping[str, TensorSpec]
-    """Every Hugging Face tensor of the model, also those that this process holds nothing of; ordered."""
+    """Every Hugging Face tensor of the model in order, including those that this process holds no part of."""
 
-    pieces: Sequence[Piece]
-    """A tuple or a `PieceTable`."""
+    pieces: Sequence[ShardPiece]
+    """The pieces held, as a tuple or a `PieceTable`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.pieces, PieceTable):
-            return  # its maker has checked it: millions of pieces would take long
+            return  # checked by its creator: checking millions of pieces here would take long
         for piece in self.pieces:
             assert extent(piece.box) == extent(piece.local_box), piece
             assert contains(self.tensors[piece.tensor].box, piece.box), piece
 
     @cached_property
     def table(self) -> PieceTable:
-        """The pieces as arrays."""
+        """The pieces as a `PieceTable`."""
         return PieceTable.pack(self.pieces)
 
     @cached_property
@@ -176,16 +176,16 @@ class WeightLayout:
         return hash(self.pieces)
 
     def __hash__(self) -> int:
-        """Of the pieces alone: layouts of one model differ in them."""
+        """Hash the pieces only: layouts of one model differ in nothing else."""
         return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        # a hash of names is another one in every process
+        # without the cached hash: hashes of strings differ between processes
         return {"tensors": self.tensors, "pieces": self.pieces}
 
 
 def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
-    """The layout without its pieces of some tensors."""
+    """Return the layout without its pieces of the tensors in `names`."""
     if not names:
         return layout
     table = layout.table
@@ -195,7 +195,7 @@ def without(layout: WeightLayout, names: Collection[str]) -> WeightLayout:
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
+    """Return the number of elements of the box."""
     n = 1
     for start, stop in box:
         n *= max(0, stop - start)
@@ -203,23 +203,23 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The elements in both, or None."""
+    """Return the box of the elements in both, or None if there are none."""
     box = tuple((max(s, u), min(t, v)) for (s, t), (u, v) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """True where every element of `inner` is in `outer`."""
+    """Return whether every element of `inner` is in `outer`."""
     return all(s <= u and v <= t for (s, t), (u, v) in zip(outer, inner, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Indexes a tensor with the box."""
+    """Return the slices that index a tensor with the box."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def widen(boxes: NDArray[Any], width: int) -> NDArray[Any]:
-    """Boxes [n, D, 2] as [n, width, 2]; dimensions that are added are (0, 1)."""
+    """Pad boxes [N, D, 2] to [N, width, 2]; added dimensions are (0, 1)."""
     n, have, _ = boxes.shape
     if have == width:
         return boxes

@@ -6,7 +6,7 @@ The generation ranks are *strided*, so that every rank's training shard lies ins
     t = 4, t_g = 2       training tensor rank   0 1 2 3
                          generation shard       0 0 1 1     i // T
                          replica served         0 1 0 1     i % T
-    micro-DP groups      [0 1] [2 3]            gather here; nothing is kept twice
+    micro-DP groups      [0 1] [2 3]            all-gather within; no redundant memory
     generation TP        [0 2] [1 3]            stride T
 """
 
@@ -19,27 +19,27 @@ from functools import lru_cache
 from megarl.errors import ConfigError
 from megarl.placement.rank_grid import RankGrid
 
-Cells = tuple[tuple[int, ...], ...]
-"""The ranks of one copy of some parameters: ranks of a cell (ascending) split each, other cells hold other ones."""
+ModelReplica = tuple[tuple[int, ...], ...]
+"""Ranks of one copy of some parameters, by shard group: the ranks of a group (ascending) split the same parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlace:
-    """What one trainer rank serves."""
+    """The engine rank that one trainer rank serves."""
 
     replica: int
-    """Generation replica, counted over all data-parallel replicas."""
+    """Index of the generation replica, counted over all data-parallel replicas."""
     pp: int
-    """Pipeline stage in the replica."""
+    """Pipeline stage within the replica."""
     tp: int
-    """Tensor rank in the replica."""
+    """Tensor-parallel rank within the replica."""
 
 
 def strided_places(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
-    """By trainer rank, the place that makes every training shard part of its own generation shard.
+    """Return, by trainer rank, the place for which its training shard lies inside its generation shard.
 
     Raises:
-        ConfigError: sizes do not divide, where no such grouping exists.
+        ConfigError: the sizes do not divide, so no such grouping exists.
     """
     if grid.tp % gen_tp or grid.pp % gen_pp:
         raise ConfigError(
@@ -57,13 +57,13 @@ def strided_places(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[Gene
 
 
 def consecutive_places(world: int, *, gen_tp: int, gen_pp: int = 1) -> list[GenerationPlace]:
-    """By trainer rank, as engines are usually placed: replica after replica, tensor ranks next to each other."""
+    """Return, by trainer rank, the usual placement: replica after replica, tensor ranks on neighboring ranks."""
     size = gen_tp * gen_pp
     return [GenerationPlace(rank // size, rank % size // gen_tp, rank % gen_tp) for rank in range(world // size * size)]
 
 
 def micro_dp_groups(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[tuple[int, ...]]:
-    """Ranks that share a generation shard within one training replica: each gathers from the others."""
+    """Return the groups of ranks that share a generation shard within one training replica."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     for rank, place in enumerate(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp)):
         at = grid.coordinates(rank)
@@ -72,14 +72,14 @@ def micro_dp_groups(grid: RankGrid, *, gen_tp: int, gen_pp: int = 1) -> list[tup
 
 
 @lru_cache
-def replica_cells(grid: RankGrid) -> tuple[tuple[Cells, ...], ...]:
-    """The copies of the model that training holds: of all parameters, and dealt otherwise, of routed experts."""
-    copies: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp)])
-    expert_copies: dict[int, list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp * grid.ep)])
+def model_replicas(grid: RankGrid) -> tuple[tuple[ModelReplica, ...], ...]:
+    """Return the trainer's model replicas, [kind][replica]; routed experts are a second kind if sharded differently."""
+    replicas: dict[tuple[int, int], list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp)])
+    expert_replicas: dict[int, list[list[int]]] = defaultdict(lambda: [[] for _ in range(grid.pp * grid.ep)])
     for rank in range(grid.size):
         at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
-        copies[at.dp, at.cp][at.pp].append(rank)
-        expert_copies[expert.dp][expert.pp * grid.ep + expert.ep].append(rank)
-    alike = grid.ep == 1 and grid.expert_tp == grid.tp
-    both = [copies.values()] if alike else [copies.values(), expert_copies.values()]
-    return tuple(tuple(tuple(map(tuple, cells)) for cells in of_kind) for of_kind in both)
+        replicas[at.dp, at.cp][at.pp].append(rank)
+        expert_replicas[expert.dp][expert.pp * grid.ep + expert.ep].append(rank)
+    is_uniform = grid.ep == 1 and grid.expert_tp == grid.tp
+    both = [replicas.values()] if is_uniform else [replicas.values(), expert_replicas.values()]
+    return tuple(tuple(tuple(map(tuple, replica)) for replica in of_kind) for of_kind in both)

@@ -1,7 +1,7 @@
-"""How many bytes of what one rank needs another one holds, for all pairs at once.
+"""Overlap in bytes between what each engine rank needs and what each trainer rank holds, for all pairs at once.
 
-Layouts are few where ranks are many, and a trainer rank's is small where an engine rank's is large: the engine ranks'
-boxes are sorted by tensor once, and each distinct trainer layout looks its tensors up there.
+There are few distinct layouts even for many ranks, and a trainer rank's layout is small where an engine rank's is
+large: the engine ranks' boxes are sorted by tensor once, and each distinct trainer layout looks its tensors up there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = NDArray[Any]
 
 
 def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]) -> Ints:
-    """int64 [len(sources), len(needs)]: bytes that each of `needs` asks for and each of `sources` holds.
+    """Return int64 [len(sources), len(needs)]: bytes that a layout of `needs` needs and one of `sources` holds.
 
     A box that a layout has twice counts twice.
     """
@@ -41,12 +41,12 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
         shared = (high - low).prod(axis=1, dtype=np.int64) * itemsize[every.tensor[of]]
         return np.bincount(of_need[of], shared, len(needs)).astype(np.int64)
 
-    alike = {key: of_source(layout) for key, layout in distinct.items()}
-    return np.array([alike[id(layout)] for layout in sources])
+    by_layout = {key: of_source(layout) for key, layout in distinct.items()}
+    return np.array([by_layout[id(layout)] for layout in sources])
 
 
 def layout_bytes(layout: WeightLayout) -> int:
-    """Of all its boxes; one that it has twice counts twice."""
+    """Return the bytes of all boxes of the layout; a box that it has twice counts twice."""
     table = layout.table
     itemsize = np.array([torch_dtype(layout.tensors[name].dtype).itemsize for name in table.tensors], np.int64)
     return int(
@@ -55,10 +55,11 @@ def layout_bytes(layout: WeightLayout) -> int:
 
 
 def _boxes(layout: WeightLayout, number: dict[str, int], width: int, *, add: bool) -> Boxes:
-    """The layout's boxes of numbered tensors.
+    """Return the layout's boxes of the tensors in `number`.
 
     Args:
-        number: by tensor; written where `add` is true.
+        number: by tensor name, its index.
+        add: add the layout's tensors to `number`.
     """
     table = layout.table
     numbers = [number.setdefault(name, len(number)) if add else number.get(name, -1) for name in table.tensors]
@@ -69,6 +70,6 @@ def _boxes(layout: WeightLayout, number: dict[str, int], width: int, *, add: boo
 
 
 def _bare(tensor: Ints, start: Ints, stop: Ints) -> Boxes:
-    """Boxes of which nobody asks where they lie."""
+    """Return boxes without their location in local tensors."""
     nothing = np.zeros(0, np.int64)
     return Boxes(tensor, start, stop, nothing, nothing, nothing)

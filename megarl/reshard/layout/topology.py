@@ -1,95 +1,102 @@
-"""Where ranks run, and who serves whom."""
+"""Node placement of ranks, and the choice of the rank that each receiver gets a box from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TURNS = 48
-"""Boxes take turns at whom they ask; counts to this and starts again. A multiple of the usual numbers of holders."""
+ROTATION = 48
+"""Modulus of the index that rotates boxes over equal sources; a multiple of the usual numbers of holders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which machine each rank is on."""
+    """The node that each rank runs on."""
 
     nodes: tuple[int, ...]
 
     def same_node(self, a: int, b: int) -> bool:
-        """True where two ranks share a machine."""
+        """Return whether two ranks run on the same node."""
         return self.nodes[a] == self.nodes[b]
 
     @classmethod
     def single(cls, world: int) -> Topology:
-        """All ranks on one machine."""
+        """Return a topology with all `world` ranks on one node."""
         return cls((0,) * world)
 
 
-class Fan:
-    """The ranks that hold a box and the ranks that need it: whom each asks.
+class SourceSelector:
+    """Selects the source rank for each rank that needs a box, among the ranks that hold it.
 
-    Best is the rank itself, then a member of its group, then a holder on its machine. Where a machine has no holder,
-    one of its ranks fetches the box and hands it on to the others (`relay`), so that it enters the machine once.
+    The rank itself comes first, then a member of its group, then a holder on its node. If no rank of the node holds
+    the box, one rank of the node fetches it and relays it to the others (`relay`), so that it enters the node once.
 
-        holders 0 1   needers 1 4 5 on machines {0, 1}, {4, 5}      1 <- 1     4 <- 0 (or 1)     5 <- 4
+        holders 0 1   receivers 1 4 5 on nodes {0, 1}, {4, 5}      1 <- 1     4 <- 0 (or 1)     5 <- 4
 
-    Holders of equal worth take turns where they would not send alike otherwise.
+    Equally good holders are rotated if a fixed assignment would load them unevenly.
     """
 
     def __init__(
         self,
         holders: Sequence[int],
-        needers: Sequence[int],
+        receivers: Sequence[int],
         topology: Topology,
         group_of: Mapping[int, int],
         *,
         relay: bool,
     ) -> None:
-        """Ranks in ascending order."""
+        """Assign each receiver its candidate sources.
+
+        Args:
+            holders: ranks in ascending order.
+            receivers: ranks in ascending order.
+            group_of: by rank in a group, the group's index.
+            relay: fetch a box once per node and relay it there.
+        """
         self._choices: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}
-        """By needer: whom to choose from, its place among those who choose from the same, and who takes turns at
-        fetching with it."""
-        on_node, in_group = _gather(holders, topology.nodes), _gather(holders, group_of)
+        """By receiver: candidate sources, its position among receivers with the same candidates, and the ranks of its
+        node that take turns at fetching."""
+        on_node, in_group = _group_ranks(holders, topology.nodes), _group_ranks(holders, group_of)
         held = set(holders)
-        places: dict[tuple[int, ...], int] = {}
+        positions: dict[tuple[int, ...], int] = {}
         remote: dict[int, list[int]] = {}
-        for rank in needers:
+        for rank in receivers:
             if rank in held:
                 self._choices[rank] = ((rank,), 0, ())
                 continue
-            near = in_group.get(group_of.get(rank, -1)) or on_node.get(topology.nodes[rank])
-            if near is None and relay:
+            candidates = in_group.get(group_of.get(rank, -1)) or on_node.get(topology.nodes[rank])
+            if candidates is None and relay:
                 remote.setdefault(topology.nodes[rank], []).append(rank)
                 continue
-            choice = tuple(near or holders)
-            self._choices[rank] = (choice, places.get(choice, 0), ())
-            places[choice] = places.get(choice, 0) + 1
-        # where everybody can always ask the same holder and all holders send alike, messages stay whole
-        self._steady = {choice for choice, count in places.items() if count % len(choice) == 0}
-        for place, ranks in enumerate(remote.values()):
+            choice = tuple(candidates or holders)
+            self._choices[rank] = (choice, positions.get(choice, 0), ())
+            positions[choice] = positions.get(choice, 0) + 1
+        # no rotation if a fixed assignment loads all holders equally: messages are then not split over sources
+        self._fixed_choices = {choice for choice, count in positions.items() if count % len(choice) == 0}
+        for position, ranks in enumerate(remote.values()):
             for rank in ranks:
-                self._choices[rank] = (tuple(holders), place, tuple(ranks))
+                self._choices[rank] = (tuple(holders), position, tuple(ranks))
 
-    def source(self, rank: int, turn: int) -> tuple[int, int]:
-        """Whom `rank` receives from, and in which hop: 0 from a holder, 1 from the rank that fetches."""
-        choice, place, peers = self._choices[rank]
+    def source(self, rank: int, rotation: int) -> tuple[int, int]:
+        """Return the rank that `rank` receives from, and the hop: 0 from a holder, 1 from the fetching rank."""
+        choice, position, peers = self._choices[rank]
         if peers:
-            fetcher = peers[turn % len(peers)]
+            fetcher = peers[rotation % len(peers)]
             if fetcher != rank:
                 return fetcher, 1
-        elif choice in self._steady:
-            turn = 0
-        return choice[(place + turn) % len(choice)], 0
+        elif choice in self._fixed_choices:
+            rotation = 0
+        return choice[(position + rotation) % len(choice)], 0
 
-    def served_by(self, source: int, turn: int, *, hop: int, among: Sequence[int]) -> list[int]:
-        """Which other ranks of `among`, all of them needers, `source` sends to in the hop."""
-        return [rank for rank in among if rank != source and self.source(rank, turn) == (source, hop)]
+    def receivers_of(self, source: int, rotation: int, *, hop: int, among: Sequence[int]) -> list[int]:
+        """Return the other ranks of `among`, all of them receivers, that `source` sends to in the hop."""
+        return [rank for rank in among if rank != source and self.source(rank, rotation) == (source, hop)]
 
 
-def _gather(ranks: Sequence[int], place_of: Sequence[int] | Mapping[int, int]) -> dict[int, list[int]]:
+def _group_ranks(ranks: Sequence[int], key_of: Sequence[int] | Mapping[int, int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for rank in ranks:
-        place = place_of.get(rank) if isinstance(place_of, Mapping) else place_of[rank]
-        if place is not None:
-            found.setdefault(place, []).append(rank)
+        key = key_of.get(rank) if isinstance(key_of, Mapping) else key_of[rank]
+        if key is not None:
+            found.setdefault(key, []).append(rank)
     return found

@@ -1,0 +1,1 @@
+"""Sync planning: which rank sends which box to which rank, round by round."""

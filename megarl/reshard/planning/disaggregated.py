@@ -1,12 +1,14 @@
-"""Trainer ranks and engine ranks as the ranks of one plan: engines receive their boxes themselves.
+"""Weight sync for disaggregated engines: trainer ranks and engine ranks are the ranks of one plan.
 
-    rank   0 ... W - 1    trainer ranks, which hold
-           W + tp * i + r TP rank r of engine i, which needs
+    rank   0 ... W - 1    trainer ranks, which hold weights
+           W + tp * i + r TP rank r of engine i, which needs weights
 
-Each missing byte enters a machine once and is handed on there, from engine rank to engine rank.
+Engine ranks receive their boxes directly. Each missing byte enters a node once and is relayed there, from engine rank
+to engine rank.
 
-Tensors of which engines compute values of their own go first, whole: every engine rank receives some of them into
-memory that it borrows, and has its model load them, before the next. All others go as boxes to where they stay.
+Tensors from which engines derive values of their own are sent first and in full: every engine rank receives a few of
+them into temporary memory and has its model load them before the next. All others are sent as boxes, straight into the
+parameters.
 """
 
 from __future__ import annotations
@@ -19,83 +21,85 @@ import torch
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, without
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, without
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.plan_cache import Planned, cached_plan
-from megarl.reshard.planning.strategy import Outlets, SyncStats
+from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan
+from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.reshard.transfer.bucket import split_into_buckets, torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.process_groups import Meeting, join_group
+from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.sink import Parameters
-from megarl.reshard.transfer.transport import Wire
+from megarl.reshard.transfer.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
-class WholePlan:
-    """One rank's rounds for some tensors that engines take whole."""
+class FullPlan:
+    """The rounds of one rank for some tensors that engines load in full."""
 
     tensors: Mapping[str, TensorSpec]
-    rounds: Planned
+    rounds: RoundPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handover:
-    """What all ranks plan from; the same on every one."""
+class TransferSpec:
+    """Inputs that all ranks plan from, identical on every rank."""
 
     sources: Sequence[WeightLayout]
-    """By trainer rank."""
+    """By trainer rank, the layout it holds."""
     needs: Sequence[WeightLayout]
-    """By TP rank; engines are alike."""
+    """By TP rank, the layout it needs; all engines have the same."""
     num_engines: int
     nodes: tuple[int, ...]
-    """By rank, trainer and engine ranks, which machine it is on."""
+    """By rank, trainer ranks and then engine ranks, the node it runs on."""
     bucket_bytes: int
-    whole: tuple[str, ...] = ()
-    """Tensors that engines load by themselves; see `RolloutEngine.whole_tensors`."""
+    full_tensors: tuple[str, ...] = ()
+    """Tensors that engines load in full; see `RolloutEngine.full_tensors`."""
 
     @property
     def size(self) -> int:
-        """Ranks of both sides."""
+        """Number of ranks of both sides together."""
         return len(self.sources) + self.num_engines * len(self.needs)
 
     @property
-    def legend(self) -> str:
-        """Which rank is whose, for people."""
+    def rank_legend(self) -> str:
+        """Text for error messages that explains the numbering of ranks."""
         first, tp = len(self.sources), len(self.needs)
         return f"ranks up to {first - 1} are trainer ranks, those of engine i begin at {first} + {tp} * i"
 
     def engine_rank(self, engine: int, tp_rank: int) -> int:
-        """The rank of an engine's TP rank."""
+        """Return the rank in the plan of TP rank `tp_rank` of engine `engine`."""
         return len(self.sources) + engine * len(self.needs) + tp_rank
 
-    def plan(self, rank: int) -> Planned:
-        """Rank `rank`'s rounds for the boxes of all tensors that do not go whole.
+    def plan(self, rank: int) -> RoundPlan:
+        """Return the rounds of `rank` for the tensors that are sent as boxes.
 
         Raises:
-            WeightSyncError: no trainer rank holds an element that an engine needs, or it holds another dtype.
+            WeightSyncError: no trainer rank holds an element that an engine needs, or the dtypes differ.
         """
         self._check_dtypes()
-        return self._plan(rank, [without(need, self.whole) for need in self.needs], self.bucket_bytes)
+        return self._plan(rank, [without(need, self.full_tensors) for need in self.needs], self.bucket_bytes)
 
-    def plan_whole(self, rank: int) -> list[WholePlan]:
-        """Rank `rank`'s rounds for the tensors that go whole, in the order of travel.
+    def plan_full_tensors(self, rank: int) -> list[FullPlan]:
+        """Return the plans of `rank` for the tensors that are sent in full, in transfer order.
 
-        What an engine borrows for the tensors of one, and their rounds, take two buckets together, but for single
-        tensors that are larger than one. Raises as `plan` does.
+        The temporary tensors of one plan and its rounds together take at most two buckets, except for single tensors
+        larger than a bucket. Raises as `plan` does.
         """
         self._check_dtypes()
-        specs = {name: self.needs[0].tensors[name] for name in self.whole}
+        specs = {name: self.needs[0].tensors[name] for name in self.full_tensors}
         plans = []
         for names in split_into_buckets(specs, self.bucket_bytes):
-            pieces = tuple(Piece(name, specs[name].box, name, specs[name].box) for name in names)
+            pieces = tuple(ShardPiece(name, specs[name].box, name, specs[name].box) for name in names)
             need = WeightLayout(self.needs[0].tensors, pieces)
             rounds = self._plan(rank, [need] * len(self.needs), max(self.bucket_bytes // 2, 1))
-            plans.append(WholePlan({name: specs[name] for name in names}, rounds))
+            plans.append(FullPlan({name: specs[name] for name in names}, rounds))
         return plans
 
-    def _plan(self, rank: int, of_engine: Sequence[WeightLayout], bucket_bytes: int) -> Planned:
-        """Args:
-        of_engine: by TP rank, what it receives.
+    def _plan(self, rank: int, of_engine: Sequence[WeightLayout], bucket_bytes: int) -> RoundPlan:
+        """Return the rounds of `rank`.
+
+        Args:
+            of_engine: by TP rank of an engine, the layout it receives.
         """
         assert len(self.nodes) == self.size, (len(self.nodes), self.size)
         layouts = [need for _ in range(self.num_engines) for need in of_engine]
@@ -111,9 +115,9 @@ class Handover:
                 raise WeightSyncError(f"{name}: the engines hold {spec.dtype}, the trainer {held[name].dtype}")
 
     def fingerprint(self) -> str:
-        """The same in every process that plans the same."""
-        what = self.num_engines, self.nodes, self.bucket_bytes, self.whole
-        digest = hashlib.blake2b(repr(what).encode(), digest_size=16)
+        """Return a digest that is equal in all processes with equal inputs."""
+        fields = self.num_engines, self.nodes, self.bucket_bytes, self.full_tensors
+        digest = hashlib.blake2b(repr(fields).encode(), digest_size=16)
         numbers: dict[WeightLayout, int] = {}
         for layout in (*self.sources, *self.needs):
             is_new = layout not in numbers
@@ -125,31 +129,31 @@ class Handover:
         return digest.hexdigest()
 
 
-class HandoverRank:
-    """One rank, of either side: its plan, and the connections to the others until a sync fails."""
+class TransferRank:
+    """One rank of either side: its plan, and its connections to the others, which last until a sync fails."""
 
-    def __init__(self, handover: Handover, rank: int) -> None:
-        """Plan; raises as `Handover.plan` does."""
-        self.rank, self.plan, self.whole = rank, handover.plan(rank), handover.plan_whole(rank)
-        self._fingerprint = handover.fingerprint()
-        self._wire: Wire | None = None
+    def __init__(self, transfer_spec: TransferSpec, rank: int) -> None:
+        """Make the plans of `rank`; raises as `TransferSpec.plan` does."""
+        self.rank, self.plan, self.full_plans = rank, transfer_spec.plan(rank), transfer_spec.plan_full_tensors(rank)
+        self._fingerprint = transfer_spec.fingerprint()
+        self._transport: Transport | None = None
 
     @property
-    def joined(self) -> bool:
-        """False before `join`, and after a sync that failed."""
-        return self._wire is not None and not self._wire.closed
+    def is_connected(self) -> bool:
+        """Whether the connections are usable: False before `connect` and after a failed sync."""
+        return self._transport is not None and not self._transport.is_closed
 
-    def join(self, meeting: Meeting) -> None:
-        """Connect with all others, who do the same; connections that there were are dropped.
+    def connect(self, transfer_group: TransferGroup) -> None:
+        """Drop existing connections and connect to all other ranks; collective over all ranks.
 
         Raises:
-            WeightSyncError: another rank did not join in time, or it has planned from something else.
+            WeightSyncError: another rank did not connect in time, or its plan has other inputs.
         """
         self.close()
-        self._wire = join_group(meeting, self.rank, self._fingerprint)
+        self._transport = connect_group(transfer_group, self.rank, self._fingerprint)
 
-    def push(self, tensors: Mapping[str, Tensor], _: Outlets) -> SyncStats:
-        """A trainer rank's part; see `Strategy` and `run`."""
+    def push(self, tensors: Mapping[str, Tensor], _: Sinks) -> SyncStats:
+        """Run the part of a trainer rank, as `Strategy.push`; sinks are unused: engine ranks receive directly."""
         return self.run(tensors, None)
 
     def run(
@@ -158,48 +162,50 @@ class HandoverRank:
         target: Parameters | None,
         load: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> SyncStats:
-        """One sync; together with all others.
+        """Run one sync; collective over all ranks.
 
         Args:
-            tensors: what a trainer rank holds, under the names of its layout; empty on an engine's.
-            target: the parameters of an engine's rank; None on a trainer's.
-            load: what an engine's rank does with tensors that come whole, which it must not keep.
+            tensors: the tensors of a trainer rank, under the names of its layout; empty on an engine rank.
+            target: the parameters of an engine rank; None on a trainer rank.
+            load: loads full tensors into the model of an engine rank; it must not keep references to them.
 
         Raises:
-            WeightSyncError: another rank is gone or late, and the ranks have to `join` again. What has arrived is
-                in the parameters.
+            WeightSyncError: another rank is lost or late; the ranks have to `connect` again. Boxes that arrived before
+                the failure are already in the parameters.
         """
-        if not self.joined:
-            raise WeightSyncError(f"rank {self.rank} has no connections to the other ranks: a sync needs `join` first")
-        counted = [self._run_whole(part, tensors, target, load) for part in self.whole]
+        if not self.is_connected:
+            raise WeightSyncError(
+                f"rank {self.rank} has no connections to the other ranks: call `connect` before a sync"
+            )
+        counted = [self._run_full_plan(full_plan, tensors, target, load) for full_plan in self.full_plans]
         return sum(counted, self._execute(self.plan, tensors, target))
 
-    def _run_whole(
+    def _run_full_plan(
         self,
-        part: WholePlan,
+        full_plan: FullPlan,
         tensors: Mapping[str, Tensor],
         target: Parameters | None,
         load: Callable[[Mapping[str, Tensor]], None] | None,
     ) -> SyncStats:
         if target is None:
-            return self._execute(part.rounds, tensors, None)
-        assert load is not None, f"rank {self.rank} cannot load {list(part.tensors)}"
+            return self._execute(full_plan.rounds, tensors, None)
+        assert load is not None, f"rank {self.rank} has no function to load {list(full_plan.tensors)}"
         device = next(iter(target.tensors.values())).device
-        borrowed = {
+        temporary = {
             name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            for name, spec in part.tensors.items()
+            for name, spec in full_plan.tensors.items()
         }
-        stats = self._execute(part.rounds, tensors, Parameters(borrowed))
-        load(borrowed)
-        num_bytes = sum(tensor.nbytes for tensor in borrowed.values())
+        stats = self._execute(full_plan.rounds, tensors, Parameters(temporary))
+        load(temporary)
+        num_bytes = sum(tensor.nbytes for tensor in temporary.values())
         return replace(stats, peak_extra_bytes=stats.peak_extra_bytes + num_bytes)
 
-    def _execute(self, planned: Planned, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
-        executor = BoxExecutor(self.rank, planned.rounds, planned.memory, wire=self._wire)
+    def _execute(self, planned: RoundPlan, tensors: Mapping[str, Tensor], target: Parameters | None) -> SyncStats:
+        executor = BoxExecutor(self.rank, planned.rounds, planned.buffer_sizes, transport=self._transport)
         executor.run(tensors, target)
-        return executor.ledger.stats()
+        return executor.counter.stats()
 
     def close(self) -> None:
-        """Drop the connections; others who wait for this rank stop."""
-        if self._wire is not None:
-            self._wire.close()
+        """Drop the connections; ranks that wait for this rank fail at once."""
+        if self._transport is not None:
+            self._transport.close()

@@ -1,4 +1,4 @@
-"""The least that has to move, whatever the method: what a rank or a machine needs and does not hold."""
+"""Lower bounds of a sync for any method: the bytes that a rank or a node needs and does not hold."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ Layouts = Sequence[WeightLayout]
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
-    """Bytes that some ranks need together and do not hold."""
+class MissingBytes:
+    """Bytes that a set of ranks needs and does not hold."""
 
     elements: int
-    """Each element once: the bound."""
+    """Bytes with each element counted once: the lower bound."""
     boxes: int
-    """Each box once: what a plan brings, which differs where boxes that are needed overlap in part."""
+    """Bytes with each box counted once: what a plan transfers; more than `elements` if needed boxes overlap in part."""
 
 
 def rank_bounds(sources: Layouts, needs: Mapping[int, WeightLayout]) -> dict[int, int]:
-    """By rank, the bytes that it has to receive."""
-    demand = Demand(needs.values())
-    return {rank: demand.lacking([sources[rank]], [need]).elements for rank, need in needs.items()}
+    """Return, by rank, the bytes that it has to receive."""
+    need_index = NeedIndex(needs.values())
+    return {rank: need_index.missing([sources[rank]], [need]).elements for rank, need in needs.items()}
 
 
 def node_bounds(sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology) -> dict[int, int]:
-    """By machine, the bytes that have to enter it."""
-    demand = Demand(needs.values())
-    return {node: lacking.elements for node, lacking in lacking_of_nodes(demand, sources, needs, topology).items()}
+    """Return, by node, the bytes that have to enter it."""
+    need_index = NeedIndex(needs.values())
+    return {node: missing.elements for node, missing in missing_by_node(need_index, sources, needs, topology).items()}
 
 
-def lacking_of_nodes(
-    demand: Demand, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology
-) -> dict[int, Lacking]:
-    """By machine, what its ranks lack together."""
+def missing_by_node(
+    need_index: NeedIndex, sources: Layouts, needs: Mapping[int, WeightLayout], topology: Topology
+) -> dict[int, MissingBytes]:
+    """Return, by node, the bytes that its ranks together need and do not hold."""
     ranks_of: dict[int, list[int]] = {}
     for rank, node in enumerate(topology.nodes):
         ranks_of.setdefault(node, []).append(rank)
     return {
-        node: demand.lacking([sources[rank] for rank in ranks], [needs[rank] for rank in ranks if rank in needs])
+        node: need_index.missing([sources[rank] for rank in ranks], [needs[rank] for rank in ranks if rank in needs])
         for node, ranks in sorted(ranks_of.items())
     }
 
 
-class Demand:
-    """The needs of many ranks, and how much of them others hold.
+class NeedIndex:
+    """Index over the needed layouts of many ranks that counts the bytes that other layouts do not cover.
 
-    Tensors that are needed alike, which is most of a model's, are of one kind. Boxes are compared once for a kind and
-    what is held of it: DeepSeek-V3 has 46,000 tensors, and a few dozen kinds.
+    Tensors of which the same boxes are needed, as for most tensors of a model, form one kind. Boxes are compared once
+    per kind and set of held boxes: DeepSeek-V3 has 46,000 tensors and a few dozen kinds.
     """
 
     def __init__(self, needs: Iterable[WeightLayout]) -> None:
         layouts = _distinct(needs)
         self._known = layouts
-        """An id names a layout only as long as it lives."""
+        """References that keep the ids of layouts, which serve as keys, valid."""
         self._number: dict[str, int] = {}
         sizes: list[int] = []
         for layout in layouts:
@@ -89,44 +89,44 @@ class Demand:
             for layout, (tensor, boxes) in zip(layouts, needed, strict=True)
         }
         self._held: dict[tuple[int, ...], dict[int, list[tuple[int, tuple[Box, ...]]]]] = {}
-        self._lacking: dict[tuple[tuple[int, ...], tuple[int, ...]], Lacking] = {}
+        self._missing: dict[tuple[tuple[int, ...], tuple[int, ...]], MissingBytes] = {}
 
-    def lacking(self, held: Layouts, needed: Layouts) -> Lacking:
-        """What of `needed`, layouts that this was made with, is in none of `held`."""
+    def missing(self, held: Layouts, needed: Layouts) -> MissingBytes:
+        """Count what is in `needed`, layouts that the index was built from, and in none of `held`."""
         held, needed = _distinct(held), _distinct(needed)
         key = tuple(sorted(map(id, held))), tuple(sorted(map(id, needed)))
-        if key not in self._lacking:
+        if key not in self._missing:
             self._known += held
-            self._lacking[key] = self._compare(held, needed)
-        return self._lacking[key]
+            self._missing[key] = self._compare(held, needed)
+        return self._missing[key]
 
-    def _compare(self, held: Layouts, needed: Layouts) -> Lacking:
+    def _compare(self, held: Layouts, needed: Layouts) -> MissingBytes:
         key = tuple(sorted(map(id, held)))
         if key not in self._held:
             self._held[key] = self._read_held(held)
         elements = boxes = 0
-        for kind, wanted in self._wanted(needed).items():
-            size, left = self._size[kind], self._count[kind]
+        for kind, needed_boxes in self._merge_needs(needed).items():
+            size, num_left = self._size[kind], self._count[kind]
             for count, parts in (*self._held[key].get(kind, ()), (None, ())):
-                many = left if count is None else count
-                left -= many
-                lacks = _lacking_elements(wanted, parts) if many else (0, 0)
-                elements += many * size * lacks[0]
-                boxes += many * size * lacks[1]
-        return Lacking(elements, boxes)
+                num_tensors = num_left if count is None else count
+                num_left -= num_tensors
+                lacks = _missing_elements(needed_boxes, parts) if num_tensors else (0, 0)
+                elements += num_tensors * size * lacks[0]
+                boxes += num_tensors * size * lacks[1]
+        return MissingBytes(elements, boxes)
 
-    def _wanted(self, needed: Layouts) -> dict[int, tuple[Box, ...]]:
-        """By kind; a box as often as the layout that has it most often."""
+    def _merge_needs(self, needed: Layouts) -> dict[int, tuple[Box, ...]]:
+        """Return, by kind, the union of the needed boxes; a box as often as in the layout that has it most often."""
         if len(needed) == 1:
             return self._needed[id(needed[0])]
-        together: dict[int, Counter[Box]] = {}
+        union: dict[int, Counter[Box]] = {}
         for layout in needed:
             for kind, boxes in self._needed[id(layout)].items():
-                together[kind] = together.get(kind, Counter()) | Counter(boxes)
-        return {kind: tuple(boxes.elements()) for kind, boxes in together.items()}
+                union[kind] = union.get(kind, Counter()) | Counter(boxes)
+        return {kind: tuple(boxes.elements()) for kind, boxes in union.items()}
 
     def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
-        """By kind: of how many tensors which boxes are held, where any are."""
+        """Return, by kind, (number of tensors, held boxes) for tensors of which any box is held."""
         rows = [self._rows(layout.table) for layout in held]
         if not rows:
             return {}
@@ -139,12 +139,12 @@ class Demand:
         _, first, count = np.unique(hash_rows([mark, self._kind[tensors]]), return_index=True, return_counts=True)
         of_first = _by_key(tensor, boxes, np.isin(tensor, tensors[first]))
         found: dict[int, list[tuple[int, tuple[Box, ...]]]] = {}
-        for number, many in zip(tensors[first].tolist(), count.tolist(), strict=True):
-            found.setdefault(int(self._kind[number]), []).append((many, of_first[number]))
+        for number, num_tensors in zip(tensors[first].tolist(), count.tolist(), strict=True):
+            found.setdefault(int(self._kind[number]), []).append((num_tensors, of_first[number]))
         return found
 
     def _rows(self, table: PieceTable) -> tuple[Ints, Ints]:
-        """Numbers of the tensors of the table's pieces, and the boxes [n, D, 2]; without tensors that nobody needs."""
+        """Return tensor indices [N] and boxes [N, D, 2] of the table's pieces, without tensors that no rank needs."""
         if table.tensors not in self._numbers:
             self._numbers[table.tensors] = np.array([self._number.get(name, -1) for name in table.tensors], np.int64)
         tensor = self._numbers[table.tensors][table.tensor]
@@ -157,7 +157,7 @@ def _marks(boxes: Ints, salt: Ints) -> Ints:
 
 
 def _by_key(keys: Ints, boxes: Ints, rows: Ints) -> dict[int, tuple[Box, ...]]:
-    """The boxes of some rows, sorted, by the rows' keys."""
+    """Return, by key, the sorted boxes of the selected rows."""
     found: dict[int, list[Box]] = {}
     for key, box in zip(keys[rows].tolist(), boxes[rows].tolist(), strict=True):
         found.setdefault(key, []).append(tuple((start, stop) for start, stop in box))
@@ -165,20 +165,20 @@ def _by_key(keys: Ints, boxes: Ints, rows: Ints) -> dict[int, tuple[Box, ...]]:
 
 
 def _distinct(layouts: Iterable[WeightLayout]) -> list[WeightLayout]:
-    """Replicas share their layouts."""
+    """Return each layout object once: replicas share theirs."""
     return list({id(layout): layout for layout in layouts}.values())
 
 
 @lru_cache(maxsize=1 << 16)
-def _lacking_elements(needed: tuple[Box, ...], held: tuple[Box, ...]) -> tuple[int, int]:
-    """Of the union of `needed`, and of each of its boxes summed up, what is in none of `held`."""
-    lacking = [part for box in needed for part in _difference([box], held)]
-    together = _disjoint(lacking) if len(needed) > 1 else lacking
-    return sum(map(volume, together)), sum(map(volume, lacking))
+def _missing_elements(needed: tuple[Box, ...], held: tuple[Box, ...]) -> tuple[int, int]:
+    """Count elements in none of `held`: of the union of `needed`, and summed over the boxes of `needed`."""
+    missing = [part for box in needed for part in _difference([box], held)]
+    union = _disjoint(missing) if len(needed) > 1 else missing
+    return sum(map(volume, union)), sum(map(volume, missing))
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:
-    """The same elements, each in one box."""
+    """Return disjoint boxes that cover the same elements."""
     out: list[Box] = []
     for box in dict.fromkeys(boxes):
         out.extend(_difference([box], out))
@@ -186,7 +186,7 @@ def _disjoint(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _difference(boxes: Sequence[Box], taken: Sequence[Box]) -> list[Box]:
-    """What of `boxes` is in none of `taken`."""
+    """Return the parts of `boxes` that are in none of `taken`."""
     rest = list(boxes)
     for hole in dict.fromkeys(taken):
         rest = [part for box in rest for part in subtract(box, hole)]
@@ -194,7 +194,7 @@ def _difference(boxes: Sequence[Box], taken: Sequence[Box]) -> list[Box]:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """`box` without `hole`, as disjoint boxes."""
+    """Return `box` without `hole`, as disjoint boxes."""
     common = intersect(box, hole)
     if common is None:
         return [box]

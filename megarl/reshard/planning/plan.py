@@ -1,7 +1,7 @@
-"""One rank's part of a sync: what it keeps, sends, receives and hands on, round by round.
+"""The plan of one rank for a sync: the boxes it copies, sends, receives and relays, round by round.
 
-A pure function of the tables in `megarl.reshard.layout.box_index`, and of no other rank's plan: both ends of a
-message derive its content in the same order.
+The plan is a pure function of the tables in `megarl.reshard.layout.box_index`. It does not depend on other ranks'
+plans: both ends of a message derive its content in the same order.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import numpy as np
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.box_index import Boxes, Ints, NeedClass, SyncIndex, extents, intersections
-from megarl.reshard.layout.topology import TURNS
+from megarl.reshard.layout.topology import ROTATION
 
 HOPS = 2
-"""From a holder, and from the rank that fetched a box for its machine."""
+"""Hop 0: from a holder; hop 1: from the rank that fetched the box for its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Boxes that one rank sends, or receives, in the order in which messages carry them. Arrays of n."""
+    """N boxes that one rank sends or receives, in message order: arrays [N] unless noted."""
 
     round: Ints
     hop: Ints
     peer: Ints
-    """The other rank; the rank itself for what it holds."""
+    """The other rank; the rank itself for boxes that it holds."""
     tensor: Ints
     start: Ints
-    """[n, D], in the tensor's coordinates."""
+    """[N, D], in the tensor's coordinates."""
     stop: Ints
     local: Ints
-    """Number of the name in this rank's own tensors; -1: it is in the bucket, having been received in this round."""
+    """Index of the name among this rank's local tensors; -1: the box was received into the bucket in this round."""
     shift: Ints
-    """[n, D], from the tensor's coordinates to the local tensor's."""
+    """[N, D], offset from the tensor's coordinates to the local tensor's."""
     num_bytes: Ints
     item: Ints
-    """Number of the tensor's part in the order of travel."""
+    """Index of the tensor part in transfer order."""
 
     def take(self, rows: Ints) -> Moves:
-        """Some of them."""
+        """Return the moves of the given rows."""
         return Moves(*(getattr(self, name)[rows] for name in Moves.__slots__))
 
     def __len__(self) -> int:
@@ -48,56 +48,56 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does."""
+    """All moves of one rank."""
 
     rank: int
     num_rounds: int
-    """The same on every rank."""
+    """Number of rounds, the same on every rank."""
     receives: Moves
-    """Also of what the rank itself holds."""
+    """Boxes that the rank needs, including those it holds itself."""
     held: Boxes
-    """What it holds of `receives` from itself: the box on the trainer's side, row for row with `own`."""
-    own: Ints
-    """Rows of `receives` that come from the rank itself."""
+    """For each of `own_rows`, the box on the trainer's side that holds it."""
+    own_rows: Ints
+    """Rows of `receives` whose source is the rank itself."""
     sends: Moves
     gathered: Ints
-    """bool by row of `receives`: travels in an all-gather of the rank's group."""
+    """bool, by row of `receives`: received through an all-gather of the rank's group."""
     group: tuple[int, ...]
-    """The ranks of that group."""
+    """Ranks of the all-gather group, ascending; empty without one."""
 
     @property
     def bytes_received(self) -> int:
-        """From other ranks."""
+        """Bytes received from other ranks."""
         return int(self.receives.num_bytes[self.receives.peer != self.rank].sum())
 
 
 def plan_rank(index: SyncIndex, rank: int) -> RankPlan:
-    """Rank `rank`'s plan.
+    """Return the plan of rank `rank`.
 
     Raises:
-        WeightSyncError: no rank holds an element that it needs; names the tensor and the box.
+        WeightSyncError: no rank holds an element that this rank needs; names the tensor and the box.
     """
     mine, held_rows = index.held_by_rank(rank)
     receives, own, own_boxes = _receives(index, rank, mine, held_rows)
     gathered, group = _find_gathers(index, rank, receives)
     sends = _sends(index, rank, mine, held_rows)
     if gathered.any():
-        travels = np.isin(sends.item, np.unique(receives.item[gathered])) & np.isin(sends.peer, group)
-        sends = sends.take(np.flatnonzero(~travels))
+        is_gathered = np.isin(sends.item, np.unique(receives.item[gathered])) & np.isin(sends.peer, group)
+        sends = sends.take(np.flatnonzero(~is_gathered))
     return RankPlan(rank, index.num_rounds, receives, own_boxes, own, sends, gathered, group)
 
 
 def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Ints, Boxes]:
     number = index.class_of.get(rank)
     if number is None:
-        return _nothing(index.width), np.zeros(0, np.int64), mine.take(np.zeros(0, np.int64))
+        return _no_moves(index.width), np.zeros(0, np.int64), mine.take(np.zeros(0, np.int64))
     need = index.classes[number]
     at, of, low, high = intersections(need.boxes, index.held, index.held_start, index.held_count)
-    _demand_all(index, rank, need.boxes, at, low, high)
-    turn = _turns(index, need, at, of, low, high)
+    _check_complete(index, rank, need.boxes, at, low, high)
+    rotations = _rotation_offsets(index, need, at, of, low, high)
     peer, hop = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
-    for rows, (holders, audience, now) in _alike(index.held_by[of], need.audience[at], turn):
-        peer[rows], hop[rows] = index.fan(holders, audience).source(rank, now)
+    for rows, (holders, receivers, rotation) in _group_rows(index.held_by[of], need.receivers[at], rotations):
+        peer[rows], hop[rows] = index.source_selector(holders, receivers).source(rank, rotation)
     moves = _moves(index, peer, hop, need.boxes, at, low, high)
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
@@ -106,23 +106,25 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
 
 
 def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> Moves:
-    """Of what it holds, and of what it fetches for its machine."""
+    """Return what `rank` sends: boxes it holds, and boxes it fetches and relays within its node."""
     found = []
     own_start, own_count = extents(mine.tensor, len(index.names))
-    fetches_for = _audiences_to_relay(index, rank) if index.relay and rank in index.class_of else ()
+    fetches_for = _receiver_sets_to_relay(index, rank) if index.relay and rank in index.class_of else ()
     for need in index.classes:
         some = np.flatnonzero(own_count[need.boxes.tensor])
-        found += _served(index, rank, need, some, mine, own_start, own_count, held_rows, hop=0)
+        found += _sends_to_class(index, rank, need, some, mine, own_start, own_count, held_rows, hop=0)
         if len(fetches_for) and any(index.topology.same_node(rank, r) and r != rank for r in need.ranks):
-            shared = np.flatnonzero(np.isin(need.audience, fetches_for))
-            found += _served(index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1)
+            shared = np.flatnonzero(np.isin(need.receivers, fetches_for))
+            found += _sends_to_class(
+                index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1
+            )
     if not found:
-        return _nothing(index.width)
+        return _no_moves(index.width)
     moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
     return moves.take(_message_order(index, moves))
 
 
-def _served(
+def _sends_to_class(
     index: SyncIndex,
     rank: int,
     need: NeedClass,
@@ -134,16 +136,16 @@ def _served(
     *,
     hop: int,
 ) -> list[Moves]:
-    """What `rank` sends to the ranks of `need`, of the boxes `rows`."""
+    """Return what `rank` sends to the ranks of `need`, restricted to the boxes `rows`."""
     boxes = need.boxes.take(rows)
     at, of, low, high = intersections(boxes, held, start, count)
     if not len(at):
         return []
     number = of if held_rows is None else held_rows[of]
-    turn = _turns(index, need, rows[at], number, low, high)
+    rotations = _rotation_offsets(index, need, rows[at], number, low, high)
     pairs, peers = [], []
-    for same, (holders, audience, now) in _alike(index.held_by[number], need.audience[rows[at]], turn):
-        to = index.fan(holders, audience).served_by(rank, now, hop=hop, among=need.ranks)
+    for same, (holders, receivers, rotation) in _group_rows(index.held_by[number], need.receivers[rows[at]], rotations):
+        to = index.source_selector(holders, receivers).receivers_of(rank, rotation, hop=hop, among=need.ranks)
         pairs.append(np.tile(same, len(to)))
         peers.append(np.repeat(np.array(to, np.int64), len(same)))
     pair, peer = np.concatenate(pairs), np.concatenate(peers)
@@ -151,16 +153,16 @@ def _served(
     pair, peer = pair[order], peer[order]
     moves = _moves(index, peer, np.full(len(pair), hop), boxes, at[pair], low[pair], high[pair])
     if hop == 0:
-        return [_from(moves, held.local[of[pair]], held.shift[of[pair]])]
-    return [_from(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
+        return [_with_local(moves, held.local[of[pair]], held.shift[of[pair]])]
+    return [_with_local(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
 
 
-def _audiences_to_relay(index: SyncIndex, rank: int) -> Ints:
-    """Numbers of the audiences that have `rank` and another rank of its machine."""
+def _receiver_sets_to_relay(index: SyncIndex, rank: int) -> Ints:
+    """Return the indices of the receiver sets that contain `rank` and another rank of its node."""
     return np.array(
         [
             number
-            for number, ranks in enumerate(index.audiences)
+            for number, ranks in enumerate(index.receiver_sets)
             if rank in ranks and sum(index.topology.same_node(rank, r) for r in ranks) > 1
         ],
         np.int64,
@@ -168,9 +170,10 @@ def _audiences_to_relay(index: SyncIndex, rank: int) -> Ints:
 
 
 def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, tuple[int, ...]]:
-    """Which receives an all-gather of the rank's group brings: each member holds one part of the item, all equal.
+    """Return which receives use an all-gather of the rank's group, and the group.
 
-    Members need the same and hold disjoint boxes, so all of them find the same.
+    An item is gathered if each member holds an equal share of it. Members need the same boxes and hold disjoint ones,
+    so all of them find the same items.
     """
     none = np.zeros(len(receives), bool)
     group = tuple(sorted(index.groups[index.group_of[rank]])) if rank in index.group_of else ()
@@ -181,33 +184,33 @@ def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, t
     items = int(receives.item.max()) + 1
     share = np.zeros((items, len(group)), np.int64)
     np.add.at(share, (receives.item[inside], place[inside]), receives.num_bytes[inside])
-    stray = np.zeros(items, bool)
-    stray[receives.item[~inside | (receives.hop > 0)]] = True
+    excluded = np.zeros(items, bool)
+    excluded[receives.item[~inside | (receives.hop > 0)]] = True
     size = index.itemsize[receives.tensor]
-    common = np.bincount(size, weights=receives.num_bytes).argmax()  # one element size: parts need no padding
-    stray[receives.item[size != common]] = True
-    # of what several members hold, each keeps its own: no member would know what another lacks
-    stray[receives.item[np.isin(receives.tensor, _held_twice(index, group))]] = True
-    even = (share == share[:, :1]).all(axis=1) & (share[:, 0] > 0) & ~stray
+    common = np.bincount(size, weights=receives.num_bytes).argmax()  # a single element size: shares need no padding
+    excluded[receives.item[size != common]] = True
+    # a box held by several members is copied locally by each: a member does not know what another one misses
+    excluded[receives.item[np.isin(receives.tensor, _find_tensors_held_twice(index, group))]] = True
+    even = (share == share[:, :1]).all(axis=1) & (share[:, 0] > 0) & ~excluded
     return even[receives.item], group
 
 
-def _held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
-    """Tensors of which two members of the group hold the same box."""
+def _find_tensors_held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
+    """Return the tensors of which two members of the group hold the same box."""
     twice = np.array([len(set(group) & set(ranks)) > 1 for ranks in index.holders], bool)
     return np.unique(index.held.tensor[twice[index.held_by]])
 
 
-def _turns(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
-    """A number that spreads boxes over equal holders; of the box alone, so that every rank finds the same."""
+def _rotation_offsets(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
+    """Return the rotation index of each box over equal sources; depends on the box only, so all ranks agree."""
     tensor = need.boxes.tensor[at]
     place = (low // np.maximum(high - low, 1)).sum(axis=1)
-    turns: Ints = (index.order[tensor] + of - index.held_start[tensor] + place) % TURNS
-    return turns
+    offsets: Ints = (index.order[tensor] + of - index.held_start[tensor] + place) % ROTATION
+    return offsets
 
 
-def _alike(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
-    """Rows that agree in all columns, and what they agree on."""
+def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:
+    """Group the rows that agree in all columns; return (rows, values) per group."""
     if not len(columns[0]):
         return []
     order = np.lexsort(columns[::-1])
@@ -233,19 +236,19 @@ def _moves(index: SyncIndex, peer: Ints, hop: Ints, need: Boxes, at: Ints, low: 
     )
 
 
-def _from(moves: Moves, local: Ints, shift: Ints) -> Moves:
-    """The same moves, at the other end."""
+def _with_local(moves: Moves, local: Ints, shift: Ints) -> Moves:
+    """Return the same moves with the sender's local tensors and shifts."""
     fields = {name: getattr(moves, name) for name in Moves.__slots__}
     return Moves(**(fields | {"local": local, "shift": shift}))
 
 
 def _message_order(index: SyncIndex, moves: Moves) -> Ints:
-    """By round, hop and peer; in a message wide elements first, so that every box is aligned to its elements."""
+    """Return the order by round, hop, peer and descending element size, which aligns every box to its elements."""
     order: Ints = np.lexsort((-index.itemsize[moves.tensor], moves.peer, moves.hop, moves.round))
     return order
 
 
-def _demand_all(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, high: Ints) -> None:
+def _check_complete(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, high: Ints) -> None:
     missing = (need.stop - need.start).prod(axis=1)
     np.subtract.at(missing, at, (high - low).prod(axis=1))
     if missing.any():
@@ -258,6 +261,6 @@ def _demand_all(index: SyncIndex, rank: int, need: Boxes, at: Ints, low: Ints, h
         )
 
 
-def _nothing(width: int) -> Moves:
+def _no_moves(width: int) -> Moves:
     flat, boxes = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
     return Moves(flat, flat, flat, flat, boxes, boxes, flat, boxes, flat, flat)

@@ -1,4 +1,4 @@
-"""Plans that were made before: a plan is a pure function of layouts, so the same layouts get the same plan back."""
+"""Plan cache: a plan is a pure function of the layouts, so the same layouts return the cached plan."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.rounds import Round, build_rounds
-from megarl.reshard.transfer.executor import Memory
+from megarl.reshard.transfer.executor import BufferSizes
 
-KEPT_PLANS = 8
+PLAN_CACHE_SIZE = 8
 PADDING = 1024
-"""Bytes of a bucket that alignment may take."""
+"""Bytes of a bucket reserved for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One rank's rounds, and the memory that they take."""
+class RoundPlan:
+    """The rounds of one rank, and the sizes of the buffers they need."""
 
     rounds: tuple[Round, ...]
-    memory: Memory
+    buffer_sizes: BufferSizes
 
 
 def cached_index(
@@ -35,7 +35,7 @@ def cached_index(
     groups: Sequence[Sequence[int]] = (),
     relay: bool = True,
 ) -> SyncIndex:
-    """As `SyncIndex`, for rounds that fit into two buckets of `bucket_bytes` with everything that they need."""
+    """Return the cached `SyncIndex` whose rounds, with all their buffers, fit in two buckets of `bucket_bytes`."""
     ranks = tuple(sorted(needs))
     return _index(
         tuple(sources),
@@ -49,7 +49,7 @@ def cached_index(
 
 
 def round_bytes(bucket_bytes: int) -> int:
-    """The most that a rank receives in a round: of what it allocates, half is to receive into, half to send from."""
+    """Return the most bytes that a rank receives in a round: half of the memory is for receiving, half for sending."""
     return max(bucket_bytes // 2 - PADDING, bucket_bytes // 4)
 
 
@@ -62,13 +62,13 @@ def cached_plan(
     *,
     groups: Sequence[Sequence[int]] = (),
     relay: bool = True,
-) -> Planned:
-    """Rank `rank`'s rounds; they take at most two buckets of `bucket_bytes`, but for single rows that are larger."""
+) -> RoundPlan:
+    """Return the rounds of `rank`; they need at most two buckets of `bucket_bytes`, except for larger single rows."""
     index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
     return _plan(index, rank, bucket_bytes)
 
 
-@lru_cache(maxsize=KEPT_PLANS)
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
 def _index(
     sources: tuple[WeightLayout, ...],
     ranks: tuple[int, ...],
@@ -82,13 +82,13 @@ def _index(
     return SyncIndex(sources, layouts, topology, groups=groups, relay=relay, bucket_bytes=round_bytes)
 
 
-@lru_cache(maxsize=KEPT_PLANS)
-def _plan(index: SyncIndex, rank: int, bucket_bytes: int) -> Planned:
+@lru_cache(maxsize=PLAN_CACHE_SIZE)
+def _plan(index: SyncIndex, rank: int, bucket_bytes: int) -> RoundPlan:
     rounds = tuple(build_rounds(index, plan_rank(index, rank)))
-    return Planned(rounds, Memory.of(rounds, bucket_bytes))
+    return RoundPlan(rounds, BufferSizes.for_rounds(rounds, bucket_bytes))
 
 
-def forget_plans() -> None:
-    """Plans are made anew from here on."""
+def clear_plan_cache() -> None:
+    """Clear the cached plans and index tables."""
     _index.cache_clear()
     _plan.cache_clear()

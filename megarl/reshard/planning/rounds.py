@@ -1,9 +1,9 @@
-"""A rank's plan as rounds that can be run: names, boxes, and where in the bucket each box lies.
+"""Executable rounds of a rank's plan: tensor names, boxes, and the offset of each box in the bucket.
 
-    bucket of rank 2     | all-gather: part of rank 2, part of rank 3 | own boxes | from rank 0 | handed on by rank 3 |
+    bucket of rank 2     | all-gather: part of rank 2, part of rank 3 | own boxes | from rank 0 | relayed by rank 3 |
 
-What a rank receives from one rank in one hop of a round is one message, but for large boxes: each of them is a message
-of its own, which can be sent from where it lies and received where it goes.
+The boxes that a rank receives from one rank in one hop of a round form one message, except large boxes: each is a
+message of its own, which can be sent and received in place without packing.
 """
 
 from __future__ import annotations
@@ -25,97 +25,97 @@ from megarl.reshard.transfer.bucket import BoxSlot
 ALIGNMENT = 16
 """Messages start at multiples of this many bytes of the bucket."""
 
-ALONE_BYTES = 1 << 18
-"""A box of at least this size is a message, or an all-gather, of its own."""
+LARGE_MESSAGE_BYTES = 1 << 18
+"""A box of at least this size is sent as a message, or gathered, of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of one of the trainer's tensors, or where `local` is None, bytes of the bucket."""
+class MessagePart:
+    """A box of one of the trainer's tensors or, if `local` is None, bytes of the bucket."""
 
     local: str | None
     box: Box
     num_bytes: int
     offset: int = 0
-    """Of bytes of the bucket, where they are."""
+    """Offset in the bucket, if `local` is None."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """What a rank holds itself."""
+class LocalCopy:
+    """A box that the rank holds itself and copies locally."""
 
-    part: Part
+    part: MessagePart
     slot: BoxSlot
-    """Where it goes."""
+    """Destination of the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One message."""
+    """One message to another rank."""
 
     to: int
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of all parts."""
+        """Size of the message in bytes."""
         return sum(part.num_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """One message."""
+    """One message from another rank."""
 
     source: int
     offset: int
-    """In the bucket."""
+    """Offset of the message in the bucket."""
     num_bytes: int
     slots: tuple[BoxSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """One all-gather of the rank's group: as many bytes from every member."""
+    """One all-gather of the rank's group, with equal shares."""
 
     offset: int
-    """In the bucket, where the members' parts lie one after another."""
+    """Offset in the bucket, where the members' shares lie one after another."""
     num_bytes: int
-    """Of all parts."""
-    mine: tuple[Copy, ...]
+    """Bytes of all shares."""
+    own_copies: tuple[LocalCopy, ...]
     slots: tuple[tuple[BoxSlot, ...], ...]
-    """By member."""
+    """By group member, the slots of its share."""
 
     @property
     def share(self) -> int:
-        """Bytes of one member's part."""
+        """Bytes of one member's share."""
         return self.num_bytes // len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Messages that travel together; the two ends of a pair name theirs in the same order."""
+    """Messages exchanged together; both ends of a pair list their messages in the same order."""
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 
     @property
     def bytes_sent(self) -> int:
-        """Of all messages."""
+        """Bytes of all sent messages."""
         return sum(send.num_bytes for send in self.sends)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank does in one round."""
+    """Copies, all-gathers and messages of one rank in one round."""
 
-    copies: tuple[Copy, ...]
+    copies: tuple[LocalCopy, ...]
     gathers: tuple[Gather, ...]
     hops: tuple[Hop, ...]
     bucket_bytes: int
 
     @property
     def slots(self) -> tuple[BoxSlot, ...]:
-        """Of everything in the bucket."""
+        """Slots of everything that lies in the bucket."""
         return (
             *(slot for gather in self.gathers for of_member in gather.slots for slot in of_member),
             *(copy.slot for copy in self.copies),
@@ -124,20 +124,20 @@ class Round:
 
     @property
     def bytes_delivered(self) -> int:
-        """To the engine's rank."""
+        """Bytes delivered to the engine's rank."""
         copied = sum(copy.part.num_bytes for copy in self.copies) + sum(gather.num_bytes for gather in self.gathers)
         return copied + sum(receive.num_bytes for hop in self.hops for receive in hop.receives)
 
 
 def build_rounds(index: SyncIndex, plan: RankPlan) -> list[Round]:
-    """Every round, the empty ones included: all ranks have equally many."""
-    with no_collection():
-        return _Builder(index, plan).build()
+    """Return all rounds of the plan, including empty ones: every rank has the same number."""
+    with gc_disabled():
+        return _RoundBuilder(index, plan).build()
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's garbage collector stands still: it would search 100,000 new objects, of which none is garbage."""
+def gc_disabled() -> Iterator[None]:
+    """Disable Python's garbage collector: it would scan 100,000 new objects, none of which is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -147,8 +147,8 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Builder:
-    """Turns rows of the plan into names, boxes and offsets."""
+class _RoundBuilder:
+    """Converts rows of the plan to names, boxes and bucket offsets."""
 
     def __init__(self, index: SyncIndex, plan: RankPlan) -> None:
         self._index, self._plan = index, plan
@@ -156,9 +156,9 @@ class _Builder:
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
         self._need_locals, self._source_locals = need, index.sources[plan.rank].table.locals
         receives, sends, held = plan.receives, plan.sends, plan.held
-        self._held_row = dict(zip(plan.own.tolist(), range(len(plan.own)), strict=True))
+        self._held_row = dict(zip(plan.own_rows.tolist(), range(len(plan.own_rows)), strict=True))
         self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)
-        self._held_boxes = _lists(receives.start[plan.own] + held.shift, receives.stop[plan.own] + held.shift)
+        self._held_boxes = _lists(receives.start[plan.own_rows] + held.shift, receives.stop[plan.own_rows] + held.shift)
         self._send_boxes = _lists(sends.start + sends.shift, sends.stop + sends.shift)
         self._tensor, self._size = receives.tensor.tolist(), receives.num_bytes.tolist()
         self._peer, self._hop = receives.peer.tolist(), receives.hop.tolist()
@@ -177,13 +177,15 @@ class _Builder:
     def _round(self, received: Sequence[int], sent: Sequence[int]) -> Round:
         rank = self._plan.rank
         self._end = 0
-        self._lying: dict[int, int] = {}
+        self._bucket_offsets: dict[int, int] = {}
         gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
         rest = [row for row in received if not self._gathered[row]]
         copies = tuple(self._copy(row) for row in rest if self._peer[row] == rank)
         receives: list[list[Receive]] = [[] for _ in range(HOPS)]
-        for hop, source, rows in _runs([row for row in rest if self._peer[row] != rank], self._hop, self._peer):
-            for message in _messages(rows, self._size):
+        for hop, source, rows in _group_by_peer(
+            [row for row in rest if self._peer[row] != rank], self._hop, self._peer
+        ):
+            for message in _split_messages(rows, self._size):
                 receives[hop].append(self._receive(source, message))
         sends: list[list[Send]] = [[] for _ in range(HOPS)]
         if sent:
@@ -192,15 +194,15 @@ class _Builder:
         return Round(copies, gathers, hops, self._end)
 
     def _gathers(self, rows: Sequence[int]) -> Iterator[Gather]:
-        """Large items on their own, the others together."""
+        """Yield one all-gather for all small items, and one per large item."""
         members = self._plan.group
         by_item: dict[int, list[int]] = {}
         for row in rows:
             by_item.setdefault(self._item[row], []).append(row)
         bundles: list[list[int]] = [[]]
         for of_item in by_item.values():
-            is_large = all(self._size[row] >= ALONE_BYTES for row in of_item)
-            if is_large and len(of_item) == len(members):  # one box of each member
+            is_large = all(self._size[row] >= LARGE_MESSAGE_BYTES for row in of_item)
+            if is_large and len(of_item) == len(members):  # one box per member
                 bundles.append(of_item)
             else:
                 bundles[0] += of_item
@@ -211,17 +213,18 @@ class _Builder:
                 slots = tuple(tuple(self._slot(row) for row in of_member) for of_member in of_members)
                 mine = members.index(self._plan.rank)
                 copies = tuple(
-                    Copy(self._held_part(row), slot) for row, slot in zip(of_members[mine], slots[mine], strict=True)
+                    LocalCopy(self._held_part(row), slot)
+                    for row, slot in zip(of_members[mine], slots[mine], strict=True)
                 )
                 yield Gather(begin, self._end - begin, copies, slots)
 
-    def _copy(self, row: int) -> Copy:
-        return Copy(self._held_part(row), self._slot(row))
+    def _copy(self, row: int) -> LocalCopy:
+        return LocalCopy(self._held_part(row), self._slot(row))
 
-    def _held_part(self, row: int) -> Part:
+    def _held_part(self, row: int) -> MessagePart:
         held = self._held_row[row]
         local = self._source_locals[self._plan.held.local[held]]
-        return Part(local, self._held_boxes[held][: self._dims[self._tensor[row]]], self._size[row])
+        return MessagePart(local, self._held_boxes[held][: self._dims[self._tensor[row]]], self._size[row])
 
     def _receive(self, source: int, rows: Sequence[int]) -> Receive:
         begin = self._end = _aligned(self._end)
@@ -229,47 +232,53 @@ class _Builder:
         return Receive(source, begin, self._end - begin, slots)
 
     def _slot(self, row: int) -> BoxSlot:
-        """The next place in the bucket."""
+        """Allocate the next slot in the bucket."""
         offset, tensor = self._end, self._tensor[row]
         self._end += self._size[row]
-        self._lying[row] = offset
+        self._bucket_offsets[row] = offset
         box = self._boxes[row][: self._dims[tensor]]
         return BoxSlot(self._need_locals[self._local[row]], box, self._index.specs[tensor].dtype, offset)
 
     def _fill_sends(self, hops: Sequence[list[Send]], sent: Sequence[int], received: Sequence[int]) -> None:
         hop, peer, size = self._send_hop, self._send_peer, self._send_size
-        lying = (
-            {self._key(self._plan.receives, row): self._lying[row] for row in received}
+        bucket_offsets = (
+            {self._key(self._plan.receives, row): self._bucket_offsets[row] for row in received}
             if any(hop[row] for row in sent)
             else {}
         )
-        for number, to, rows in _runs(sent, hop, peer):
-            for message in _messages(rows, size):
-                hops[number].append(Send(to, tuple([self._sent_part(row, size[row], lying) for row in message])))
+        for number, to, rows in _group_by_peer(sent, hop, peer):
+            for message in _split_messages(rows, size):
+                hops[number].append(
+                    Send(to, tuple([self._sent_part(row, size[row], bucket_offsets) for row in message]))
+                )
 
-    def _sent_part(self, row: int, size: int, lying: dict[tuple[Any, ...], int]) -> Part:
+    def _sent_part(self, row: int, size: int, bucket_offsets: dict[tuple[Any, ...], int]) -> MessagePart:
         local = self._send_local[row]
         if local < 0:
-            return Part(None, (), size, lying[self._key(self._plan.sends, row)])
-        return Part(self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size)
+            return MessagePart(None, (), size, bucket_offsets[self._key(self._plan.sends, row)])
+        return MessagePart(
+            self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size
+        )
 
     def _key(self, moves: Moves, row: int) -> tuple[Any, ...]:
         return int(moves.tensor[row]), *moves.start[row].tolist(), *moves.stop[row].tolist()
 
 
-def _runs(rows: Sequence[int], hop: Sequence[int], peer: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Hop, peer and their rows; rows are sorted by both."""
+def _group_by_peer(
+    rows: Sequence[int], hop: Sequence[int], peer: Sequence[int]
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (hop, peer, rows); the rows are sorted by both."""
     for (number, other), group in groupby(rows, key=lambda row: (hop[row], peer[row])):
         yield number, other, list(group)
 
 
-def _messages(rows: Sequence[int], size: Sequence[int]) -> Iterator[list[int]]:
-    """Small boxes together, then each large one."""
-    small = [row for row in rows if size[row] < ALONE_BYTES]
+def _split_messages(rows: Sequence[int], size: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the rows of each message: all small boxes together, then each large box."""
+    small = [row for row in rows if size[row] < LARGE_MESSAGE_BYTES]
     if small:
         yield small
     for row in rows:
-        if size[row] >= ALONE_BYTES:
+        if size[row] >= LARGE_MESSAGE_BYTES:
             yield [row]
 
 

@@ -1,4 +1,4 @@
-"""What every way of moving weights has in common."""
+"""The interface of weight-sync strategies, with their inputs and statistics."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Protocol
 from torch import Tensor
 
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.layout.micro_dp import Cells
+from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.transfer.sink import BoxSink, Parameters, WeightSink
+from megarl.reshard.transfer.sink import Parameters, ShardSink, WeightSink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncStats:
-    """What one sync moved, as this rank counted it at its send and receive calls."""
+    """Statistics of one sync, counted by this rank at its send and receive calls."""
 
     bytes_sent: int
-    """To other trainer ranks."""
+    """Bytes sent to other ranks."""
     bytes_received: int
-    """From other trainer ranks."""
+    """Bytes received from other ranks."""
     bytes_delivered: int
-    """To rollout engines."""
+    """Bytes delivered to rollout engines."""
     buckets: int
     peak_extra_bytes: int
-    """The most that was allocated beyond parameters at one time."""
+    """Peak of the memory allocated beyond the parameters."""
     messages: int = 0
-    """Point-to-point messages received."""
+    """Number of point-to-point messages received."""
     collectives: int = 0
 
     def __add__(self, after: SyncStats) -> SyncStats:
-        """Of two parts of a sync, one after the other; the memory of one is free before the other begins."""
+        """Combine two consecutive parts of a sync; the first frees its memory before the second begins."""
         return SyncStats(
             bytes_sent=self.bytes_sent + after.bytes_sent,
             bytes_received=self.bytes_received + after.bytes_received,
@@ -46,48 +46,49 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
-    """What a strategy plans from; the same on every rank, but for `rank`."""
+    """Inputs that a strategy plans from; identical on every rank except for `rank`."""
 
     rank: int
     sources: Sequence[WeightLayout]
-    """By trainer rank."""
+    """By trainer rank, the layout it holds."""
     topology: Topology
     senders: Sequence[int] = ()
-    """Ranks that deliver whole tensors."""
-    whole: Sequence[str] = ()
-    """Tensors that engines take whole even where all others go as boxes; see `RolloutEngine.whole_tensors`."""
+    """Ranks that deliver full tensors to engines."""
+    full_tensors: Sequence[str] = ()
+    """Tensors that engines need in full even if all others are sent as boxes; see `RolloutEngine.full_tensors`."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
-    """By trainer rank that serves one, the layout of an engine's rank."""
+    """By trainer rank that serves an engine rank, the layout of that engine rank."""
     groups: Sequence[Sequence[int]] = ()
-    """Micro-DP groups, where the layouts have them."""
-    copies: Sequence[Sequence[Cells]] = ()
-    """See `replica_cells`; for `gather_hf`."""
+    """Micro-DP groups; empty if the strategy uses none."""
+    model_replicas: Sequence[Sequence[ModelReplica]] = ()
+    """[kind][replica] of the trainer, as `micro_dp.model_replicas` returns; used to gather full tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlets:
-    """Where one trainer rank delivers; empty on ranks that do not."""
+class Sinks:
+    """Destinations of one trainer rank; empty on ranks that deliver nothing."""
 
-    whole: tuple[WeightSink, ...] = ()
-    """Engines that take whole tensors by name; beside boxes, where some tensors go this way and the others that."""
-    boxes: BoxSink | Parameters | None = None
-    """The engine rank that this trainer rank serves."""
+    full_tensors: tuple[WeightSink, ...] = ()
+    """Engines that load full tensors by name; may be combined with `boxes`, for different tensors."""
+    boxes: ShardSink | Parameters | None = None
+    """The engine rank that this trainer rank serves with boxes."""
 
 
 class Strategy(Protocol):
-    """Called on every trainer rank at the same time."""
+    """A weight-sync strategy; its methods are collective over all trainer ranks."""
 
-    def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
-        """Deliver the model.
+    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
+        """Push the model's weights to the engines.
 
         Args:
             tensors: this rank's parameters under the names that its layout uses.
+            sinks: this rank's destinations.
 
         Raises:
-            WeightSyncError: an engine did not take a bucket.
+            WeightSyncError: an engine failed to load a bucket.
         """
         ...
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the buffers and process groups."""
         ...

@@ -1,9 +1,10 @@
-"""`ds_chat` and `hybridflow_v`: every rank puts the whole model together, then keeps what its engine rank needs.
+"""`ds_chat` and `hybridflow_v`: every rank gathers the full model, then keeps what its engine rank needs.
 
-    ds_chat         from all ranks: each owns a part of its shard that no other owns     receives (tpd - 1)/(tpd) of M
+    ds_chat         from all ranks: each owns a distinct part of its shard               receives (tpd - 1)/(tpd) of M
     hybridflow_v    from its own training replica, each rank of which owns its shard     receives (tp - 1)/(tp) of M
 
-Both are baselines, HybridFlow's table 2 (arXiv 2409.19256): M is allocated on every rank beside its parameters.
+Both are baselines from HybridFlow's table 2 (arXiv 2409.19256): the full model, M bytes, is allocated on every rank
+beside its parameters.
 """
 
 from __future__ import annotations
@@ -16,51 +17,53 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.reshard.layout.layout import Box, Piece, WeightLayout, volume
+from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, volume
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.plan_cache import Planned, cached_plan
-from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan
+from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.process_groups import free_group, make_group
+from megarl.reshard.transfer.process_groups import destroy_group, make_group
 from megarl.reshard.transfer.sink import Parameters
 
-KEPT_LAYOUTS = 4
-"""The same layout object for the same model: plans are kept by layout."""
+LAYOUT_CACHE_SIZE = 4
+"""Size of the layout caches: the same model gives the same layout object, by which plans are cached."""
 
 
-@lru_cache(maxsize=KEPT_LAYOUTS)
-def whole_layout(tensors: WeightLayout) -> WeightLayout:
-    """Every tensor of the model under its own name."""
+@lru_cache(maxsize=LAYOUT_CACHE_SIZE)
+def full_layout(tensors: WeightLayout) -> WeightLayout:
+    """Return the layout that holds every tensor of the model in full, under its own name."""
     specs = tensors.tensors
-    return WeightLayout(specs, tuple(Piece(name, spec.box, name, spec.box) for name, spec in specs.items()))
+    return WeightLayout(specs, tuple(ShardPiece(name, spec.box, name, spec.box) for name, spec in specs.items()))
 
 
-@lru_cache(maxsize=KEPT_LAYOUTS)
+@lru_cache(maxsize=LAYOUT_CACHE_SIZE)
 def model_bytes(layout: WeightLayout) -> int:
-    """M: of every tensor of the model once."""
+    """Return M, the bytes of all tensors of the model."""
     return sum(volume(spec.box) * torch_dtype(spec.dtype).itemsize for spec in layout.tensors.values())
 
 
 def owned_parts(sources: Sequence[WeightLayout]) -> tuple[WeightLayout, ...]:
-    """By rank, what it alone owns: a box that n ranks hold is cut by rows into n parts, equal to within a row."""
+    """Return, by rank, the part it owns: a box held by n ranks is split by rows into n parts, equal to within a row."""
     return _owned_parts(tuple(sources))
 
 
-@lru_cache(maxsize=KEPT_LAYOUTS)
+@lru_cache(maxsize=LAYOUT_CACHE_SIZE)
 def _owned_parts(sources: tuple[WeightLayout, ...]) -> tuple[WeightLayout, ...]:
-    holders: dict[tuple[str, Box], dict[int, Piece]] = {}
+    holders: dict[tuple[str, Box], dict[int, ShardPiece]] = {}
     for rank, layout in enumerate(sources):
         for piece in layout.pieces:
             holders.setdefault((piece.tensor, piece.box), {})[rank] = piece
-    owned: list[list[Piece]] = [[] for _ in sources]
+    owned: list[list[ShardPiece]] = [[] for _ in sources]
     for (tensor, box), pieces in holders.items():
         for index, (rank, piece) in enumerate(pieces.items()):
             first, last = _share(box, index, len(pieces))
             if first < last:
                 local = _rows(piece.local_box, first, last)
-                owned[rank].append(Piece(tensor, _rows(box, first, last), piece.local, local))
-    return tuple(WeightLayout(layout.tensors, tuple(mine)) for layout, mine in zip(sources, owned, strict=True))
+                owned[rank].append(ShardPiece(tensor, _rows(box, first, last), piece.local, local))
+    return tuple(
+        WeightLayout(layout.tensors, tuple(owned_pieces)) for layout, owned_pieces in zip(sources, owned, strict=True)
+    )
 
 
 def _share(box: Box, index: int, parts: int) -> tuple[int, int]:
@@ -74,47 +77,49 @@ def _rows(box: Box, first: int, last: int) -> Box:
 
 
 class FullGather:
-    """The strategies `ds_chat` and `hybridflow_v`; `context.groups` are the training replicas for the latter."""
+    """The strategies `ds_chat` and `hybridflow_v`; for the latter, `context.groups` are the training replicas."""
 
     def __init__(self, context: SyncContext, bucket_bytes: int, method: Literal["ds_chat", "hybridflow_v"]) -> None:
         self._rank = context.rank
-        self._whole = whole_layout(context.sources[0])
-        self._gather, self._keep = plan_full_gather(context, bucket_bytes, method)
-        self._group = make_group(context.rank, context.groups)
+        self._full_layout = full_layout(context.sources[0])
+        self._gather_plan, self._local_plan = plan_full_gather(context, bucket_bytes, method)
+        self._gather_group = make_group(context.rank, context.groups)
 
-    def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
-        """See `Strategy.push`."""
-        gather = BoxExecutor(self._rank, self._gather.rounds, self._gather.memory, self._group)
-        gather.ledger.allocate(model_bytes(self._whole))
-        specs = self._whole.tensors
-        whole = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
-        gather.run(tensors, Parameters(whole))
-        books = gather.ledger.stats()
-        if self._keep is None or outlets.boxes is None:
-            return replace(books, bytes_delivered=0, buckets=0)
-        keep = BoxExecutor(0, self._keep.rounds, self._keep.memory)
-        keep.ledger.allocate(model_bytes(self._whole))
-        keep.run(whole, outlets.boxes)
-        kept = keep.ledger.stats()
-        peak = max(books.peak_extra_bytes, kept.peak_extra_bytes)
-        return replace(books, bytes_delivered=kept.bytes_delivered, buckets=kept.buckets, peak_extra_bytes=peak)
+    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
+        """Gather the full model, then deliver this rank's part, as `Strategy.push`."""
+        gather = BoxExecutor(self._rank, self._gather_plan.rounds, self._gather_plan.buffer_sizes, self._gather_group)
+        gather.counter.allocate(model_bytes(self._full_layout))
+        specs = self._full_layout.tensors
+        full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
+        gather.run(tensors, Parameters(full))
+        stats = gather.counter.stats()
+        if self._local_plan is None or sinks.boxes is None:
+            return replace(stats, bytes_delivered=0, buckets=0)
+        local_part = BoxExecutor(0, self._local_plan.rounds, self._local_plan.buffer_sizes)
+        local_part.counter.allocate(model_bytes(self._full_layout))
+        local_part.run(full, sinks.boxes)
+        delivered = local_part.counter.stats()
+        peak = max(stats.peak_extra_bytes, delivered.peak_extra_bytes)
+        return replace(
+            stats, bytes_delivered=delivered.bytes_delivered, buckets=delivered.buckets, peak_extra_bytes=peak
+        )
 
     def close(self) -> None:
-        """The model is whole for one push only."""
-        free_group(self._group)
+        """Free the process group; the full model exists only during a push."""
+        destroy_group(self._gather_group)
 
 
 def plan_full_gather(
     context: SyncContext, bucket_bytes: int, method: Literal["ds_chat", "hybridflow_v"]
-) -> tuple[Planned, Planned | None]:
-    """How `context.rank` gets the whole model, and what it then keeps."""
-    rank, whole = context.rank, whole_layout(context.sources[0])
+) -> tuple[RoundPlan, RoundPlan | None]:
+    """Return the plan by which `context.rank` gathers the full model, and the plan to extract its part, if any."""
+    rank, full = context.rank, full_layout(context.sources[0])
     sources = owned_parts(context.sources) if method == "ds_chat" else context.sources
-    everyone = dict.fromkeys(range(len(context.sources)), whole)
+    everyone = dict.fromkeys(range(len(context.sources)), full)
     gather = cached_plan(sources, everyone, context.topology, rank, bucket_bytes, groups=context.groups, relay=False)
-    return gather, keep_plan(whole, context.needs[rank], bucket_bytes) if rank in context.needs else None
+    return gather, plan_local_part(full, context.needs[rank], bucket_bytes) if rank in context.needs else None
 
 
-def keep_plan(whole: WeightLayout, need: WeightLayout, bucket_bytes: int) -> Planned:
-    """A rank's own part of the whole model: a plan of one rank, of which every move is local."""
-    return cached_plan([whole], {0: need}, Topology.single(1), 0, bucket_bytes)
+def plan_local_part(full: WeightLayout, need: WeightLayout, bucket_bytes: int) -> RoundPlan:
+    """Return the plan that copies a rank's part out of the full model; all moves are local."""
+    return cached_plan([full], {0: need}, Topology.single(1), 0, bucket_bytes)

@@ -1,4 +1,4 @@
-"""`gather_hf`: whole Hugging Face tensors on every rank of a training replica, as verl and slime move weights.
+"""`gather_hf`: assembles full Hugging Face tensors on every rank of a training replica, as verl and slime do.
 
     stage 0, which holds tensor a    r0 [a0 a1] <--- all-gather ---> r1 [a0 a1]
                                           |                               |
@@ -6,13 +6,13 @@
                                           v                               v
     stage 1, which does not          r2 [a0 a1]                      r3 [a0 a1]
 
-Tensor by tensor. Where the parts of a tensor differ in size, all travel padded to the largest; what every rank of a
-stage holds needs no gather. Routed experts travel likewise, in cells of their own. A rank that delivers copies each
-tensor into one of two buckets, which an engine reads while the other is filled. Copies of the model that no delivering
-rank is part of stay idle.
+Tensors are gathered one by one. If the parts of a tensor differ in size, they are padded to the largest; a tensor that
+every rank of a stage holds needs no all-gather. Routed experts are gathered likewise, over their own shard groups. A
+sender copies each tensor into one of two buckets; an engine reads one while the other is filled. Model replicas without
+a sender stay idle.
 
-Peak extra memory: two buckets and one tensor, with its padding, whatever the model. Bytes into a rank: (tp - 1) / tp of
-what its own stage holds, where parts are equal, and all of what the other stages hold.
+Peak extra memory: two buckets and one padded tensor, whatever the size of the model. Bytes received by a rank:
+(tp - 1) / tp of what its own stage holds, for equal parts, and all of what the other stages hold.
 """
 
 from __future__ import annotations
@@ -25,101 +25,114 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout, intersect, slices, volume
-from megarl.reshard.layout.micro_dp import Cells
-from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, intersect, slices, volume
+from megarl.reshard.layout.micro_dp import ModelReplica
+from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import SharedBuffer, TensorSlot, lay_out, split_into_buckets, torch_dtype
-from megarl.reshard.transfer.byte_counter import Ledger
-from megarl.reshard.transfer.process_groups import free_group, make_group
+from megarl.reshard.transfer.byte_counter import ByteCounter
+from megarl.reshard.transfer.process_groups import destroy_group, make_group
 
 Layouts = Sequence[Sequence[WeightLayout]]
-"""[cell][rank] of one copy."""
+"""Layouts of one model replica, [shard group][rank]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGather:
-    """How one tensor gets to all ranks that hold a copy of the model."""
+    """How one tensor is assembled on all ranks of a model replica."""
 
     slot: TensorSlot
-    """In the bucket."""
+    """Location of the tensor in the bucket."""
     kind: int
-    """Which of `SyncContext.copies`."""
-    cell: int
-    """Of the copy, the one that holds the tensor."""
-    parts: tuple[tuple[Piece, ...], ...]
-    """By rank of the cell, what it packs, in that order."""
+    """Index into `SyncContext.model_replicas`: dense parameters or routed experts."""
+    shard_group: int
+    """Index of the shard group, within the replica, that holds the tensor."""
+    parts: tuple[tuple[ShardPiece, ...], ...]
+    """By rank of the shard group, the pieces it packs, in that order."""
     is_gathered: bool
-    """False: each of `parts` is the whole tensor."""
+    """Whether an all-gather is needed; if not, each of `parts` is the full tensor."""
     part_bytes: int
-    """Of the largest part, to which the others are padded."""
+    """Bytes of the largest part, to which the others are padded."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed tensor, padding included."""
+        """Bytes of the packed tensor, including padding."""
         return self.part_bytes * (len(self.parts) if self.is_gathered else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Which tensors are handed over together."""
+    """Tensors that are delivered to engines in one bucket."""
 
     gathers: tuple[TensorGather, ...]
     num_bytes: int
 
     @property
     def slots(self) -> tuple[TensorSlot, ...]:
-        """Of all tensors."""
+        """Slots of all tensors of the bucket."""
         return tuple(gather.slot for gather in self.gathers)
 
 
 def plan_replica(
     rank: int, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None
 ) -> list[BucketPlan]:
-    """The plan of the copies that `rank` is part of, of all tensors or `only` some; raises as `plan_buckets` does."""
+    """Return the plan of the replicas that contain `rank`, for all or `only` some tensors; raises as `plan_buckets`."""
     held = []
-    for copies in context.copies:
-        mine = copy_of(rank, copies)
-        # tensors that are dealt otherwise show in other copies, and only there
-        others = [cells for cells in copies if cells != mine] if len(context.copies) > 1 else []
-        held.append([_layouts(cells, context.sources) for cells in (mine, *others)])
-    return plan_buckets([_distinct(copies) for copies in held], bucket_bytes, only)
+    for replicas in context.model_replicas:
+        mine = find_replica(rank, replicas)
+        # which tensors are sharded as the other kind is only visible in the other replicas
+        others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
+        held.append([_layouts(replica, context.sources) for replica in (mine, *others)])
+    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes, only)
 
 
-def _layouts(cells: Cells, sources: Sequence[WeightLayout]) -> Layouts:
-    return [[sources[rank] for rank in cell] for cell in cells]
+def _layouts(replica: ModelReplica, sources: Sequence[WeightLayout]) -> Layouts:
+    return [[sources[rank] for rank in shard_group] for shard_group in replica]
 
 
-def _distinct(copies: Sequence[Layouts]) -> list[Layouts]:
-    return list({tuple(id(layout) for cell in cells for layout in cell): cells for cells in copies}.values())
+def _distinct(replicas: Sequence[Layouts]) -> list[Layouts]:
+    return list(
+        {
+            tuple(id(layout) for shard_group in replica for layout in shard_group): replica for replica in replicas
+        }.values()
+    )
 
 
-def copy_of(rank: int, copies: Sequence[Cells]) -> Cells:
-    """The copy that `rank` is part of."""
-    return next(cells for cells in copies if any(rank in cell for cell in cells))
+def find_replica(rank: int, replicas: Sequence[ModelReplica]) -> ModelReplica:
+    """Return the replica that contains `rank`."""
+    return next(replica for replica in replicas if any(rank in shard_group for shard_group in replica))
 
 
 def plan_buckets(
     held: Sequence[Sequence[Layouts]], bucket_bytes: int, only: Sequence[str] | None = None
 ) -> list[BucketPlan]:
-    """The same plan on all ranks of the copies.
+    """Plan the gathers of all buckets; all ranks of a replica get the same plan.
 
     Args:
-        held: [kind] -> copies, first the one that is planned for; of the others, those that differ. See
-            `replica_cells`.
-        bucket_bytes: a tensor larger than this travels in a bucket of its own.
-        only: tensors to plan for. None: all.
+        held: [kind] -> layouts of the replica to plan for, then those of the replicas that differ from it. For the
+            kinds, see `model_replicas`.
+        bucket_bytes: a tensor larger than this gets a bucket of its own.
+        only: names of the tensors to plan for; None: all.
 
     Raises:
-        WeightSyncError: no cell holds all of a tensor, or the model has none of a name in `only`.
+        WeightSyncError: no shard group holds all of a tensor, or the model has no tensor of a name in `only`.
     """
-    layouts = {id(layout): layout for copies in held for cells in copies for cell in cells for layout in cell}
+    layouts = {
+        id(layout): layout
+        for replicas in held
+        for replica in replicas
+        for shard_group in replica
+        for layout in shard_group
+    }
     by_tensor = {key: _by_tensor(layout) for key, layout in layouts.items()}
-    pieces = [[[[by_tensor[id(layout)] for layout in cell] for cell in cells] for cells in copies] for copies in held]
-    tensors = _choose(next(iter(layouts.values())).tensors, only)
+    pieces = [
+        [[[by_tensor[id(layout)] for layout in shard_group] for shard_group in replica] for replica in replicas]
+        for replicas in held
+    ]
+    tensors = _select_tensors(next(iter(layouts.values())).tensors, only)
     holders: dict[str, list[tuple[int, int]]] = {}
-    for kind, copies in enumerate(pieces):
-        for number, cell in enumerate(copies[0]):
-            for name in dict.fromkeys(name for of_rank in cell for name in of_rank):
+    for kind, replicas in enumerate(pieces):
+        for number, shard_group in enumerate(replicas[0]):
+            for name in dict.fromkeys(name for of_rank in shard_group for name in of_rank):
                 holders.setdefault(name, []).append((kind, number))
     plans = []
     for names in split_into_buckets(tensors, bucket_bytes):
@@ -129,19 +142,21 @@ def plan_buckets(
     return plans
 
 
-def _choose(tensors: Mapping[str, TensorSpec], only: Sequence[str] | None) -> Mapping[str, TensorSpec]:
-    """In the model's order."""
+def _select_tensors(tensors: Mapping[str, TensorSpec], only: Sequence[str] | None) -> Mapping[str, TensorSpec]:
+    """Return the specs of the tensors in `only`, in the model's order."""
     if only is None:
         return tensors
     for name in only:
         if name not in tensors:
-            raise WeightSyncError(f"{name}: the engine takes it whole, and the trainer's model has no such tensor")
+            raise WeightSyncError(
+                f"{name}: the engine needs the full tensor, but the trainer's model has no such tensor"
+            )
     chosen = set(only)
     return {name: spec for name, spec in tensors.items() if name in chosen}
 
 
-def _by_tensor(layout: WeightLayout) -> dict[str, list[Piece]]:
-    out: dict[str, list[Piece]] = {}
+def _by_tensor(layout: WeightLayout) -> dict[str, list[ShardPiece]]:
+    out: dict[str, list[ShardPiece]] = {}
     for piece in layout.pieces:
         out.setdefault(piece.tensor, []).append(piece)
     return out
@@ -150,43 +165,47 @@ def _by_tensor(layout: WeightLayout) -> dict[str, list[Piece]]:
 def _plan_gather(
     slot: TensorSlot,
     spec: TensorSpec,
-    held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[Piece]]]]]],
+    held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[ShardPiece]]]]]],
     holders: Sequence[tuple[int, int]],
 ) -> TensorGather:
-    """By the cell that holds the tensor in every copy; of several, one whose ranks all hold some of it.
+    """Plan the gather over a shard group that holds the full tensor in every replica.
+
+    Of several such shard groups, prefer one whose ranks all hold some of the tensor.
 
     Args:
-        held: [kind][copy][cell][rank] -> what it holds, by tensor.
-        holders: kinds and cells of the first copies that hold some of the tensor.
+        held: [kind][replica][shard group][rank] -> pieces held, by tensor.
+        holders: (kind, shard group) of the first replicas that hold some of the tensor.
     """
-    whole, most, possible = volume(spec.box), 0, []
+    num_elements, max_held, candidates = volume(spec.box), 0, []
     for kind, number in holders:
-        of_copies = [[of_rank.get(slot.name, ()) for of_rank in cells[number]] for cells in held[kind]]
-        parts = [_owned(slot.name, of_ranks) for of_ranks in of_copies]
-        least = min(sum(map(_elements, of_copy)) for of_copy in parts)
-        most = max(most, least)
-        if least == whole:
-            possible.append(_gather_in(slot, kind, number, of_copies[0], parts[0]))
-    if not possible:
-        raise WeightSyncError(f"{slot.name}: the tensor-parallel ranks of a stage hold {most} of {whole} elements")
-    return next((gather for gather in possible if all(gather.parts)), possible[0])
+        by_replica = [[of_rank.get(slot.name, ()) for of_rank in replica[number]] for replica in held[kind]]
+        parts = [_drop_duplicates(slot.name, of_ranks) for of_ranks in by_replica]
+        min_held = min(sum(map(_count_elements, of_replica)) for of_replica in parts)
+        max_held = max(max_held, min_held)
+        if min_held == num_elements:
+            candidates.append(_make_gather(slot, kind, number, by_replica[0], parts[0]))
+    if not candidates:
+        raise WeightSyncError(
+            f"{slot.name}: the tensor-parallel ranks of a stage hold {max_held} of {num_elements} elements"
+        )
+    return next((gather for gather in candidates if all(gather.parts)), candidates[0])
 
 
-def _gather_in(
+def _make_gather(
     slot: TensorSlot,
     kind: int,
-    cell: int,
-    of_ranks: Sequence[Sequence[Piece]],
-    parts: tuple[tuple[Piece, ...], ...],
+    shard_group: int,
+    of_ranks: Sequence[Sequence[ShardPiece]],
+    parts: tuple[tuple[ShardPiece, ...], ...],
 ) -> TensorGather:
-    each_has_all = all(_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
-    kept = tuple(map(tuple, of_ranks)) if each_has_all else parts
-    part_bytes = max(map(_elements, kept)) * torch_dtype(slot.dtype).itemsize
-    return TensorGather(slot, kind, cell, kept, not each_has_all, part_bytes)
+    is_replicated = all(_count_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
+    kept = tuple(map(tuple, of_ranks)) if is_replicated else parts
+    part_bytes = max(map(_count_elements, kept)) * torch_dtype(slot.dtype).itemsize
+    return TensorGather(slot, kind, shard_group, kept, not is_replicated, part_bytes)
 
 
-def _owned(tensor: str, of_ranks: Sequence[Sequence[Piece]]) -> tuple[tuple[Piece, ...], ...]:
-    """By rank, the pieces that no lower rank holds."""
+def _drop_duplicates(tensor: str, of_ranks: Sequence[Sequence[ShardPiece]]) -> tuple[tuple[ShardPiece, ...], ...]:
+    """Return, by rank, the pieces that no lower rank holds."""
     taken: list[Box] = []
     owned = []
     for pieces in of_ranks:
@@ -202,37 +221,37 @@ def _owned(tensor: str, of_ranks: Sequence[Sequence[Piece]]) -> tuple[tuple[Piec
     return tuple(owned)
 
 
-def _elements(pieces: Sequence[Piece]) -> int:
+def _count_elements(pieces: Sequence[ShardPiece]) -> int:
     return sum(volume(piece.box) for piece in pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """One rank's place in its copy of one kind."""
+class _ReplicaPosition:
+    """Position of one rank in its model replica of one kind, with its process groups."""
 
-    cells: Cells
-    cell: int
+    replica: ModelReplica
+    shard_group: int
     index: int
-    """In the cell."""
-    takes_part: bool
-    """False: no rank of the copy delivers."""
+    """Index of the rank in its shard group."""
+    participates: bool
+    """Whether any rank of the replica is a sender."""
     within: dist.ProcessGroup | None
-    """The cell."""
+    """Process group of the shard group."""
     across: dist.ProcessGroup | None
-    """The ranks at the same index of all cells."""
+    """Process group of the ranks with the same index in all shard groups."""
 
 
 class GatherHf:
-    """The strategy `gather_hf`, or its part of a strategy that moves `only` some tensors whole.
+    """The strategy `gather_hf`; also used by box strategies for the tensors that engines need in full.
 
-    Made on all ranks together.
+    The constructor is collective over all ranks.
     """
 
     def __init__(self, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None) -> None:
         self._is_sender = context.rank in context.senders
         self._plans = plan_replica(context.rank, context, bucket_bytes, only)
-        self._places = {
-            kind: _find_place(context.rank, context.copies[kind], context.senders)
+        self._positions = {
+            kind: _find_position(context.rank, context.model_replicas[kind], context.senders)
             for kind in sorted({gather.kind for plan in self._plans for gather in plan.gathers})
         }
         largest = max(plan.num_bytes for plan in self._plans)
@@ -240,75 +259,79 @@ class GatherHf:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that stays allocated between pushes."""
+        """Bytes that stay allocated between pushes."""
         return sum(buffer.num_bytes for buffer in self._buffers)
 
-    def push(self, tensors: Mapping[str, Tensor], outlets: Outlets) -> SyncStats:
-        """See `Strategy.push`; a rank whose engine fails takes part to the end, since the others wait for it."""
-        ledger = Ledger()
+    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
+        """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
+        counter = ByteCounter()
         failures: list[WeightSyncError] = []
-        largest = max((g.num_bytes for plan in self._plans for g in plan.gathers if self._takes_part(g)), default=0)
+        largest = max((g.num_bytes for plan in self._plans for g in plan.gathers if self._participates(g)), default=0)
         scratch = torch.empty(largest, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-        ledger.allocate(largest + self.held_bytes)
+        counter.allocate(largest + self.held_bytes)
         pending: list[list[Callable[[], None]]] = [[], []]
         for number, plan in enumerate(self._plans):
             which = number % 2
-            failures += _failures(pending[which])
-            for gather in filter(self._takes_part, plan.gathers):
-                packed = self._gather(gather, tensors, scratch, ledger)
+            failures += _collect_failures(pending[which])
+            for gather in filter(self._participates, plan.gathers):
+                packed = self._gather(gather, tensors, scratch, counter)
                 if self._is_sender:
-                    _unpack(self._parts(gather), gather.part_bytes, packed, self._buffers[which].view(gather.slot))
+                    _unpack(
+                        self._packed_parts(gather), gather.part_bytes, packed, self._buffers[which].view(gather.slot)
+                    )
             if self._is_sender and not failures:
                 bucket = self._buffers[which].describe(plan.slots)
-                pending[which] += [sink.load(bucket) for sink in outlets.whole]
-                ledger.buckets += 1
-                ledger.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(outlets.whole)
-        failures += _failures([*pending[0], *pending[1]])
+                pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
+                counter.buckets += 1
+                counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+        failures += _collect_failures([*pending[0], *pending[1]])
         if failures:
             raise failures[0]
-        return ledger.stats()
+        return counter.stats()
 
-    def _takes_part(self, gather: TensorGather) -> bool:
-        return self._places[gather.kind].takes_part
+    def _participates(self, gather: TensorGather) -> bool:
+        return self._positions[gather.kind].participates
 
-    def _gather(self, gather: TensorGather, tensors: Mapping[str, Tensor], scratch: Tensor, ledger: Ledger) -> Tensor:
-        """uint8 [gather.num_bytes], the packed tensor, in `scratch`."""
-        packed, place = scratch[: gather.num_bytes], self._places[gather.kind]
-        if place.cell == gather.cell:
-            first = place.index * gather.part_bytes if gather.is_gathered else 0
+    def _gather(
+        self, gather: TensorGather, tensors: Mapping[str, Tensor], scratch: Tensor, counter: ByteCounter
+    ) -> Tensor:
+        """Gather and broadcast the packed tensor into `scratch`; return uint8 [gather.num_bytes]."""
+        packed, position = scratch[: gather.num_bytes], self._positions[gather.kind]
+        if position.shard_group == gather.shard_group:
+            first = position.index * gather.part_bytes if gather.is_gathered else 0
             part = packed[first : first + gather.part_bytes]
-            _pack(gather.parts[place.index], tensors, part)
+            _pack(gather.parts[position.index], tensors, part)
             if gather.is_gathered:
-                assert place.within is not None, gather.slot.name
-                ledger.all_gather(packed, part, place.within)
-        if place.across is not None:
-            ledger.broadcast(packed, place.cells[gather.cell][place.index], place.across)
+                assert position.within is not None, gather.slot.name
+                counter.all_gather(packed, part, position.within)
+        if position.across is not None:
+            counter.broadcast(packed, position.replica[gather.shard_group][position.index], position.across)
         return packed
 
-    def _parts(self, gather: TensorGather) -> Sequence[Sequence[Piece]]:
-        """What lies in the packed tensor."""
-        return gather.parts if gather.is_gathered else (gather.parts[self._places[gather.kind].index],)
+    def _packed_parts(self, gather: TensorGather) -> Sequence[Sequence[ShardPiece]]:
+        """Return the parts that the packed tensor consists of."""
+        return gather.parts if gather.is_gathered else (gather.parts[self._positions[gather.kind].index],)
 
     def close(self) -> None:
         """Free the shared memory and the process groups."""
         for buffer in self._buffers:
             buffer.close()
-        for place in self._places.values():
-            free_group(place.within)
-            free_group(place.across)
+        for position in self._positions.values():
+            destroy_group(position.within)
+            destroy_group(position.across)
 
 
-def _find_place(rank: int, copies: Sequence[Cells], senders: Sequence[int]) -> _Place:
-    cells = copy_of(rank, copies)
-    number = next(i for i, cell in enumerate(cells) if rank in cell)
-    within = make_group(rank, [cell for of_copy in copies for cell in of_copy])
-    across = make_group(rank, [column for of_copy in copies for column in zip(*of_copy, strict=True)])
-    takes_part = any(sender in cell for cell in cells for sender in senders)
-    return _Place(cells, number, cells[number].index(rank), takes_part, within, across)
+def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequence[int]) -> _ReplicaPosition:
+    replica = find_replica(rank, replicas)
+    number = next(i for i, shard_group in enumerate(replica) if rank in shard_group)
+    within = make_group(rank, [shard_group for shard_groups in replicas for shard_group in shard_groups])
+    across = make_group(rank, [column for shard_groups in replicas for column in zip(*shard_groups, strict=True)])
+    participates = any(sender in shard_group for shard_group in replica for sender in senders)
+    return _ReplicaPosition(replica, number, replica[number].index(rank), participates, within, across)
 
 
-def _failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
-    """What engines answer to buckets that they were given; none is waited for again."""
+def _collect_failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
+    """Wait for the engines' loads, collect their failures, and clear the list of waits."""
     found = []
     for wait in waits:
         try:
@@ -319,7 +342,7 @@ def _failures(waits: list[Callable[[], None]]) -> list[WeightSyncError]:
     return found
 
 
-def _pack(pieces: Sequence[Piece], tensors: Mapping[str, Tensor], part: Tensor) -> None:
+def _pack(pieces: Sequence[ShardPiece], tensors: Mapping[str, Tensor], part: Tensor) -> None:
     at = 0
     for piece in pieces:
         box = tensors[piece.local][slices(piece.local_box)]
@@ -327,10 +350,10 @@ def _pack(pieces: Sequence[Piece], tensors: Mapping[str, Tensor], part: Tensor) 
         at += box.nbytes
 
 
-def _unpack(parts: Sequence[Sequence[Piece]], part_bytes: int, packed: Tensor, whole: Tensor) -> None:
+def _unpack(parts: Sequence[Sequence[ShardPiece]], part_bytes: int, packed: Tensor, full_tensor: Tensor) -> None:
     for number, pieces in enumerate(parts):
         at = number * part_bytes
         for piece in pieces:
-            target = whole[slices(piece.box)]
+            target = full_tensor[slices(piece.box)]
             target.copy_(packed[at : at + target.nbytes].view(target.dtype).view(target.shape))
             at += target.nbytes

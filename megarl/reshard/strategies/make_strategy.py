@@ -1,4 +1,4 @@
-"""From a name in the configuration to the strategy."""
+"""Creation of the strategy that the configuration names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megarl.reshard.strategies.gather_hf import GatherHf
 
 
 def make_strategy(config: WeightSyncConfig, context: SyncContext) -> Strategy:
-    """The strategy that `weight_sync.strategy` names."""
+    """Create the strategy that `weight_sync.strategy` names; collective over all trainer ranks."""
     match config.strategy:
         case "gather_hf":
             return GatherHf(context, config.bucket_bytes)
         case "micro_dp" | "exact":
             return BoxStrategy(context, config.bucket_bytes, config.timeout_seconds)
         case "auto":
-            raise AssertionError("auto is resolved where the sizes of both sides are known")
+            raise AssertionError("auto has to be resolved before, where the sizes of both sides are known")

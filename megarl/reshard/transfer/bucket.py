@@ -1,9 +1,9 @@
-"""A bucket of tensors in memory that trainer and engine processes of one machine share: the host's, or a GPU's.
+"""Buckets of tensors in memory that trainer and engine processes of one node share: host memory or GPU memory.
 
 trainer rank                          SGLang TP rank
-SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, nothing copied
-SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes, of which boxes are cut
-DeviceBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the same on the GPU that both processes use
+SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, no copies
+SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes that the boxes are read from
+DeviceBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the same, on the GPU that both processes use
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from torch import Tensor
 from megarl.reshard.layout.layout import Box, TensorSpec, volume
 
 ON_DEVICE = "cuda-ipc:"
-"""How paths of device memory start; what follows is torch's handle."""
+"""Prefix of the path of device memory; torch's IPC handle follows."""
 
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes, so that any dtype can be viewed in place."""
 
 
 IPC_STORAGE = slice(6, None)
-"""Of the arguments of torch's `rebuild_cuda_tensor`, those that are not known anyway: from `storage_device` on."""
+"""Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one tensor lies in a bucket."""
+    """Location of one tensor in a bucket."""
 
     name: str
     dtype: str
-    """As torch names it: `float32`."""
+    """Torch's name of the dtype, such as `float32`."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the buffer."""
 
     @property
     def num_bytes(self) -> int:
-        """Without the alignment behind it."""
+        """Size of the tensor in bytes, without alignment."""
         n = torch_dtype(self.dtype).itemsize
         for length in self.shape:
             n *= length
@@ -55,59 +55,59 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """What the receiver needs to find the tensors; crosses processes as plain data."""
+    """Description of a bucket of full tensors, sent to the receiver as plain data."""
 
     path: str
-    """Opens the buffer, on the owner's machine and as long as the owner has not closed it."""
+    """Opens the buffer, on the owner's node and as long as the owner has not closed it."""
     num_bytes: int
-    """The buffer's size."""
+    """Size of the buffer in bytes."""
     slots: tuple[TensorSlot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BoxSlot:
-    """Where the elements of one box lie in a bucket, one after another."""
+    """Location of one box in a bucket; its elements are contiguous."""
 
     local: str
-    """The receiver's own tensor that the box belongs to."""
+    """Name of the receiver's local tensor that the box belongs to."""
     local_box: Box
-    """In that tensor; see `Piece`."""
+    """The box in that tensor; see `ShardPiece`."""
     dtype: str
-    """As torch names it."""
+    """Torch's name of the dtype."""
     offset: int
     """Bytes from the start of the buffer; a multiple of the element's size."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the box."""
+        """Size of the box in bytes."""
         return volume(self.local_box) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class BoxBucket:
-    """What one TP rank of an engine needs to find its boxes; crosses processes as plain data."""
+    """Description of a bucket of boxes for one TP rank of an engine, sent to it as plain data."""
 
     path: str
-    """Opens the buffer, on the owner's machine and as long as the owner has not closed it."""
+    """Opens the buffer, on the owner's node and as long as the owner has not closed it."""
     num_bytes: int
-    """The buffer's size."""
+    """Size of the buffer in bytes."""
     slots: tuple[BoxSlot, ...]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` -> torch.float32."""
+    """Return the torch dtype of a name: `float32` -> torch.float32."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> `float32`."""
+    """Return the name of a torch dtype: torch.float32 -> `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[tuple[TensorSlot, ...], int]:
-    """Slots one after another, aligned, and the bytes they span."""
+    """Return aligned slots, one after another, and the bytes they span."""
     slots, end = [], 0
     for name, dtype, shape in tensors:
         slot = TensorSlot(name, dtype_name(dtype), tuple(shape), end)
@@ -117,7 +117,7 @@ def lay_out(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tupl
 
 
 def split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> list[list[str]]:
-    """Names of tensors that share a bucket, in the order of `tensors`; one that is larger than a bucket has its own."""
+    """Return the tensor names of each bucket, in the order of `tensors`; one larger than a bucket gets its own."""
     buckets: list[list[str]] = []
     used = bucket_bytes
     for name, spec in tensors.items():
@@ -131,36 +131,36 @@ def split_into_buckets(tensors: Mapping[str, TensorSpec], bucket_bytes: int) -> 
 
 
 _OWN: WeakValueDictionary[str, DeviceBuffer] = WeakValueDictionary()
-"""This process's buffers by path: CUDA lets no process open a handle of its own."""
+"""This process's buffers by path: CUDA does not let a process open its own IPC handles."""
 
 
 class SharedBuffer:
-    """Host memory behind a nameless file: however its owner ends, nothing of it is left."""
+    """Shared host memory in an anonymous file, which the kernel frees however its owner exits."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._handle: int | None = os.memfd_create("megarl-weights")
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
-        os.posix_fallocate(self._handle, 0, self.num_bytes)  # full memory is an error here, not a SIGBUS later
+        os.posix_fallocate(self._handle, 0, self.num_bytes)  # out of memory is an error here instead of a SIGBUS later
         self.bytes = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
 
     def view(self, slot: TensorSlot) -> Tensor:
-        """The slot's tensor, in place."""
+        """Return the slot's tensor, a view of the buffer."""
         return _view(self.bytes, slot)
 
     def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
-        """Plain data from which `open_bucket` finds the tensors."""
+        """Return the plain data from which `open_bucket` opens the tensors."""
         return WeightBucket(self.path, self.num_bytes, tuple(slots))
 
     def close(self) -> None:
-        """Nobody can open it from now on; processes that mapped it keep their view until they drop it."""
+        """Close the file, so that it cannot be opened any more; processes that have mapped it keep their view."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
 
 
 class DeviceBuffer:
-    """Memory of a GPU that another process on the same GPU maps (CUDA IPC), or this one."""
+    """GPU memory that another process on the same GPU maps through CUDA IPC; this process may map it too."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -172,32 +172,32 @@ class DeviceBuffer:
         _OWN[self.path] = self
 
     def close(self) -> None:
-        """Give the memory back once the other process has dropped its view."""
+        """Release the memory once the other process has dropped its view."""
         _OWN.pop(self.path, None)
         self.bytes = self.bytes[:0]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 
 def make_buffer(num_bytes: int, device: torch.device) -> SharedBuffer | DeviceBuffer:
-    """Memory that tensors on `device` reach without leaving it."""
+    """Return a shared buffer on `device`: host memory for the CPU, else GPU memory."""
     return SharedBuffer(num_bytes) if device.type == "cpu" else DeviceBuffer(num_bytes, device)
 
 
 def open_bucket(bucket: WeightBucket) -> dict[str, Tensor]:
-    """Name -> tensor, views of the shared memory."""
+    """Return name -> tensor, as views of the shared memory."""
     data = map_bucket(bucket)
     return {slot.name: _view(data, slot) for slot in bucket.slots}
 
 
 def map_bucket(bucket: WeightBucket | BoxBucket) -> Tensor:
-    """uint8 [num_bytes], the shared memory itself."""
+    """Map the shared memory; return uint8 [num_bytes], not a copy."""
     if bucket.path.startswith(ON_DEVICE):
         return _map_device(bucket)
     return torch.from_file(bucket.path, shared=True, size=bucket.num_bytes, dtype=torch.uint8)
 
 
 def identify_memory(bucket: WeightBucket | BoxBucket) -> tuple[tuple[int | str, ...], int]:
-    """What tells the bucket's memory from any other, and its size in bytes; raises OSError where it is gone."""
+    """Return an identifier of the bucket's memory, and its size in bytes; raises OSError if it no longer exists."""
     if bucket.path.startswith(ON_DEVICE):
         return (bucket.path,), bucket.num_bytes
     stat = os.stat(bucket.path)
@@ -228,7 +228,7 @@ def _from_text(value: object) -> object:
 
 
 def digest(tensor: Tensor) -> bytes:
-    """16 bytes that two tensors share if they are the same bit by bit, element after element."""
+    """Return a 16-byte hash of the tensor's elements, bit by bit, in row-major order."""
     flat = tensor.detach().contiguous().reshape(-1).cpu().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 

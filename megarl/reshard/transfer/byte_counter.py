@@ -1,4 +1,4 @@
-"""Counts bytes and calls where they cross the wire, for comparison with what was planned."""
+"""Counts bytes and calls as they are sent and received, for comparison with the plan."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
 
 
 @dataclass(slots=True)
-class Ledger:
-    """One rank's books; every send and receive of an executor goes through it."""
+class ByteCounter:
+    """Sends and receives for one rank, and counts the bytes, messages, collectives and memory of a sync."""
 
-    wire: Wire = field(default_factory=Wire)
+    transport: Transport = field(default_factory=Transport)
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_delivered: int = 0
-    """Handed to engines."""
+    """Bytes delivered to engines."""
     messages: int = 0
-    """Point-to-point messages received."""
+    """Number of point-to-point messages received."""
     collectives: int = 0
-    """Collective calls that this rank took part in."""
+    """Number of collective calls that this rank took part in."""
     buckets: int = 0
     peak_extra_bytes: int = 0
-    """The most that was allocated beyond parameters at one time."""
+    """Peak of the memory allocated beyond the parameters."""
     _extra_bytes: int = field(default=0, repr=False)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[InFlight], list[InFlight]]:
-        """As `Wire.start`."""
+        """Start the messages and count them; arguments and result as for `Transport.start`."""
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
         self.bytes_received += sum(tensor.nbytes for tensor, _ in receives)
         self.messages += len(receives)
-        return self.wire.start(sends, receives)
+        return self.transport.start(sends, receives)
 
     def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Several all-gathers: of each, every member's part, in the order of ranks, into the first tensor.
+        """Start several all-gathers, each given as (output, this rank's share).
 
-        The second tensor is this rank's part, which may lie in the first. Over gloo the members exchange their parts,
-        of all gathers together: torch's own all-gather takes a second output there, and copies.
+        The output receives the shares of all members in rank order; this rank's share may be a view of it. Over gloo
+        the members exchange the shares of all gathers as messages, because torch's all-gather for gloo allocates a
+        second output and copies it.
         """
         for out, mine in gathers:
             self._count_gather(out, mine)
@@ -62,21 +63,21 @@ class Ledger:
             receives += [(parts[member], member) for member in others]
         return [
             InFlight(message.work, tuple(ranks[member] for member in message.peers), message.is_receive)
-            for messages in Wire(group).start(sends, receives)
+            for messages in Transport(group).start(sends, receives)
             for message in messages
         ]
 
     def all_gather(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-        """One all-gather, start to end; see `start_all_gathers`.
+        """Run one all-gather to completion; see `start_all_gathers`.
 
         Raises:
-            WeightSyncError: another member is gone or late.
+            WeightSyncError: another member is lost or late.
         """
         self._finish(lambda: self.start_all_gathers([(out, mine)], group))
 
     def _finish(self, start: Callable[[], list[InFlight]]) -> None:
         try:
-            wait_for(start(), Deadline(self.wire.timeout_seconds))
+            wait_for(start(), Deadline(self.transport.timeout_seconds))
         except WeightSyncError as e:
             raise WeightSyncError(f"rank {dist.get_rank()}: {e}") from e
 
@@ -86,7 +87,7 @@ class Ledger:
         self.collectives += 1
 
     def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        """From rank `source` (of the world) to the other members; raises as `all_gather` does."""
+        """Broadcast from global rank `source` to the other members of the group; raises as `all_gather` does."""
         is_source = dist.get_rank() == source
         others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != source)
 
@@ -103,16 +104,16 @@ class Ledger:
         self.collectives += 1
 
     def allocate(self, num_bytes: int) -> None:
-        """Temporary memory came into being."""
+        """Count an allocation of temporary memory."""
         self._extra_bytes += num_bytes
         self.peak_extra_bytes = max(self.peak_extra_bytes, self._extra_bytes)
 
     def free(self, num_bytes: int) -> None:
-        """It is gone."""
+        """Count the release of temporary memory."""
         self._extra_bytes -= num_bytes
 
     def stats(self) -> SyncStats:
-        """What was counted."""
+        """Return the counts of this sync."""
         return SyncStats(
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,

@@ -1,15 +1,15 @@
-"""Runs one rank's rounds: pack, wire, hand over, each of one round while the next is under way.
+"""Executes the rounds of one rank as a pipeline: packing, transfer and delivery of consecutive rounds overlap.
 
-    round k        pack | wire ...... | hop 2 | engine reads bucket 0 ..... |
-    round k + 1           pack | wire ....... | hop 2 | engine reads bucket 1
+    round k        pack | transfer .. | hop 2 | engine reads bucket 0 ..... |
+    round k + 1           pack | transfer ... | hop 2 | engine reads bucket 1
     round k + 2                                 pack: waits until bucket 0 is free
 
-Boxes arrive in the bucket in the order of the plan, and the engine writes them straight into its parameters: nothing is
-unpacked in between, and no whole tensor is ever put together. Where the engine's parameters lie in this process, large
-boxes that are contiguous there arrive in them. A large box that is contiguous where it is held is sent from there.
+Boxes arrive in the bucket in plan order, and the engine copies them straight into its parameters: full tensors are
+never assembled. If the engine's parameters are in this process, large boxes that are contiguous there are received in
+place. Large boxes that are contiguous in the trainer's tensors are sent in place.
 
-Beside two buckets to receive into there are two smaller ones to send from; what a rank sends in a round and does not
-fit one goes in several.
+A rank has two buckets to receive into and two smaller staging buffers to send from. Sends of a round that do not fit in
+one staging buffer are split into several batches.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from torch import Tensor
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Box, extent, slices
-from megarl.reshard.planning.rounds import Gather, Hop, Part, Receive, Round, Send
+from megarl.reshard.planning.rounds import Gather, Hop, MessagePart, Receive, Round, Send
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, DeviceBuffer, SharedBuffer, make_buffer, torch_dtype
-from megarl.reshard.transfer.byte_counter import Ledger
-from megarl.reshard.transfer.sink import BoxSink, Parameters
-from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.transfer.byte_counter import ByteCounter
+from megarl.reshard.transfer.sink import Parameters, ShardSink
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes that a rank's rounds need beside its parameters."""
+class BufferSizes:
+    """Sizes of the buffers that a rank's rounds need beside its parameters, in bytes."""
 
     bucket: int
-    """Of each of two, to receive into."""
+    """Size of each of the two buckets to receive into."""
     staging: int
-    """Of each of two, to send from."""
+    """Size of each of the two staging buffers to send from."""
 
     @classmethod
-    def of(cls, rounds: Sequence[Round], limit: int) -> Memory:
-        """Buckets as large as the largest round; staging takes at most what `limit` leaves, or one message."""
+    def for_rounds(cls, rounds: Sequence[Round], limit: int) -> BufferSizes:
+        """Return buckets that fit the largest round, and staging that fits in the rest of `limit` or one message."""
         bucket = max((r.bucket_bytes for r in rounds), default=0)
         hops = [hop for r in rounds for hop in r.hops]
         largest = max((send.num_bytes for hop in hops for send in hop.sends), default=0)
@@ -53,223 +53,234 @@ class Memory:
         return cls(bucket, max(largest, min(most, limit - bucket)))
 
     def total(self, *, receives: bool) -> int:
-        """Of all of them."""
+        """Return the bytes of all buffers together."""
         return 2 * self.staging + (2 * max(self.bucket, mmap.PAGESIZE) if receives else 0)
 
 
 @dataclass
-class _Flight:
-    """A round that is under way."""
+class _RoundInFlight:
+    """A round that has been started and not finished."""
 
     index: int
     round: Round
     buffer: SharedBuffer | DeviceBuffer | None
-    """The bucket's memory, where an engine in another process reads it."""
-    into: Tensor | None
-    """The bucket; None: nothing is received."""
-    waiting: list[InFlight] = field(default_factory=list)
-    leaving: list[InFlight] = field(default_factory=list)
-    """What is handed on from the bucket, which must not be overwritten before."""
+    """Shared memory of the bucket, if an engine in another process reads it."""
+    bucket: Tensor | None
+    """The bucket, uint8; None if this rank receives nothing."""
+    receiving: list[InFlight] = field(default_factory=list)
+    relaying: list[InFlight] = field(default_factory=list)
+    """Sends that relay boxes from the bucket, which must not be overwritten before they complete."""
     unpack: list[BoxSlot] = field(default_factory=list)
-    """What is in the bucket and goes to this process's parameters."""
+    """Slots of the bucket to copy to parameters in this process."""
 
     @cached_property
-    def handed_on(self) -> set[int]:
-        """Offsets of what is sent on from the bucket."""
+    def relayed_offsets(self) -> set[int]:
+        """Bucket offsets of the boxes that are relayed."""
         return {part.offset for hop in self.round.hops[1:] for send in hop.sends for part in send.parts}
 
 
 class BoxExecutor:
-    """One rank's rounds, and the buckets that they pass through."""
+    """Executes the rounds of one rank, with the buffers they need."""
 
     def __init__(
         self,
         rank: int,
         rounds: Sequence[Round],
-        memory: Memory,
+        buffer_sizes: BufferSizes,
         gather_group: dist.ProcessGroup | None = None,
-        wire: Wire | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        """Args:
-        rank: in the plan, and on the wire.
-        gather_group: of the all-gathers, where the plan has some.
-        wire: None: torch's default group.
-        """
-        self._rank, self._rounds, self._memory, self._gather_group = rank, rounds, memory, gather_group
-        self.ledger = Ledger(wire or Wire())
+        """Prepare to execute `rounds`.
 
-    def run(self, tensors: Mapping[str, Tensor], sink: BoxSink | Parameters | None) -> None:
-        """Move everything; collective over all ranks of the plan.
+        Args:
+            rank: this rank, in the plan and in the transport.
+            gather_group: process group of the plan's all-gathers; None if it has none.
+            transport: None: use torch's default group.
+        """
+        self._rank, self._rounds, self._buffer_sizes, self._gather_group = rank, rounds, buffer_sizes, gather_group
+        self.counter = ByteCounter(transport or Transport())
+
+    def run(self, tensors: Mapping[str, Tensor], sink: ShardSink | Parameters | None) -> None:
+        """Execute all rounds; collective over all ranks of the plan.
+
+        Args:
+            tensors: the tensors that this rank holds, under the names of its layout.
+            sink: destination of the boxes that this rank needs; None if it needs none.
 
         Raises:
-            WeightSyncError: another rank is gone or late: names this rank, the round and the ranks waited for. The
-                wire and the gather group cannot be used again; unless it is torch's default group, the other ranks
-                notice that at once.
+            WeightSyncError: another rank is lost or late; names this rank, the round and the ranks waited for. The
+                transport and the gather group are unusable afterwards; unless the transport uses torch's default
+                group, the other ranks fail at once too.
         """
-        self._deadline = Deadline(self.ledger.wire.timeout_seconds)
+        self._deadline = Deadline(self.counter.transport.timeout_seconds)
         self._held = tensors
         self._targets = sink.tensors if isinstance(sink, Parameters) else None
         loader = None if isinstance(sink, Parameters) else sink
         every = chain(tensors.values(), (self._targets or {}).values())
         device = next((tensor.device for tensor in every), torch.device("cpu"))
-        num_bytes = self._memory.total(receives=sink is not None)
-        self.ledger.allocate(num_bytes)
-        size = max(self._memory.bucket, mmap.PAGESIZE)
+        num_bytes = self._buffer_sizes.total(receives=sink is not None)
+        self.counter.allocate(num_bytes)
+        size = max(self._buffer_sizes.bucket, mmap.PAGESIZE)
         buffers = [make_buffer(size, device) for _ in range(2)] if loader is not None else []
         spaces: list[Tensor | None] = [buffer.bytes for buffer in buffers] or [None, None]
         if self._targets is not None:
             spaces = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._staging = _Staging(self._memory.staging, device, self._wait)
-        pending: list[Callable[[], None]] = [_nothing, _nothing]
-        flights: list[_Flight | None] = [None, None]
-        before: _Flight | None = None
+        self._staging = _StagingBuffers(self._buffer_sizes.staging, device, self._wait)
+        pending: list[Callable[[], None]] = [_noop, _noop]
+        in_flight: list[_RoundInFlight | None] = [None, None]
+        previous: _RoundInFlight | None = None
         try:
             for index, this in enumerate(self._rounds):
                 which = index % 2
                 pending[which]()  # the engine has read the bucket
-                if (last := flights[which]) is not None:
-                    self._wait(last.leaving, last.index)
-                flights[which] = flight = _Flight(index, this, buffers[which] if buffers else None, spaces[which])
+                if (last := in_flight[which]) is not None:
+                    self._wait(last.relaying, last.index)
+                in_flight[which] = flight = _RoundInFlight(
+                    index, this, buffers[which] if buffers else None, spaces[which]
+                )
                 self._start(flight)
-                if before is not None:
-                    pending[1 - which] = self._finish(before, loader)
-                before = flight
-            if before is not None:
-                pending[before.index % 2] = self._finish(before, loader)
+                if previous is not None:
+                    pending[1 - which] = self._finish(previous, loader)
+                previous = flight
+            if previous is not None:
+                pending[previous.index % 2] = self._finish(previous, loader)
             for wait in pending:
                 wait()
             self._staging.wait()
         except BaseException:
-            self.ledger.wire.close()
+            self.counter.transport.close()
             if self._gather_group is not None:
                 self._gather_group.abort()
             raise
         finally:
             spaces.clear()
-            self._staging.drop()
+            self._staging.free()
             self._held, self._targets = {}, None
             for buffer in buffers:
                 buffer.close()
-            self.ledger.free(num_bytes)
+            self.counter.free(num_bytes)
 
-    def _start(self, flight: _Flight) -> None:
+    def _start(self, flight: _RoundInFlight) -> None:
         this = flight.round
         if this.gathers:
             assert self._gather_group is not None
             gathers = [self._prepare_gather(flight, gather) for gather in this.gathers]
-            with self._naming(flight.index):
-                flight.waiting += self.ledger.start_all_gathers(gathers, self._gather_group)
+            with self._error_context(flight.index):
+                flight.receiving += self.counter.start_all_gathers(gathers, self._gather_group)
         for copy in this.copies:
             self._target(copy.slot, flight).copy_(_box(self._held, copy.part), non_blocking=True)
-        flight.waiting += self._exchange(flight, this.hops[0])
+        flight.receiving += self._exchange(flight, this.hops[0])
 
-    def _finish(self, flight: _Flight, loader: BoxSink | None) -> Callable[[], None]:
+    def _finish(self, flight: _RoundInFlight, loader: ShardSink | None) -> Callable[[], None]:
         this = flight.round
-        self._wait(flight.waiting, flight.index)
+        self._wait(flight.receiving, flight.index)
         for hop in this.hops[1:]:
             self._wait(self._exchange(flight, hop), flight.index)
-        if flight.into is None:
-            return _nothing
-        self.ledger.buckets += bool(this.bucket_bytes)
-        self.ledger.bytes_delivered += this.bytes_delivered
+        if flight.bucket is None:
+            return _noop
+        self.counter.buckets += bool(this.bucket_bytes)
+        self.counter.bytes_delivered += this.bytes_delivered
         if loader is None:
             for slot in flight.unpack:
                 self._target(slot, flight).copy_(_slot(flight, slot), non_blocking=True)
-            return _nothing
+            return _noop
         if not this.bucket_bytes:
             return loader.load_boxes(flight.index, None)
         assert flight.buffer is not None
-        if flight.into.is_cuda:
-            torch.cuda.current_stream(flight.into.device).synchronize()  # the engine reads on a stream of its own
+        if flight.bucket.is_cuda:
+            torch.cuda.current_stream(flight.bucket.device).synchronize()  # the engine reads on another stream
         return loader.load_boxes(flight.index, BoxBucket(flight.buffer.path, flight.buffer.num_bytes, this.slots))
 
-    def _target(self, slot: BoxSlot, flight: _Flight) -> Tensor:
-        """Where the slot's elements go: to the parameter if it is in this process, else to the bucket."""
+    def _target(self, slot: BoxSlot, flight: _RoundInFlight) -> Tensor:
+        """Return the destination of the slot: the parameter if it is in this process, else the bucket."""
         if self._targets is not None:
             return self._targets[slot.local][slices(slot.local_box)]
         return _slot(flight, slot)
 
-    def _prepare_gather(self, flight: _Flight, gather: Gather) -> tuple[Tensor, Tensor]:
-        """Where all parts of an all-gather go, and this rank's part."""
-        assert flight.into is not None
+    def _prepare_gather(self, flight: _RoundInFlight, gather: Gather) -> tuple[Tensor, Tensor]:
+        """Return the output of an all-gather, and this rank's share."""
+        assert flight.bucket is not None
         assert self._gather_group is not None
         member, share = self._gather_group.rank(), gather.share
-        whole = self._gather_target(gather)
-        direct = whole is not None
-        if whole is None:
-            whole = _region(flight.into, gather.offset, gather.num_bytes)
+        output = self._gather_target(gather)
+        in_place = output is not None
+        if output is None:
+            output = _region(flight.bucket, gather.offset, gather.num_bytes)
             others = [slots for number, slots in enumerate(gather.slots) if number != member]
             flight.unpack += [slot for slots in others for slot in slots]
-        mine = whole.narrow(0, member * share, share)
-        if len(gather.mine) == 1 and (held := _flat(_box(self._held, gather.mine[0].part))) is not None:
-            given = held
+        own_share = output.narrow(0, member * share, share)
+        if (
+            len(gather.own_copies) == 1
+            and (held := _contiguous_bytes(_box(self._held, gather.own_copies[0].part))) is not None
+        ):
+            source_bytes = held
         else:
-            _pack([copy.part for copy in gather.mine], mine, self._read(flight))
-            given = mine
-        if self._targets is not None and not direct:
-            for copy in gather.mine:
+            _pack([copy.part for copy in gather.own_copies], own_share, self._read(flight))
+            source_bytes = own_share
+        if self._targets is not None and not in_place:
+            for copy in gather.own_copies:
                 self._target(copy.slot, flight).copy_(_box(self._held, copy.part))
-        return whole, given
+        return output, source_bytes
 
     def _gather_target(self, gather: Gather) -> Tensor | None:
-        """The parameter's own bytes, where the members' parts lie there one after another."""
+        """Return the bytes of the parameter if all shares lie there one after another, else None."""
         if self._targets is None or any(len(slots) != 1 for slots in gather.slots):
             return None
         slots = [of_member[0] for of_member in gather.slots]
-        union = _stacked([slot.local_box for slot in slots])
+        union = _stack_boxes([slot.local_box for slot in slots])
         if union is None or len({slot.local for slot in slots}) > 1:
             return None
-        return _flat(self._targets[slots[0].local][slices(union)])
+        return _contiguous_bytes(self._targets[slots[0].local][slices(union)])
 
-    def _exchange(self, flight: _Flight, hop: Hop) -> list[InFlight]:
-        """Start the hop; what to wait for until everything has been received.
+    def _exchange(self, flight: _RoundInFlight, hop: Hop) -> list[InFlight]:
+        """Start the messages of the hop; return the receives to wait for.
 
-        All receives start with the first sends: nobody's sends can then wait for this rank's.
+        All receives start together with the first sends, so that no other rank's send waits for a send of this rank.
         """
-        receives = [(self._landing(flight, message), message.source) for message in hop.receives]
+        receives = [(self._receive_target(flight, message), message.source) for message in hop.receives]
         received: list[InFlight] = []
         read = self._read(flight)
-        for load in _loads(hop.sends, self._memory.staging) if hop.sends else [()]:
-            sends = self._pack(load, read) if load else []
-            with self._naming(flight.index):
-                now, sent = self.ledger.exchange(sends, receives)
-            if load:
-                self._staging.sent(sent, flight.index)
+        for batch in _split_by_limit(hop.sends, self._buffer_sizes.staging) if hop.sends else [()]:
+            sends = self._pack(batch, read) if batch else []
+            with self._error_context(flight.index):
+                started, sent = self.counter.exchange(sends, receives)
+            if batch:
+                self._staging.record_sends(sent, flight.index)
             if hop is not flight.round.hops[0]:
-                flight.leaving += sent
+                flight.relaying += sent
             if receives:
-                received, receives = now, []
+                received, receives = started, []
         return received
 
     def _wait(self, messages: Sequence[InFlight], index: int) -> None:
-        with self._naming(index):
+        with self._error_context(index):
             wait_for(messages, self._deadline)
 
     @contextmanager
-    def _naming(self, index: int) -> Iterator[None]:
-        """Errors say where they were met."""
+    def _error_context(self, index: int) -> Iterator[None]:
+        """Prefix errors with this rank and the round."""
         try:
             yield
         except WeightSyncError as e:
             raise type(e)(f"rank {self._rank}: round {index} of the weights: {e}") from e
 
-    def _landing(self, flight: _Flight, message: Receive) -> Tensor:
-        """What the message is received into."""
-        assert flight.into is not None
+    def _receive_target(self, flight: _RoundInFlight, message: Receive) -> Tensor:
+        """Return the memory that the message is received into."""
+        assert flight.bucket is not None
         if self._targets is not None:
-            if len(message.slots) == 1 and message.offset not in flight.handed_on:
-                arrives = _flat(self._target(message.slots[0], flight))
+            if len(message.slots) == 1 and message.offset not in flight.relayed_offsets:
+                arrives = _contiguous_bytes(self._target(message.slots[0], flight))
                 if arrives is not None:
                     return arrives
             flight.unpack += message.slots
-        return _region(flight.into, message.offset, message.num_bytes)
+        return _region(flight.bucket, message.offset, message.num_bytes)
 
-    def _pack(self, load: Sequence[Send], read: Callable[[Part], Tensor]) -> list[tuple[Tensor, int]]:
-        """Messages with their destinations: as they lie, if that is in one run, else packed."""
-        space, at = self._staging.take(), 0
+    def _pack(self, batch: Sequence[Send], read: Callable[[MessagePart], Tensor]) -> list[tuple[Tensor, int]]:
+        """Return (data, destination) per message: a view of a single contiguous box, else boxes packed into staging."""
+        space, at = self._staging.acquire(), 0
         packed = []
-        for send in load:
-            data = _flat(read(send.parts[0])) if len(send.parts) == 1 else None
+        for send in batch:
+            data = _contiguous_bytes(read(send.parts[0])) if len(send.parts) == 1 else None
             if data is None:
                 data = _region(space, at, send.num_bytes)
                 _pack(send.parts, data, read)
@@ -277,61 +288,61 @@ class BoxExecutor:
             packed.append((data, send.to))
         return packed
 
-    def _read(self, flight: _Flight) -> Callable[[Part], Tensor]:
-        def read(part: Part) -> Tensor:
+    def _read(self, flight: _RoundInFlight) -> Callable[[MessagePart], Tensor]:
+        def read(part: MessagePart) -> Tensor:
             if part.local is not None:
                 return _box(self._held, part)
-            assert flight.into is not None
-            return _region(flight.into, part.offset, part.num_bytes)
+            assert flight.bucket is not None
+            return _region(flight.bucket, part.offset, part.num_bytes)
 
         return read
 
 
-class _Staging:
-    """Two buffers to send from, which take turns."""
+class _StagingBuffers:
+    """Two buffers to send from, used alternately."""
 
     def __init__(self, num_bytes: int, device: torch.device, wait: Callable[[Sequence[InFlight], int], None]) -> None:
-        """`wait` for messages of a round."""
+        """Allocate the buffers; `wait(messages, round)` waits for messages."""
         self._spaces = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._under_way: list[tuple[Sequence[InFlight], int]] = [((), 0), ((), 0)]
-        self._turn, self._wait = 0, wait
+        self._in_flight: list[tuple[Sequence[InFlight], int]] = [((), 0), ((), 0)]
+        self._current, self._wait = 0, wait
 
-    def take(self) -> Tensor:
-        """The next, once it has been sent."""
-        self._turn = 1 - self._turn
-        self._wait(*self._under_way[self._turn])
-        return self._spaces[self._turn]
+    def acquire(self) -> Tensor:
+        """Return the next buffer once its previous sends have completed."""
+        self._current = 1 - self._current
+        self._wait(*self._in_flight[self._current])
+        return self._spaces[self._current]
 
-    def sent(self, messages: Sequence[InFlight], index: int) -> None:
-        """It is being sent, in round `index`."""
-        self._under_way[self._turn] = messages, index
+    def record_sends(self, messages: Sequence[InFlight], index: int) -> None:
+        """Record the sends, in round `index`, that read the current buffer."""
+        self._in_flight[self._current] = messages, index
 
     def wait(self) -> None:
-        """Everything has been sent."""
-        for messages, index in self._under_way:
+        """Wait until all sends have completed."""
+        for messages, index in self._in_flight:
             self._wait(messages, index)
 
-    def drop(self) -> None:
-        """Free the buffers."""
-        self._spaces, self._under_way = [], []
+    def free(self) -> None:
+        """Drop the references to both buffers."""
+        self._spaces, self._in_flight = [], []
 
 
-def _loads(sends: Sequence[Send], limit: int) -> Iterator[Sequence[Send]]:
-    """Messages that fit the staging buffer together."""
-    load: list[Send] = []
+def _split_by_limit(sends: Sequence[Send], limit: int) -> Iterator[Sequence[Send]]:
+    """Yield batches of messages that together fit in a staging buffer of `limit` bytes."""
+    batch: list[Send] = []
     size = 0
     for send in sends:
-        if load and size + send.num_bytes > limit:
-            yield load
-            load, size = [], 0
-        load.append(send)
+        if batch and size + send.num_bytes > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(send)
         size += send.num_bytes
-    if load:
-        yield load
+    if batch:
+        yield batch
 
 
-def _pack(parts: Sequence[Part], space: Tensor, read: Callable[[Part], Tensor]) -> None:
-    """One after another into `space`."""
+def _pack(parts: Sequence[MessagePart], space: Tensor, read: Callable[[MessagePart], Tensor]) -> None:
+    """Copy the parts one after another into `space`."""
     at = 0
     for part in parts:
         box = read(part)
@@ -339,27 +350,27 @@ def _pack(parts: Sequence[Part], space: Tensor, read: Callable[[Part], Tensor]) 
         at += part.num_bytes
 
 
-def _stacked(boxes: Sequence[Box]) -> Box | None:
-    """The union of boxes that follow one another along the first dimension, or None."""
-    for box, after in pairwise(boxes):
-        if box[1:] != after[1:] or box[0][1] != after[0][0]:
+def _stack_boxes(boxes: Sequence[Box]) -> Box | None:
+    """Return the union of boxes that are adjacent along the first dimension, or None if they are not."""
+    for box, following in pairwise(boxes):
+        if box[1:] != following[1:] or box[0][1] != following[0][0]:
             return None
     return ((boxes[0][0][0], boxes[-1][0][1]), *boxes[0][1:])
 
 
-def _flat(box: Tensor) -> Tensor | None:
-    """The box's bytes as they lie, or None where it is not contiguous."""
+def _contiguous_bytes(box: Tensor) -> Tensor | None:
+    """Return a uint8 view of the box, or None if it is not contiguous."""
     return box.view(-1).view(torch.uint8) if box.is_contiguous() else None
 
 
-def _box(tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+def _box(tensors: Mapping[str, Tensor], part: MessagePart) -> Tensor:
     assert part.local is not None
     return tensors[part.local][slices(part.box)]
 
 
-def _slot(flight: _Flight, slot: BoxSlot) -> Tensor:
-    assert flight.into is not None
-    region = _region(flight.into, slot.offset, slot.num_bytes)
+def _slot(flight: _RoundInFlight, slot: BoxSlot) -> Tensor:
+    assert flight.bucket is not None
+    region = _region(flight.bucket, slot.offset, slot.num_bytes)
     return region.view(torch_dtype(slot.dtype)).view(extent(slot.local_box))
 
 
@@ -367,4 +378,4 @@ def _region(data: Tensor, offset: int, num_bytes: int) -> Tensor:
     return data.narrow(0, offset, num_bytes)
 
 
-def _nothing() -> None: ...
+def _noop() -> None: ...

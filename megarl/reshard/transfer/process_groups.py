@@ -1,4 +1,4 @@
-"""Process groups over some of the ranks, made by all of them together."""
+"""Creation of process groups for weight syncs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer.transport import Wire
+from megarl.reshard.transfer.transport import Transport
 
 
 def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The process group of `rank`, ranks in ascending order; None where it is alone or in none of `groups`.
+    """Create a process group for each of `groups`, ranks ascending, and return that of `rank`.
 
-    Collective over all ranks, which pass the same groups: torch wants every rank at the making of every group.
+    Returns None if `rank` is alone in its group or in none. Collective over all ranks, which have to pass the same
+    groups: torch requires every rank to take part in creating every group.
     """
     mine = None
     for ranks in groups:
@@ -27,72 +28,75 @@ def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup 
     return mine
 
 
-def free_group(group: dist.ProcessGroup | None) -> None:
-    """End a group of `make_group` or `own_group`."""
+def destroy_group(group: dist.ProcessGroup | None) -> None:
+    """Destroy a group created by `make_group` or `make_sync_group`; None is ignored."""
     if group is not None:
         dist.destroy_process_group(group)
 
 
-def own_group(timeout_seconds: float) -> dist.ProcessGroup:
-    """A group of all ranks of torch's world, for syncs alone: one that failed does no harm beyond it. Collective.
+def make_sync_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """Create a group of all ranks that only syncs use, so that a failed sync breaks nothing else. Collective.
 
     Args:
-        timeout_seconds: how long a sync may take.
+        timeout_seconds: timeout of a sync.
     """
     group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
     return group
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where processes that share nothing else find each other; plain data."""
+class TransferGroup:
+    """Rendezvous address and parameters of a process group between otherwise unrelated processes; plain data."""
 
     host: str
     port: int
     name: str
-    """Another one for every group: what is left of one that failed must not be taken for the next."""
+    """Unique per group, so that leftovers of a failed group in the store are not mistaken for the next one."""
     size: int
     timeout_seconds: float
-    """How long ranks wait for each other, and how long a sync over the group may take."""
+    """Timeout of connecting, and of a sync over the group."""
     backend: str = "gloo"
-    """`gloo` or `nccl`."""
+    """Torch backend: `gloo` or `nccl`."""
 
 
 def open_store(host: str) -> TCPStore:
-    """The store of this process at which others meet; its `port` is any free one. It ends with the object."""
+    """Open a store in this process, on any free port, for a rendezvous; it closes with the object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
-def join_group(meeting: Meeting, rank: int, plan: str) -> Wire:
-    """The wire over the group of all that join `meeting`, as its rank `rank`.
+def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transport:
+    """Connect to the other ranks of `transfer_group` as rank `rank` and return the transport.
 
     Args:
-        plan: identifies what this rank will send and receive over it.
+        plan: fingerprint of the plan that this rank will execute.
 
     Raises:
-        WeightSyncError: the store does not answer, another rank did not join in time, or one came with another plan:
-            gloo aborts a process that is sent more than it takes.
+        WeightSyncError: the store does not answer, another rank did not connect in time, or a rank has another plan
+            (not checked later: gloo aborts a process that receives more than it expects).
     """
-    timeout = timedelta(seconds=meeting.timeout_seconds)
+    timeout = timedelta(seconds=transfer_group.timeout_seconds)
     try:
-        store = PrefixStore(meeting.name, TCPStore(meeting.host, meeting.port, timeout=timeout))
+        store = PrefixStore(transfer_group.name, TCPStore(transfer_group.host, transfer_group.port, timeout=timeout))
         if store.compare_set("plan", "", plan) != plan.encode():
-            raise WeightSyncError(f"rank {rank} of {meeting.size} has planned something else than a rank that it joins")
-        if meeting.backend == "nccl":
-            return _join_nccl(store, meeting, rank)
-        group = dist.ProcessGroupGloo(store, rank, meeting.size, timeout)
+            raise WeightSyncError(
+                f"rank {rank} of {transfer_group.size} has another plan than the rank that connected first"
+            )
+        if transfer_group.backend == "nccl":
+            return _connect_nccl(store, transfer_group, rank)
+        group = dist.ProcessGroupGloo(store, rank, transfer_group.size, timeout)
     except (RuntimeError, ValueError) as e:
         raise WeightSyncError(
-            f"rank {rank} of {meeting.size} could not join the others at {meeting.host}:{meeting.port} within "
-            f"{meeting.timeout_seconds:g} s: {str(e).splitlines()[0]}"
+            f"rank {rank} of {transfer_group.size} could not connect to the other ranks at "
+            f"{transfer_group.host}:{transfer_group.port} within {transfer_group.timeout_seconds:g} s: "
+            f"{str(e).splitlines()[0]}"
         ) from e
-    return Wire(group, timeout_seconds=meeting.timeout_seconds, own=True, joins=False)
+    return Transport(group, timeout_seconds=transfer_group.timeout_seconds, is_exclusive=True, coalesces=False)
 
 
-def _join_nccl(store: Store, meeting: Meeting, rank: int) -> Wire:
+def _connect_nccl(store: Store, transfer_group: TransferGroup, rank: int) -> Transport:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=meeting.timeout_seconds)
-    group = dist.ProcessGroup(store, rank, meeting.size)
-    backend = dist.ProcessGroupNCCL(store, rank, meeting.size, options)
+    options._timeout = timedelta(seconds=transfer_group.timeout_seconds)
+    group = dist.ProcessGroup(store, rank, transfer_group.size)
+    backend = dist.ProcessGroupNCCL(store, rank, transfer_group.size, options)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return Wire(group, timeout_seconds=meeting.timeout_seconds, own=True, joins=True)
+    return Transport(group, timeout_seconds=transfer_group.timeout_seconds, is_exclusive=True, coalesces=True)

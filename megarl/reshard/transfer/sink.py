@@ -1,4 +1,4 @@
-"""Where a strategy hands weights over: one sink per rollout engine."""
+"""Sinks: the destinations to which a strategy delivers weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 
 
 class WeightSink(Protocol):
-    """A rollout engine as a trainer rank sees it during a sync. Every call raises WeightSyncError on failure."""
+    """A rollout engine that loads full tensors. Every call raises WeightSyncError on failure."""
 
     def load(self, bucket: WeightBucket) -> Callable[[], None]:
-        """Start writing the bucket into the engine's parameters.
+        """Start loading the bucket into the engine's parameters.
 
         Returns:
             A function that blocks until the engine no longer reads the bucket.
@@ -23,11 +23,14 @@ class WeightSink(Protocol):
         ...
 
 
-class BoxSink(Protocol):
-    """One tensor-parallel rank of an engine, as the trainer rank that serves it sees it."""
+class ShardSink(Protocol):
+    """One tensor-parallel rank of an engine in another process, to which its trainer rank delivers boxes."""
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """Start writing round `index`'s boxes (None: there are none) into the engine's parameters.
+        """Start writing the boxes of round `index` into the engine's parameters.
+
+        Args:
+            bucket: the boxes; None if the round has none.
 
         Returns:
             A function that blocks until the bucket may be overwritten; raises WeightSyncError on failure.
@@ -37,7 +40,7 @@ class BoxSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One tensor-parallel rank of an engine whose parameters this process may write: no bucket lies in between."""
+    """Parameters of a tensor-parallel engine rank that this process writes directly, without a shared bucket."""
 
     tensors: Mapping[str, Tensor]
-    """By the names that the rank's layout uses; seen with as many dimensions as the boxes have."""
+    """Name in the rank's layout -> tensor, viewed with as many dimensions as its boxes have."""

@@ -1,10 +1,10 @@
-"""Messages between the ranks of a plan, and how long a rank waits for them.
+"""Point-to-point messages between the ranks of a plan, with a deadline for all waits of a sync.
 
-    trainer ranks alone             torch's default group, or one of `make_group`
-    trainer ranks and engine ranks  a group of processes that share nothing else, see `join_group`
+    trainer ranks only              torch's default group, or one of `make_sync_group`
+    trainer ranks and engine ranks  a group of otherwise unrelated processes, see `connect_group`
 
-A wait that fails leaves the group unusable: gloo closes every connection of a rank that has given up, and so tells the
-others, who would wait for it otherwise.
+A failed wait leaves the group unusable: gloo closes all connections of a rank whose wait failed, which notifies the
+other ranks; they would otherwise keep waiting.
 """
 
 from __future__ import annotations
@@ -25,82 +25,92 @@ from megarl.errors import LostRankError, WeightSyncError
 _AT_ONCE = timedelta(milliseconds=1)
 
 _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*$")
-"""Around what happened: the line of its source, and advice."""
+"""Parts of gloo's messages that are removed: the source line and generic advice."""
 
 
 class Deadline:
-    """When a rank stops waiting; one for all of a sync."""
+    """The time at which a rank stops waiting; one deadline covers all waits of a sync."""
 
     def __init__(self, seconds: float | None) -> None:
-        """From now; None: as long as the group itself waits."""
+        """Start the timer; None: no deadline other than the process group's own timeout."""
         self.seconds = seconds
         self._end = None if seconds is None else time.monotonic() + seconds
 
     @property
-    def passed(self) -> bool:
-        """True from then on."""
+    def is_expired(self) -> bool:
+        """Whether the deadline has passed."""
         return self._end is not None and time.monotonic() >= self._end
 
     @property
-    def left(self) -> timedelta | None:
-        """At least a millisecond: what is there already is still taken."""
+    def remaining(self) -> timedelta | None:
+        """Time left, at least one millisecond so that messages that have already arrived are still received."""
         return None if self._end is None else max(timedelta(seconds=self._end - time.monotonic()), _AT_ONCE)
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A message, or several that end together."""
+    """A started message, or several that complete together."""
 
     work: dist.Work
     peers: tuple[int, ...]
-    """Ranks of the plan at the other end."""
+    """Ranks at the other end, numbered as in the plan."""
     is_receive: bool
     arrived: bool = False
-    """It has been waited for: gloo would wait for another message if it was asked again."""
+    """Set once waited for: a second wait on a gloo work would wait for another message."""
 
 
-class Wire:
-    """Carries messages over one process group, whose ranks are those of the plan."""
+class Transport:
+    """Sends and receives messages over one process group, whose ranks are numbered as in the plan."""
 
     def __init__(
-        self, group: Any = None, *, timeout_seconds: float | None = None, own: bool = False, joins: bool | None = None
+        self,
+        group: Any = None,
+        *,
+        timeout_seconds: float | None = None,
+        is_exclusive: bool = False,
+        coalesces: bool | None = None,
     ) -> None:
-        """Over a torch `ProcessGroup`, or one of its backends alone; None: torch's default group.
+        """Use a process group.
 
         Args:
-            timeout_seconds: how long a sync may take; None: each message as long as the group waits.
-            own: nobody else uses the group: it may be broken to tell the other ranks of a failure.
-            joins: the backend takes the messages of one call as one, and answers for all of them, as NCCL does; None:
-                ask torch.distributed, which has made the group.
+            group: a torch `ProcessGroup`, or one of its backends; None: torch's default group.
+            timeout_seconds: timeout of a sync; None: the group's timeout applies to each message.
+            is_exclusive: nothing else uses the group, so it may be aborted to notify the other ranks of a failure.
+            coalesces: the backend combines the messages of one call into one work, as NCCL does; None: derive it from
+                the backend that torch.distributed reports for the group.
         """
-        self._group, self._own, self._joins = group, own, joins
+        self._group, self._is_exclusive, self._coalesces = group, is_exclusive, coalesces
         self.timeout_seconds, self._closed = timeout_seconds, False
 
     def start(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[InFlight], list[InFlight]]:
-        """Start all of them together; tensors with the other rank of each.
+        """Start all messages together.
+
+        Args:
+            sends: (tensor, destination rank) per message.
+            receives: (tensor, source rank) per message.
 
         Returns:
-            What to wait for until everything has been received, and until everything has been sent.
+            The works to wait for until everything is received, and until everything is sent.
 
         Raises:
-            WeightSyncError: a connection is broken already.
+            WeightSyncError: the transport is closed, or a connection is broken.
         """
         if self._closed:
-            raise WeightSyncError("the ranks' connections were closed when a sync failed, they need new ones")
+            raise WeightSyncError("the connections were closed when a sync failed: the ranks have to connect again")
         if not sends and not receives:
             return [], []
         group: Any = dist.group.WORLD if self._group is None else self._group
-        if self._joins is None:
-            self._joins = dist.get_backend(group) == "nccl"
-        if self._joins:
-            return self._start_joined(group, sends, receives)
+        if self._coalesces is None:
+            self._coalesces = dist.get_backend(group) == "nccl"
+        if self._coalesces:
+            return self._start_coalesced(group, sends, receives)
         received = [InFlight(_begin(group.recv, tensor, rank), (rank,), True) for tensor, rank in receives]
         sent = [InFlight(_begin(group.send, tensor, rank), (rank,), False) for tensor, rank in sends]
         return received, sent
 
-    def _start_joined(
+    def _start_coalesced(
         self, group: Any, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[InFlight], list[InFlight]]:
         device: torch.device = (*receives, *sends)[0][0].device
@@ -110,36 +120,36 @@ class Wire:
         for tensor, rank in sends:
             _begin(group.send, tensor, rank)
         work = group._end_coalescing(device)
-        whole = InFlight(work, tuple(sorted({rank for _, rank in (*receives, *sends)})), bool(receives))
-        return [whole], [whole]
+        combined = InFlight(work, tuple(sorted({rank for _, rank in (*receives, *sends)})), bool(receives))
+        return [combined], [combined]
 
     @property
-    def closed(self) -> bool:
-        """True once it carries nothing any more."""
+    def is_closed(self) -> bool:
+        """Whether the transport has been closed."""
         return self._closed
 
     def close(self) -> None:
-        """Carry nothing any more. Breaks the connections if nobody else uses them: the other ranks stop waiting."""
-        if self._own and not self._closed:
+        """Close the transport. An exclusive group is aborted, which ends the waits of the other ranks."""
+        if self._is_exclusive and not self._closed:
             self._group.abort()
         self._group, self._closed = None, True
 
 
 def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
-    """Return once all of them have arrived.
+    """Wait until all messages have completed.
 
     Raises:
-        WeightSyncError: names the ranks that were waited for.
+        WeightSyncError: a connection broke or the deadline passed; names the ranks waited for.
     """
     late: list[InFlight] = []
     for message in messages:
         if message.arrived:
             continue
-        left = deadline.left
+        left = deadline.remaining
         try:
             message.arrived = message.work.wait() if left is None else message.work.wait(left)
         except RuntimeError as e:
-            if not deadline.passed:
+            if not deadline.is_expired:
                 raise _lost(message.peers, e) from e
         if not message.arrived:
             late.append(message)

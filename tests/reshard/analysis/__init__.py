@@ -1,0 +1,1 @@
+"""Tests of the traffic analysis and the sync reports."""

@@ -1,4 +1,4 @@
-"""Reports against closed forms and bounds."""
+"""Reports against closed forms and lower bounds."""
 
 from dataclasses import fields
 
@@ -7,10 +7,10 @@ import pytest
 from megarl.errors import ConfigError
 from megarl.reshard.analysis.scenario import arrange, even_nodes
 from megarl.reshard.analysis.sync_report import SyncReport, explain, explain_auto
-from megarl.reshard.layout.engine_ranks import fits_strided
+from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.engine_stages import split_stages
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout
-from megarl.reshard.planning.plan_cache import cached_plan, forget_plans
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
+from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 
@@ -19,12 +19,12 @@ peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold pl
 sync_seconds_max mismatched_bytes"""
 
 
-def test_the_fields_of_a_report():
+def test_report_fields():
     assert [f.name for f in fields(SyncReport)] == FIELDS.split()
 
 
 @pytest.mark.parametrize("layout", [(1, 3, 2, 1, 2), (3, 2, 1, 2, 3), (1, 8, 1, 1, 3), (2, 2, 2, 1, 8)])
-def test_exact_receives_the_bound_where_sizes_grow_or_do_not_divide(layout):
+def test_exact_reaches_lower_bound_if_sizes_grow_or_do_not_divide(layout):
     case = scenario(*layout)
     report = explain("exact", case).report
     assert report.bytes_in_max == report.bytes_in_bound_max > 0
@@ -32,20 +32,20 @@ def test_exact_receives_the_bound_where_sizes_grow_or_do_not_divide(layout):
         explain("micro_dp", case)
 
 
-def test_exact_moves_nothing_where_every_generation_shard_lies_in_a_training_shard():
+def test_exact_moves_nothing_if_generation_shards_lie_in_training_shards():
     report = explain("exact", scenario(1, 2, 2, 1, 4)).report
     assert (report.bytes_total, report.bytes_in_bound_max, report.messages) == (0, 0, 0)
 
 
-def test_exact_places_as_well_as_micro_dp_where_sizes_divide():
+def test_exact_placement_matches_micro_dp_if_sizes_divide():
     case = scenario(1, 8, 2, 1, 4, nodes=2)
     exact, micro = explain("exact", case).report, explain("micro_dp", case).report
     assert (exact.bytes_total, exact.bytes_in_max, exact.bytes_cross_node) == (micro.bytes_total, MODEL_BYTES / 8, 0)
     assert exact.redundant_bytes_after == 0
 
 
-def test_bytes_between_machines():
-    """ds_chat on two machines of one replica each: half of a rank's M/2-sized remote part is owned over there."""
+def test_bytes_between_nodes():
+    """ds_chat on two nodes of one replica each: half of the model is owned by the other node."""
     explained = explain("ds_chat", scenario(1, 4, 2, 1, 2, nodes=2))
     assert explained.report.bytes_cross_node == 8 * MODEL_BYTES / 2
     assert explained.bytes_into_node_max == 4 * MODEL_BYTES / 2
@@ -53,14 +53,14 @@ def test_bytes_between_machines():
     assert explain("hybridflow_v", scenario(1, 4, 2, 1, 2, nodes=2)).report.bytes_cross_node == 0
 
 
-def test_gather_hf_brings_the_model_to_every_rank():
+def test_gather_hf_sends_the_full_model_to_every_rank():
     report = explain("gather_hf", scenario(1, 4, 1, 1, 2)).report
     assert report.bytes_total == 4 * 0.75 * MODEL_BYTES
     assert report.bytes_in_max == 0.75 * MODEL_BYTES
     assert (report.messages, report.collectives) == (0, 4 * 48)
 
 
-def test_small_buckets_take_more_messages_and_less_memory():
+def test_small_buckets_need_more_messages_and_less_memory():
     few, many = (explain("micro_dp", scenario(1, 4, 2, 1, 2, bucket_bytes=b)).report for b in (1 << 20, 1 << 14))
     assert few.bytes_total == many.bytes_total
     assert few.collectives < many.collectives
@@ -83,43 +83,43 @@ AUTO = {
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("layout", AUTO, ids=str)
-def test_nothing_that_a_run_can_do_instead_of_auto_brings_fewer_bytes_into_one_rank(layout, nodes):
+def test_no_other_strategy_of_a_run_has_a_lower_maximum_than_auto(layout, nodes):
     p, t, d, pg, tg = layout
     if p * t * d % nodes or p * t * d // nodes // tg * nodes < p * t * d // (pg * tg) * pg:
-        pytest.skip("engines fit no machine")
+        pytest.skip("engines fit on no node")
     case = scenario(*layout, nodes=nodes)
     found = explain_auto(case).report
-    strided = fits_strided(case.grid, case.topology, gen_tp=tg, gen_pp=pg)
+    strided = can_place_strided(case.grid, case.topology, gen_tp=tg, gen_pp=pg)
     assert found.strategy == (AUTO[layout] if nodes == 1 or strided else "exact")
     for name in ("gather_hf", "exact", *(("micro_dp",) if strided else ())):
         assert found.bytes_in_max <= explain(name, case).report.bytes_in_max
 
 
-def test_auto_is_exact_where_a_strided_engine_would_span_machines():
+def test_auto_is_exact_if_a_strided_engine_would_span_nodes():
     one, two = scenario(1, 4, 1, 1, 2), scenario(1, 4, 1, 1, 2, nodes=2)
     assert [explain_auto(case).report.strategy for case in (one, two)] == ["micro_dp", "exact"]
 
 
-def test_auto_takes_what_is_known():
+def test_auto_reuses_known_explanations():
     case = scenario(1, 4, 2, 1, 2)
     known = [explain(name, case) for name in ("gather_hf", "micro_dp")]
     assert explain_auto(case, known) is known[1]
 
 
-def test_json_has_no_field_of_a_run():
+def test_json_omits_fields_that_need_a_run():
     found = explain("exact", scenario(1, 4, 2, 1, 2)).as_json()
     assert set(FIELDS.split()) - set(found) == {"sync_seconds_p50", "sync_seconds_max", "mismatched_bytes"}
     assert found["fraction_in_max"] == 0.25
     assert found["model_bytes"] == MODEL_BYTES
 
 
-def test_nodes_that_do_not_divide_show_the_arithmetic():
+def test_error_for_non_dividing_nodes_shows_the_arithmetic():
     with pytest.raises(ConfigError, match=r"--nodes needs to divide the ranks, got 8 % 3 = 2"):
         even_nodes(8, 3)
 
 
-def test_a_plan_is_made_once():
-    forget_plans()
+def test_plans_are_cached():
+    clear_plan_cache()
     case, same = scenario(1, 4, 2, 1, 2), scenario(1, 4, 2, 1, 2)
     plans = [cached_plan(c.sources, arrange("exact", c).needs, c.topology, 0, 1 << 20) for c in (case, same)]
     assert plans[0] is plans[1]
@@ -128,11 +128,11 @@ def test_a_plan_is_made_once():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_stages_of_an_engine(tied):
+def test_split_stages(tied):
     names = ["model.embed_tokens.weight", *(f"model.layers.{i}.a.weight" for i in range(4)), "model.norm.weight"]
     names += [] if tied else ["lm_head.weight"]
     tensors = {name: TensorSpec((2,), "float32") for name in names}
-    layout = WeightLayout(tensors, tuple(Piece(n, ((0, 2),), n, ((0, 2),)) for n in names))
+    layout = WeightLayout(tensors, tuple(ShardPiece(n, ((0, 2),), n, ((0, 2),)) for n in names))
     assert split_stages(layout, 1) == [layout]
     first, last = ([p.local for p in stage.pieces] for stage in split_stages(layout, 2))
     assert first == names[:3]

@@ -1,0 +1,1 @@
+"""Tests of weight layouts and of the placement of engine ranks."""

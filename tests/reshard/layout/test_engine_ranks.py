@@ -1,4 +1,4 @@
-"""Who serves whom: against HybridFlow's grouping, against brute force, and within machines."""
+"""Placement of engine ranks: against HybridFlow's grouping, against brute force, and within nodes."""
 
 import itertools
 from time import perf_counter
@@ -11,14 +11,14 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import arrange, even_nodes
 from megarl.reshard.analysis.sync_report import explain
 from megarl.reshard.layout.engine_ranks import (
-    consecutive_servers,
-    fits_strided,
-    overlapping_servers,
+    can_place_strided,
+    find_cross_node_group,
+    place_engines_by_overlap,
+    place_engines_consecutively,
+    place_engines_strided,
     resolve_strategy,
-    spanning_group,
-    strided_servers,
 )
-from megarl.reshard.layout.layout import Piece, PieceTable, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import PieceTable, ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import rank_bounds
@@ -32,28 +32,28 @@ def divisible():
             yield p, t, d, pg, tg
 
 
-def most(strategy, case):
-    """Bytes into the busiest rank, whatever the method."""
+def max_missing_bytes(strategy, case):
+    """Return the lower bound of the bytes into the busiest rank."""
     return max(rank_bounds(case.sources, arrange(strategy, case).needs).values())
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_exact_places_as_well_as_micro_dp_wherever_that_fits(nodes):
+def test_exact_placement_matches_micro_dp_if_sizes_divide(nodes):
     tried = 0
     for p, t, d, pg, tg in divisible():
         grid = RankGrid(pp=p, tp=t, dp=d)
-        if grid.size % nodes or not fits_strided(grid, even_nodes(grid.size, nodes), gen_tp=tg, gen_pp=pg):
+        if grid.size % nodes or not can_place_strided(grid, even_nodes(grid.size, nodes), gen_tp=tg, gen_pp=pg):
             continue
         case = scenario(p, t, d, pg, tg, nodes=nodes)
         closed_form = (t * p - tg * pg) / (tg * pg * t * p) * MODEL_BYTES
-        assert most("exact", case) == most("micro_dp", case) == closed_form, (p, t, d, pg, tg)
+        assert max_missing_bytes("exact", case) == max_missing_bytes("micro_dp", case) == closed_form, (p, t, d, pg, tg)
         tried += 1
     assert tried >= 40
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 @pytest.mark.parametrize("layout", [(2, 8, 2, 2, 4), (2, 4, 2, 2, 2), (4, 2, 2, 2, 2), (4, 2, 1, 4, 1)], ids=str)
-def test_exact_receives_the_bound_with_generation_stages(layout, nodes):
+def test_exact_reaches_lower_bound_with_generation_stages(layout, nodes):
     case = scenario(*layout, nodes=nodes)
     exact, micro = (explain(name, case).report for name in ("exact", "micro_dp"))
     assert exact.bytes_in_max == exact.bytes_in_bound_max == micro.bytes_in_max
@@ -75,7 +75,7 @@ def test_exact_receives_the_bound_with_generation_stages(layout, nodes):
     ],
     ids=str,
 )
-def test_exact_receives_the_bound_where_sizes_grow_or_do_not_divide(layout, nodes):
+def test_exact_reaches_lower_bound_if_sizes_grow_or_do_not_divide(layout, nodes):
     report = explain("exact", scenario(*layout, nodes=nodes)).report
     assert report.bytes_in_max == report.bytes_in_bound_max
 
@@ -83,53 +83,53 @@ def test_exact_receives_the_bound_where_sizes_grow_or_do_not_divide(layout, node
 @pytest.mark.parametrize(
     "layout", [(1, 3, 1, 1, 2), (1, 4, 1, 1, 3), (3, 2, 1, 2, 1), (3, 2, 1, 2, 3), (1, 2, 2, 1, 4)]
 )
-def test_on_one_machine_no_other_placement_asks_less_of_the_busiest_rank(layout):
+def test_placement_on_one_node_is_optimal_for_the_busiest_rank(layout):
     case = scenario(*layout)
     needs = [need for stage in case.engine for need in stage]
-    lack = np.array([layout_bytes(need) for need in needs]) - overlap_bytes(case.sources, needs)
+    missing = np.array([layout_bytes(need) for need in needs]) - overlap_bytes(case.sources, needs)
     places = list(range(len(needs))) * case.replicas
     ranks = range(len(case.sources))
     orders = itertools.permutations(ranks, len(places))
-    best = min(max(lack[rank, need] for rank, need in zip(chosen, places, strict=True)) for chosen in orders)
-    assert most("exact", case) == best
+    best = min(max(missing[rank, need] for rank, need in zip(chosen, places, strict=True)) for chosen in orders)
+    assert max_missing_bytes("exact", case) == best
 
 
-def test_tensor_groups_share_a_machine_and_every_rank_serves_once():
+def test_tensor_groups_share_a_node_and_every_rank_serves_once():
     for layout, nodes in (((2, 8, 2, 2, 4), 4), ((1, 3, 4, 1, 2), 2), ((3, 4, 1, 2, 3), 2)):
         case = scenario(*layout, nodes=nodes)
-        servers = overlapping_servers(case.sources, case.engine, replicas=2, topology=case.topology)
-        assert [len(engine) for engine in servers] == [case.gen_pp] * 2
-        assert {len(group) for engine in servers for group in engine} == {case.gen_tp}
-        assert spanning_group(servers, case.topology) is None
-        ranks = [rank for engine in servers for group in engine for rank in group]
+        placements = place_engines_by_overlap(case.sources, case.engine, replicas=2, topology=case.topology)
+        assert [len(engine) for engine in placements] == [case.gen_pp] * 2
+        assert {len(group) for engine in placements for group in engine} == {case.gen_tp}
+        assert find_cross_node_group(placements, case.topology) is None
+        ranks = [rank for engine in placements for group in engine for rank in group]
         assert len(set(ranks)) == len(ranks)
 
 
-def test_engines_go_where_they_find_most():
-    """Of four machines two hold the model."""
+def test_engines_are_placed_on_nodes_that_hold_most():
+    """Two of four nodes hold the model."""
     spec = {"w": TensorSpec((8,), "float32")}
-    whole = WeightLayout(spec, (Piece("w", ((0, 8),), "w", ((0, 8),)),))
+    whole = WeightLayout(spec, (ShardPiece("w", ((0, 8),), "w", ((0, 8),)),))
     nothing = WeightLayout(spec, ())
     sources = [nothing, nothing, whole, whole, nothing, nothing, whole, whole]
-    found = overlapping_servers(sources, [[whole, whole]], replicas=2, topology=even_nodes(8, 4))
+    found = place_engines_by_overlap(sources, [[whole, whole]], replicas=2, topology=even_nodes(8, 4))
     assert found == [((2, 3),), ((6, 7),)]
 
 
-def test_too_little_room_is_said():
+def test_error_if_nodes_have_too_few_ranks():
     case = scenario(1, 4, 1, 1, 3, nodes=2)
     with pytest.raises(ConfigError, match=r"needs 1 groups of 3 tensor ranks, .* have room for 0"):
         arrange("exact", case)
 
 
-def test_strided_groups():
+def test_strided_and_consecutive_placement():
     grid = RankGrid(pp=2, tp=4)
-    assert strided_servers(grid, gen_tp=2, gen_pp=2) == [((0, 2), (4, 6)), ((1, 3), (5, 7))]
-    assert strided_servers(grid, gen_tp=2) == [((0, 2),), ((1, 3),), ((4, 6),), ((5, 7),)]
-    assert consecutive_servers(2, gen_tp=2) == [((0, 1),), ((2, 3),)]
+    assert place_engines_strided(grid, gen_tp=2, gen_pp=2) == [((0, 2), (4, 6)), ((1, 3), (5, 7))]
+    assert place_engines_strided(grid, gen_tp=2) == [((0, 2),), ((1, 3),), ((4, 6),), ((5, 7),)]
+    assert place_engines_consecutively(2, gen_tp=2) == [((0, 1),), ((2, 3),)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "gen_tp", "nodes", "stands_for"),
+    ("sizes", "gen_tp", "nodes", "expected"),
     [
         ({"tp": 4}, 2, 1, "micro_dp"),
         ({"tp": 4}, 2, 2, "exact"),
@@ -142,15 +142,15 @@ def test_strided_groups():
     ],
     ids=str,
 )
-def test_auto_is_a_function_of_sizes_and_machines(sizes, gen_tp, nodes, stands_for):
+def test_auto_depends_on_sizes_and_nodes(sizes, gen_tp, nodes, expected):
     grid = RankGrid(**sizes)
     topology = even_nodes(grid.size, nodes)
-    assert resolve_strategy("auto", grid, topology, gen_tp=gen_tp) == stands_for
+    assert resolve_strategy("auto", grid, topology, gen_tp=gen_tp) == expected
     for name in ("micro_dp", "exact", "gather_hf"):
         assert resolve_strategy(name, grid, topology, gen_tp=gen_tp) == name
 
 
-def test_overlaps_against_brute_force():
+def test_overlap_bytes_against_brute_force():
     rng = np.random.default_rng(0)
     shapes = {"a": (7, 5), "b": (9,), "c": (4, 3, 6), "only needed": (3,), "only held": (3,)}
     spec = {name: TensorSpec(shape, "bfloat16" if name == "b" else "float32") for name, shape in shapes.items()}
@@ -162,7 +162,7 @@ def test_overlaps_against_brute_force():
                 lengths = [rng.integers(1, n + 1) for n in shapes[name]]
                 starts = [rng.integers(0, n - k + 1) for n, k in zip(shapes[name], lengths, strict=True)]
                 box = tuple((int(s), int(s + k)) for s, k in zip(starts, lengths, strict=True))
-                pieces.append(Piece(name, box, name, tuple((0, int(k)) for k in lengths)))
+                pieces.append(ShardPiece(name, box, name, tuple((0, int(k)) for k in lengths)))
         made = WeightLayout(spec, tuple(pieces))
         return WeightLayout(spec, made.table) if tables else made
 
@@ -182,7 +182,7 @@ def test_overlaps_against_brute_force():
         assert layout_bytes(need) == sum(mask(p).sum() * (2 if p.tensor == "b" else 4) for p in need.pieces)
 
 
-def test_a_thousand_layouts_are_placed_in_seconds():
+def test_placing_a_thousand_layouts_takes_seconds():
     """1,024 trainer layouts of 60 pieces, 32 engine ranks of 44,000."""
     experts, layers, tp = 256, 171, 32
     names = [f"layers.{i}.experts.{e}" for i in range(layers) for e in range(experts)]
@@ -194,11 +194,11 @@ def test_a_thousand_layouts_are_placed_in_seconds():
         engine.append(WeightLayout(spec, PieceTable(names, names, of_each, of_each, two, box, local)))
     whole = ((0, 64), (0, 8))
     sources = [
-        WeightLayout(spec, tuple(Piece(name, whole, name, whole) for name in names[start : start + 42]))
+        WeightLayout(spec, tuple(ShardPiece(name, whole, name, whole) for name in names[start : start + 42]))
         for start in range(0, 1024 * 42, 42)
     ]
     topology = Topology(tuple(rank // 32 for rank in range(2048)))
     began = perf_counter()
-    servers = overlapping_servers(sources * 2, [engine], replicas=64, topology=topology)
+    placements = place_engines_by_overlap(sources * 2, [engine], replicas=64, topology=topology)
     assert perf_counter() - began < 5
-    assert len(servers) == 64
+    assert len(placements) == 64

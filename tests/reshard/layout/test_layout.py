@@ -9,8 +9,8 @@ import pytest
 
 from megarl.reshard.layout.layout import (
     Box,
-    Piece,
     PieceTable,
+    ShardPiece,
     TensorSpec,
     WeightLayout,
     contains,
@@ -39,42 +39,44 @@ def test_boxes_are_sets_of_elements(a: Box) -> None:
             assert contains(a, b) == (elements(b) <= elements(a))
 
 
-def test_slices_index_the_box() -> None:
+def test_slices_of_a_box() -> None:
     assert slices(((1, 3), (0, 2))) == (slice(1, 3), slice(0, 2))
     assert slices(()) == ()
 
 
-def test_a_layout_refuses_pieces_that_do_not_fit() -> None:
+def test_layout_rejects_pieces_that_do_not_fit() -> None:
     tensors = {"w": TensorSpec((4, 2), "float32")}
     assert tensors["w"].box == ((0, 4), (0, 2))
-    WeightLayout(tensors, (Piece("w", ((2, 4), (0, 2)), "local", ((0, 2), (0, 2))),))
+    WeightLayout(tensors, (ShardPiece("w", ((2, 4), (0, 2)), "local", ((0, 2), (0, 2))),))
     with pytest.raises(AssertionError):
-        WeightLayout(tensors, (Piece("w", ((2, 4), (0, 2)), "local", ((0, 1), (0, 2))),))
+        WeightLayout(tensors, (ShardPiece("w", ((2, 4), (0, 2)), "local", ((0, 1), (0, 2))),))
     with pytest.raises(AssertionError):
-        WeightLayout(tensors, (Piece("w", ((3, 5), (0, 2)), "local", ((0, 2), (0, 2))),))
+        WeightLayout(tensors, (ShardPiece("w", ((3, 5), (0, 2)), "local", ((0, 2), (0, 2))),))
 
 
 PIECES = (
-    Piece("w", ((2, 4), (0, 2)), "a", ((0, 2), (0, 2))),
-    Piece("bias", ((1, 3),), "b", ((5, 7),)),
-    Piece("w", ((0, 2), (0, 2)), "a", ((2, 4), (0, 2))),
+    ShardPiece("w", ((2, 4), (0, 2)), "a", ((0, 2), (0, 2))),
+    ShardPiece("bias", ((1, 3),), "b", ((5, 7),)),
+    ShardPiece("w", ((0, 2), (0, 2)), "a", ((2, 4), (0, 2))),
 )
 
 
-def test_a_table_holds_the_same_pieces() -> None:
+def test_piece_table_round_trip() -> None:
     table = PieceTable.pack(PIECES)
     assert tuple(table) == PIECES
     assert (table[1], table[-1], list(table[1:])) == (PIECES[1], PIECES[2], list(PIECES[1:]))
     assert len(PieceTable.pack(())) == 0
     assert PieceTable.pack(table) is table
-    joined = PieceTable.join([PieceTable.pack(PIECES[:1]), PieceTable.pack(PIECES[1:2]), PieceTable.pack(PIECES[2:])])
-    assert tuple(joined) == PIECES
-    assert joined == table
+    concatenated = PieceTable.join(
+        [PieceTable.pack(PIECES[:1]), PieceTable.pack(PIECES[1:2]), PieceTable.pack(PIECES[2:])]
+    )
+    assert tuple(concatenated) == PIECES
+    assert concatenated == table
     assert table == PIECES
     assert table != PieceTable.pack(PIECES[:2])
 
 
-def test_layouts_are_equal_by_their_pieces_in_another_process_too() -> None:
+def test_layout_equality_and_hash_survive_pickling() -> None:
     tensors = {"w": TensorSpec((4, 2), "float32"), "bias": TensorSpec((3,), "float32")}
     for pieces in (PIECES, PieceTable.pack(PIECES)):
         layout = WeightLayout(tensors, pieces)

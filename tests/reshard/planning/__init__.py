@@ -1,0 +1,1 @@
+"""Tests of sync plans: simulated, at scale, and between disaggregated processes."""

@@ -1,4 +1,4 @@
-"""Plans against closed forms, and random layouts against a brute-force copy through whole tensors."""
+"""Plans against closed forms, and random layouts against a brute-force copy through full tensors."""
 
 from collections import Counter
 from itertools import pairwise
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import ConfigError, WeightSyncError
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices, volume
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices, volume
 from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, strided_places
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds, subtract
@@ -41,7 +41,7 @@ def sent(rounds):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_micro_dp_receives_the_closed_form_and_the_bound(layout):
+def test_micro_dp_bytes_match_closed_form_and_lower_bound(layout):
     p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
     sources = synthetic.trainers(grid)
@@ -56,7 +56,7 @@ def test_micro_dp_receives_the_closed_form_and_the_bound(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_micro_dp_stays_in_its_group_and_everyone_sends_alike(layout):
+def test_micro_dp_stays_in_its_group_and_all_ranks_send_equally(layout):
     p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
     groups = micro_dp_groups(grid, gen_tp=tg, gen_pp=pg)
@@ -69,8 +69,8 @@ def test_micro_dp_stays_in_its_group_and_everyone_sends_alike(layout):
     assert len(set(sent(rounds))) == 1
 
 
-def test_a_full_micro_dp_box_is_one_all_gather():
-    """Pipeline stages hold different tensors: their boxes are no equal parts of one."""
+def test_micro_dp_uses_all_gather_within_a_pipeline_stage():
+    """Pipeline stages hold different tensors, so their boxes cannot be gathered as equal shares of one."""
     for layout, gathers in {(1, 4, 2, 1, 2): True, (1, 8, 2, 1, 4): True, (2, 2, 1, 1, 2): False}.items():
         p, t, d, pg, tg = layout
         grid = RankGrid(tp=t, dp=d, pp=p)
@@ -81,7 +81,7 @@ def test_a_full_micro_dp_box_is_one_all_gather():
             assert {any(hop.receives for hop in this.hops) for this in of_rank} == {not gathers}
 
 
-def test_the_example_of_the_paper():
+def test_groups_match_the_paper_example():
     grid = RankGrid(tp=4, dp=2, pp=1)
     places = strided_places(grid, gen_tp=2)
     replicas = {}
@@ -91,8 +91,8 @@ def test_the_example_of_the_paper():
     assert sorted(micro_dp_groups(grid, gen_tp=2)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
-def test_exact_on_vanilla_placement_is_the_papers_table():
-    """1-4-2 -> 1-2 with consecutive ranks: mean .375, at most .5."""
+def test_exact_with_consecutive_placement_matches_the_paper():
+    """1-4-2 -> 1-2 with consecutive ranks: the mean is 0.375 of the model, the maximum 0.5."""
     grid = RankGrid(tp=4, dp=2, pp=1)
     sources = synthetic.trainers(grid)
     needs = synthetic.needs(consecutive_places(8, gen_tp=2), 1, 2)
@@ -103,12 +103,12 @@ def test_exact_on_vanilla_placement_is_the_papers_table():
     assert {rank: got[rank] for rank in needs} == rank_bounds(sources, needs)
 
 
-def test_sizes_that_do_not_divide_name_the_arithmetic():
+def test_error_for_non_dividing_sizes_shows_the_arithmetic():
     with pytest.raises(ConfigError, match=r"tp 3 % 2 = 1.*exact"):
         strided_places(RankGrid(tp=3), gen_tp=2)
 
 
-def test_a_hole_names_tensor_and_box():
+def test_error_for_missing_elements_names_tensor_and_box():
     grid = RankGrid(tp=2)
     sources = synthetic.trainers(grid)[:1]
     with pytest.raises(WeightSyncError, match=r"layers\.0: rank 0 needs .*384 elements"):
@@ -117,7 +117,7 @@ def test_a_hole_names_tensor_and_box():
 
 @st.composite
 def random_split(draw, length):
-    """Half-open intervals that cover range(length)."""
+    """Draw half-open intervals that cover range(length)."""
     cuts = sorted(set(draw(st.lists(st.integers(1, max(1, length - 1)), max_size=3))))
     edges = [0, *[c for c in cuts if c < length], length]
     return list(pairwise(edges))
@@ -125,7 +125,7 @@ def random_split(draw, length):
 
 @st.composite
 def worlds(draw):
-    """Sources that cover every tensor (some boxes held by several ranks), and arbitrary needs."""
+    """Draw sources that cover every tensor, with some boxes on several ranks, and arbitrary needs."""
     world = draw(st.integers(1, 5))
     tensors = {
         f"t{i}": TensorSpec(
@@ -141,14 +141,14 @@ def worlds(draw):
                 box = (rows, columns)
                 local = tuple((0, stop - start) for start, stop in box)
                 for rank in draw(st.sets(st.integers(0, world - 1), min_size=1, max_size=2)):
-                    held[rank].append(Piece(name, box, f"{name}/{r}/{c}", local))
+                    held[rank].append(ShardPiece(name, box, f"{name}/{r}/{c}", local))
         for rank in range(world):
             for i in range(draw(st.integers(0, 2))):
                 a, b = draw(st.integers(0, spec.shape[0] - 1)), draw(st.integers(0, spec.shape[1] - 1))
                 box = ((a, draw(st.integers(a + 1, spec.shape[0]))), (b, draw(st.integers(b + 1, spec.shape[1]))))
                 offset = draw(st.integers(0, 3))
                 local = tuple((offset, offset + stop - start) for start, stop in box)
-                wanted[rank].append(Piece(name, box, f"{name}/need{i}", local))
+                wanted[rank].append(ShardPiece(name, box, f"{name}/need{i}", local))
     nodes = tuple(draw(st.integers(0, 1)) for _ in range(world))
     sources = [WeightLayout(tensors, tuple(held[rank])) for rank in range(world)]
     needs = {rank: WeightLayout(tensors, tuple(wanted[rank])) for rank in range(world)}
@@ -156,12 +156,12 @@ def worlds(draw):
 
 
 def element(tensors, name):
-    """Bytes stand for elements: the same size, and any value."""
+    """Return the unsigned integer dtype of the tensor's element size: any bit pattern is a valid value."""
     return {"float32": np.uint32, "bfloat16": np.uint16}[tensors[name].dtype]
 
 
-def fill(sources, needs):
-    """Whole tensors of random numbers, what each rank holds of them, and where needs go, all of it wrong."""
+def make_tensors(sources, needs):
+    """Return full random tensors, each rank's shards of them, and zeroed target tensors."""
     rng, tensors = np.random.default_rng(0), sources[0].tensors
     whole = {
         name: rng.integers(1, 1 << 16, spec.shape).astype(element(tensors, name)) for name, spec in tensors.items()
@@ -176,22 +176,22 @@ def fill(sources, needs):
 
 @given(worlds(), st.integers(16, 400), st.booleans(), st.booleans(), st.sampled_from([8, 1 << 20]))
 @settings(max_examples=300, deadline=None)
-def test_any_plan_brings_every_element_to_its_place(case, bucket_bytes, relay, grouped, alone):
+def test_random_plans_deliver_every_element(case, bucket_bytes, relay, grouped, large_bytes):
     sources, needs, topology = case
-    whole, held, targets = fill(sources, needs)
+    whole, held, targets = make_tensors(sources, needs)
     groups = [range(i, min(i + 2, len(sources))) for i in range(0, len(sources), 2)] if grouped else []
-    with mock.patch("megarl.reshard.planning.rounds.ALONE_BYTES", alone):
+    with mock.patch("megarl.reshard.planning.rounds.LARGE_MESSAGE_BYTES", large_bytes):
         rounds = simulate.plans(sources, needs, topology, bucket_bytes, groups, relay=relay)
-    wire = simulate.run(rounds, held, targets, groups)
+    messages = simulate.run(rounds, held, targets, groups)
     for rank, need in needs.items():
         for piece in need.pieces:
             got = targets[rank][piece.local][slices(piece.local_box)]
             assert (got == whole[piece.tensor][slices(piece.box)]).all()
-        assert sum(n for _, to, n in wire if to == rank) == lacking_box_by_box(need, sources[rank])
+        assert sum(n for _, to, n in messages if to == rank) == missing_bytes_by_box(need, sources[rank])
 
 
-def lacking_box_by_box(need, held):
-    """Bytes of each box that the rank does not hold, whatever its other boxes bring."""
+def missing_bytes_by_box(need, held):
+    """Sum over the needed boxes of the bytes that the rank does not hold, ignoring overlap between needed boxes."""
     total = 0
     for piece in need.pieces:
         marks = np.ones(need.tensors[piece.tensor].shape, bool)
@@ -204,12 +204,12 @@ def lacking_box_by_box(need, held):
 
 @given(worlds())
 @settings(max_examples=100, deadline=None)
-def test_each_missing_box_enters_a_machine_once(case):
-    """Ranks of a machine that need the same: one of them fetches it, and hands it on."""
+def test_each_missing_box_enters_a_node_once(case):
+    """If ranks of a node need the same box, one of them fetches and relays it."""
     sources, needs, topology = case
-    alike = {rank: WeightLayout(need.tensors, needs[0].pieces) for rank, need in needs.items()}
-    rounds = simulate.plans(sources, alike, topology, 1 << 20)
-    _, held, targets = fill(sources, alike)
+    equal_needs = {rank: WeightLayout(need.tensors, needs[0].pieces) for rank, need in needs.items()}
+    rounds = simulate.plans(sources, equal_needs, topology, 1 << 20)
+    _, held, targets = make_tensors(sources, equal_needs)
     entered = Counter()
     for source, to, num_bytes in simulate.run(rounds, held, targets):
         if not topology.same_node(source, to):
@@ -218,11 +218,11 @@ def test_each_missing_box_enters_a_machine_once(case):
         together = tuple(
             p for rank, layout in enumerate(sources) if topology.nodes[rank] == node for p in layout.pieces
         )
-        assert entered[node] == lacking_box_by_box(alike[0], WeightLayout(sources[0].tensors, together))
+        assert entered[node] == missing_bytes_by_box(equal_needs[0], WeightLayout(sources[0].tensors, together))
 
 
-def test_messages_stay_whole_where_holders_send_alike():
-    """1-4-2 -> 1-2: two ranks lack what two others hold; each asks one of them, always the same."""
+def test_no_rotation_if_holders_are_evenly_loaded():
+    """1-4-2 -> 1-2: two ranks need what two others hold; each always receives from the same one."""
     grid = RankGrid(tp=4, dp=2)
     needs = synthetic.needs(strided_places(grid, gen_tp=2), 1, 2)
     rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(8), 1 << 16)
@@ -232,8 +232,8 @@ def test_messages_stay_whole_where_holders_send_alike():
     assert len(set(sent(rounds))) == 1
 
 
-def test_stages_take_turns():
-    """All pipeline stages send in every round, not one stage after the other."""
+def test_pipeline_stages_are_interleaved():
+    """All pipeline stages send in every round instead of one stage after another."""
     grid = RankGrid(pp=4, tp=2)
     needs = synthetic.needs(consecutive_places(8, gen_tp=2), 1, 2)
     rounds = simulate.plans(synthetic.trainers(grid), needs, Topology.single(8), 1 << 15)
@@ -244,7 +244,7 @@ def test_stages_take_turns():
 
 @given(worlds())
 @settings(max_examples=60, deadline=None)
-def test_ranks_receive_what_they_need_and_lack(case):
+def test_lower_bounds_against_brute_force(case):
     sources, needs, topology = case
     bounds = rank_bounds(sources, needs)
     for rank, need in needs.items():
@@ -254,17 +254,17 @@ def test_ranks_receive_what_they_need_and_lack(case):
                 marks.setdefault(piece.tensor, np.zeros(need.tensors[piece.tensor].shape, bool))[slices(piece.box)] = (
                     True
                 )
-        lacking = sum(
+        missing = sum(
             (marks & ~have.get(name, np.zeros_like(marks))).sum() * (4 if need.tensors[name].dtype == "float32" else 2)
             for name, marks in wanted.items()
         )
-        assert bounds[rank] == lacking
+        assert bounds[rank] == missing
     assert all(value >= 0 for value in node_bounds(sources, needs, topology).values())
 
 
 @given(worlds(), st.integers(16, 240))
 @settings(max_examples=60, deadline=None)
-def test_no_round_exceeds_its_share_but_for_single_rows(case, bucket_bytes):
+def test_rounds_fit_the_bucket_except_single_rows(case, bucket_bytes):
     sources, needs, topology = case
     limit = round_bytes(bucket_bytes)
     for of_rank in simulate.plans(sources, needs, topology, bucket_bytes):

@@ -1,6 +1,6 @@
-"""From what megatron-core holds to what SGLang holds: real layouts on both sides, every rank's plan, every element.
+"""Plans between real megatron-core and SGLang layouts: every rank's plan, every element.
 
-The trainer's layouts follow from its sizes; the engine's are traced. Elements are random bits: equal means bitwise.
+The trainer's layouts are computed from its sizes; the engine's are traced. Elements are random bits, compared bitwise.
 """
 
 import json
@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.megatron.families.load_architecture import read_model
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.offline.reshard_explain import make_scenario
 from megarl.reshard.analysis.scenario import arrange
-from megarl.reshard.analysis.traffic import find_traffic, wanted
+from megarl.reshard.analysis.traffic import compute_traffic, make_traffic_spec
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
-from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout.trace_file import read_traces
 from tests.reshard import simulate, traced
 
@@ -46,7 +46,7 @@ LATENT = {
     "scoring_func": "sigmoid",
     "moe_intermediate_size": 32,
     "num_nextn_predict_layers": 1,
-    "rope_scaling": {  # which SGLang asks for on CPU
+    "rope_scaling": {  # SGLang requires it on CPU
         "rope_type": "yarn",
         "type": "yarn",
         "factor": 4.0,
@@ -57,7 +57,7 @@ LATENT = {
         "original_max_position_embeddings": 128,
     },
 }
-MODELS = {  # vocabularies that both sides pad, and not alike
+MODELS = {  # vocabularies that both sides pad differently
     "qwen2": ("Qwen2ForCausalLM", {"vocab_size": 200, "tie_word_embeddings": True}),  # biased q, k, v
     "qwen3": (  # norms of queries and keys
         "Qwen3ForCausalLM",
@@ -149,12 +149,12 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="session")
 def engines(folders):
     """(model, device, tp, ep) -> layouts by tensor rank."""
-    wanted_engines = sorted({engine_of(case) for case in CASES.values()})
-    files = {engine: folders / ("-".join(map(str, engine)) + ".npz") for engine in wanted_engines}
-    request = [[str(folders / model), *rest, str(files[model, *rest])] for model, *rest in wanted_engines]
+    engines_to_trace = sorted({engine_of(case) for case in CASES.values()})
+    files = {engine: folders / ("-".join(map(str, engine)) + ".npz") for engine in engines_to_trace}
+    request = [[str(folders / model), *rest, str(files[model, *rest])] for model, *rest in engines_to_trace]
     child = subprocess.run(
         [sys.executable, str(Path(traced.__file__)), json.dumps(request)],
-        env=os.environ | engine_environment("cpu", 4),
+        env=os.environ | make_engine_environment("cpu", 4),
         capture_output=True,
         timeout=300,
         text=True,
@@ -166,7 +166,7 @@ def engines(folders):
 @pytest.fixture(scope="session")
 def scenarios(folders, engines):
     def make(case):
-        model, dtype = read_model(str(folders / case.model))
+        model, dtype = load_architecture_and_dtype(str(folders / case.model))
         assert dtype == traced.DTYPE
         return make_scenario(
             case.model,
@@ -184,38 +184,38 @@ def scenarios(folders, engines):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_element_arrives_and_none_twice(scenarios, name):
+def test_every_element_arrives_exactly_once(scenarios, name):
     case = CASES[name]
     scenario = scenarios(case)
     arrangement = arrange(case.strategy, scenario)
-    what, topology = wanted(arrangement, scenario), scenario.topology
+    spec, topology = make_traffic_spec(arrangement, scenario), scenario.topology
     specs = scenario.sources[0].tensors
     rng = np.random.default_rng(len(name))
-    whole = {n: rng.integers(1, 1 << 16, spec.shape).astype(ELEMENTS[spec.dtype]) for n, spec in specs.items()}
-    held = [local_tensors(layout, whole) for layout in what.sources]
-    targets = [local_tensors(what.needs[rank]) if rank in what.needs else {} for rank in range(len(held))]
-    rounds = simulate.plans(what.sources, what.needs, topology, BUCKET, arrangement.groups, relay=what.relay)
+    whole = {n: rng.integers(1, 1 << 16, t.shape).astype(ELEMENTS[t.dtype]) for n, t in specs.items()}
+    held = [local_tensors(layout, whole) for layout in spec.sources]
+    targets = [local_tensors(spec.needs[rank]) if rank in spec.needs else {} for rank in range(len(held))]
+    rounds = simulate.plans(spec.sources, spec.needs, topology, BUCKET, arrangement.groups, relay=spec.relay)
     assert len(rounds[0]) > 3
-    wire = simulate.run(rounds, held, targets, arrangement.groups)
-    for rank, need in what.needs.items():
+    messages = simulate.run(rounds, held, targets, arrangement.groups)
+    for rank, need in spec.needs.items():
         assert {specs[p.tensor].dtype for p in need.pieces} == {need.tensors[p.tensor].dtype for p in need.pieces}
         expected = local_tensors(need, whole)
         assert all(np.array_equal(targets[rank][local], expected[local]) for local in expected)
     into_ranks, into_nodes = Counter(), Counter(dict.fromkeys(topology.nodes, 0))
-    for source, to, num_bytes in wire:
+    for source, to, num_bytes in messages:
         into_ranks[to] += num_bytes
         into_nodes[topology.nodes[to]] += 0 if topology.same_node(source, to) else num_bytes
-    assert {rank: into_ranks[rank] for rank in what.needs} == rank_bounds(what.sources, what.needs)
-    traffic = find_traffic(what, arrangement.groups, topology)
+    assert {rank: into_ranks[rank] for rank in spec.needs} == rank_bounds(spec.sources, spec.needs)
+    traffic = compute_traffic(spec, arrangement.groups, topology)
     assert traffic.into_ranks == tuple(into_ranks[rank] for rank in range(len(held)))
     if traffic.into_nodes is not None:
         assert dict(into_nodes) == traffic.into_nodes
-        if what.relay:
-            assert traffic.into_nodes == node_bounds(what.sources, what.needs, topology)
+        if spec.relay:
+            assert traffic.into_nodes == node_bounds(spec.sources, spec.needs, topology)
 
 
 def local_tensors(layout, whole=None):
-    """By local name, what a process holds; nothing that could be right where `whole` is not given."""
+    """Return name -> local tensor of a process, sliced from the full tensors `whole`; zeros if `whole` is None."""
     shapes, dtypes = {}, {}
     for piece in layout.pieces:
         ends = [stop for _, stop in piece.local_box]
@@ -227,8 +227,8 @@ def local_tensors(layout, whole=None):
     return tensors
 
 
-def test_the_cases_are_what_they_say(scenarios):
-    """Several ranks hold the same keys; vocabularies are padded by other amounts; dtypes are mixed; relays relay."""
+def test_cases_have_the_stated_properties(scenarios):
+    """Check the cases: keys on several ranks, differently padded vocabularies, mixed dtypes, and relays."""
     need = scenarios(CASES["keys and values on several ranks, as t_g > t"]).engine[0]
     keys = [[p.box[0] for p in layout.pieces if "layers.0.self_attn.k_proj.weight" in p.tensor] for layout in need]
     assert keys[0] == keys[1] != keys[2] == keys[3]

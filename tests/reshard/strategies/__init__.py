@@ -1,0 +1,1 @@
+"""Tests of the weight-sync strategies on real ranks."""

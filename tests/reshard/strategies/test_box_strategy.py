@@ -1,4 +1,4 @@
-"""Boxes and whole tensors in one sync, on real ranks."""
+"""Boxes and full tensors in one sync, on real ranks."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import even_nodes
-from megarl.reshard.layout.engine_ranks import Servers, overlapping_servers, strided_servers
+from megarl.reshard.layout.engine_ranks import EnginePlacement, place_engines_by_overlap, place_engines_strided
 from megarl.reshard.layout.layout import WeightLayout, extent, slices, volume, without
-from megarl.reshard.layout.micro_dp import micro_dp_groups, replica_cells
+from megarl.reshard.layout.micro_dp import micro_dp_groups, model_replicas
 from megarl.reshard.layout.overlap import layout_bytes
-from megarl.reshard.planning.strategy import Outlets, SyncContext, SyncStats
+from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import map_bucket, open_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
-from tests.reshard.strategies.test_gather_hf import TENSORS, cell, make_sources, split, value
+from tests.reshard.strategies.test_gather_hf import TENSORS, make_sources, shard_group_layouts, split, value
 
 BUCKET_BYTES = 4000
 DERIVED = ("columns", "norm", "expert.1")
-"""One split by columns, one that every tensor rank holds, one that only some ranks hold."""
+"""Tensors to send in full: split by columns, replicated over tensor ranks, and held by some ranks only."""
 DERIVED_BYTES = sum(value(name, 0).nbytes for name in DERIVED)
 
 
 def engine_layouts(tp: int) -> list[WeightLayout]:
-    return cell(tp, tuple(TENSORS))
+    return shard_group_layouts(tp, tuple(TENSORS))
 
 
-def servers(grid: RankGrid, gen_tp: int, *, micro_dp: bool) -> list[Servers]:
+def servers(grid: RankGrid, gen_tp: int, *, micro_dp: bool) -> list[EnginePlacement]:
     replicas = grid.size // gen_tp
     if micro_dp:
-        return strided_servers(grid, gen_tp=gen_tp)
+        return place_engines_strided(grid, gen_tp=gen_tp)
     topology = even_nodes(grid.size, 1)
-    return overlapping_servers(make_sources(grid), [engine_layouts(gen_tp)], replicas=replicas, topology=topology)
+    return place_engines_by_overlap(make_sources(grid), [engine_layouts(gen_tp)], replicas=replicas, topology=topology)
 
 
-def make_context(grid: RankGrid, gen_tp: int, *, micro_dp: bool, rank: int, whole=DERIVED) -> SyncContext:
+def make_context(grid: RankGrid, gen_tp: int, *, micro_dp: bool, rank: int, full_tensors=DERIVED) -> SyncContext:
     engine, placed = engine_layouts(gen_tp), servers(grid, gen_tp, micro_dp=micro_dp)
     return SyncContext(
         rank=rank,
@@ -48,22 +48,22 @@ def make_context(grid: RankGrid, gen_tp: int, *, micro_dp: bool, rank: int, whol
         needs={server: engine[tp] for (group,) in placed for tp, server in enumerate(group)},
         groups=micro_dp_groups(grid, gen_tp=gen_tp) if micro_dp else (),
         senders=sorted(group[0] for (group,) in placed),
-        whole=whole,
-        copies=replica_cells(grid),
+        full_tensors=full_tensors,
+        model_replicas=model_replicas(grid),
     )
 
 
 class Engine:
-    """One rank of an engine, which notes what comes to it and in which way."""
+    """A fake engine rank that records what it receives, and in which way."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.whole: dict[str, torch.Tensor] = {}
+        self.full_tensors: dict[str, torch.Tensor] = {}
         self.boxes: dict[str, torch.Tensor] = {}
 
     def load(self, bucket):
         self.calls.append("whole")
-        self.whole.update({name: tensor.clone() for name, tensor in open_bucket(bucket).items()})
+        self.full_tensors.update({name: tensor.clone() for name, tensor in open_bucket(bucket).items()})
         return lambda: None
 
     def load_boxes(self, index, bucket):
@@ -77,7 +77,7 @@ class Engine:
 
 
 def push_on_rank(grid: RankGrid, gen_tp: int, micro_dp: bool):
-    """On every rank: two syncs with changed weights; what was wrong, the order of calls, and the books."""
+    """Run two syncs with changed weights on every rank; return errors, the order of calls, and statistics."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -85,18 +85,18 @@ def push_on_rank(grid: RankGrid, gen_tp: int, micro_dp: bool):
     context = make_context(grid, gen_tp, micro_dp=micro_dp, rank=rank)
     strategy = BoxStrategy(context, BUCKET_BYTES)
     wrong: list[str] = []
-    books: list[SyncStats] = []
+    all_stats: list[SyncStats] = []
     calls: list[list[str]] = []
     for sync in range(2):
         held = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in context.sources[rank].pieces}
         engine = Engine()
         sinks = (engine,) if rank in context.senders else ()
         serves = rank in context.needs
-        books.append(strategy.push(held, Outlets(whole=sinks, boxes=engine if serves else None)))
+        all_stats.append(strategy.push(held, Sinks(full_tensors=sinks, boxes=engine if serves else None)))
         calls.append(engine.calls)
         if sinks:
-            wrong += [f"{n} came whole" for n in set(engine.whole) ^ set(DERIVED)]
-            wrong += [n for n in DERIVED if not torch.equal(engine.whole[n], value(n, sync))]
+            wrong += [f"{n} came whole" for n in set(engine.full_tensors) ^ set(DERIVED)]
+            wrong += [n for n in DERIVED if not torch.equal(engine.full_tensors[n], value(n, sync))]
         for piece in (p for p in (context.needs[rank].pieces if serves else ()) if volume(p.box)):
             if piece.tensor in DERIVED:
                 wrong += [f"{piece.tensor} came as boxes"] if piece.local in engine.boxes else []
@@ -106,7 +106,7 @@ def push_on_rank(grid: RankGrid, gen_tp: int, micro_dp: bool):
                 wrong.append(piece.tensor)
     strategy.close()
     out = [None] * grid.size
-    dist.all_gather_object(out, (wrong, calls, books))
+    dist.all_gather_object(out, (wrong, calls, all_stats))
     dist.destroy_process_group()
     return out
 
@@ -123,38 +123,40 @@ def push_on_rank(grid: RankGrid, gen_tp: int, micro_dp: bool):
     ],
     ids=str,
 )
-def test_some_tensors_whole_and_all_others_as_boxes(sizes, gen_tp, micro_dp, tmp_path):
+def test_some_tensors_in_full_and_all_others_as_boxes(sizes, gen_tp, micro_dp, tmp_path):
     grid = RankGrid(**sizes)
     results = run_ranks(push_on_rank, grid.size, tmp_path, grid, gen_tp, micro_dp)
     context = make_context(grid, gen_tp, micro_dp=micro_dp, rank=0)
-    for rank, (wrong, calls, books) in enumerate(results):
+    for rank, (wrong, calls, all_stats) in enumerate(results):
         assert wrong == []
-        assert books[0] == books[1]
-        assert calls[0] == sorted(calls[0], reverse=True)  # whole tensors first
+        assert all_stats[0] == all_stats[1]
+        assert calls[0] == sorted(calls[0], reverse=True)  # full tensors first
         assert ("whole" in calls[0]) == (rank in context.senders)
-        assert books[0].buckets >= len(set(calls[0]))
+        assert all_stats[0].buckets >= len(set(calls[0]))
         delivered = layout_bytes(without(context.needs[rank], DERIVED)) if rank in context.needs else 0
-        assert books[0].bytes_delivered == delivered + (DERIVED_BYTES if rank in context.senders else 0)
-        # two buckets of whole tensors beside those of boxes, none smaller than a page
-        assert books[0].peak_extra_bytes <= 4 * mmap.PAGESIZE + 2 * BUCKET_BYTES
+        assert all_stats[0].bytes_delivered == delivered + (DERIVED_BYTES if rank in context.senders else 0)
+        # two buckets of full tensors and those of boxes, none smaller than a page
+        assert all_stats[0].peak_extra_bytes <= 4 * mmap.PAGESIZE + 2 * BUCKET_BYTES
     assert sum(b[0].bytes_sent for _, _, b in results) == sum(b[0].bytes_received for _, _, b in results)
 
 
-def test_what_comes_whole_is_no_box() -> None:
+def test_full_tensors_are_excluded_from_boxes() -> None:
     (layout,) = engine_layouts(1)
-    rest = without(layout, DERIVED)
-    assert list(rest.pieces) == [piece for piece in split(0, 1, tuple(TENSORS)) if piece.tensor not in DERIVED]
-    assert rest.tensors is layout.tensors
+    remaining = without(layout, DERIVED)
+    assert list(remaining.pieces) == [piece for piece in split(0, 1, tuple(TENSORS)) if piece.tensor not in DERIVED]
+    assert remaining.tensors is layout.tensors
     assert without(layout, ()) is layout
 
 
-def test_a_tensor_that_the_trainer_lacks_is_named() -> None:
-    context = make_context(RankGrid(), 1, micro_dp=False, rank=0, whole=("norm", "nobody.has.it"))
-    with pytest.raises(WeightSyncError, match=r"^nobody\.has\.it: the engine takes it whole, and the trainer's model"):
+def test_error_names_tensor_that_the_trainer_lacks() -> None:
+    context = make_context(RankGrid(), 1, micro_dp=False, rank=0, full_tensors=("norm", "nobody.has.it"))
+    with pytest.raises(
+        WeightSyncError, match=r"^nobody\.has\.it: the engine needs the full tensor, but the trainer's model"
+    ):
         BoxStrategy(context, BUCKET_BYTES)
 
 
-def test_books_of_two_parts_add_up() -> None:
+def test_stats_of_two_parts_add_up() -> None:
     first = SyncStats(bytes_sent=1, bytes_received=2, bytes_delivered=3, buckets=4, peak_extra_bytes=9, messages=5)
     second = replace(first, peak_extra_bytes=7, collectives=6)
     assert first + second == SyncStats(

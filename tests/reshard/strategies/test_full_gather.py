@@ -1,16 +1,16 @@
-"""HybridFlow's table 2 for the baselines, and who owns what."""
+"""HybridFlow's table 2 for the baselines, and the distribution of ownership."""
 
 import numpy as np
 import pytest
 
-from megarl.reshard.analysis.forecast import forecast, kept_twice
+from megarl.reshard.analysis.forecast import forecast, redundant_bytes
 from megarl.reshard.analysis.scenario import arrange
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.strategies.full_gather import owned_parts
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 
-FRACTIONS = {  # p-t-d -> p_g-t_g: of the model, received by every rank under ds_chat, hybridflow_v and micro_dp
+FRACTIONS = {  # p-t-d -> p_g-t_g: fraction of the model received by every rank with ds_chat, hybridflow_v, micro_dp
     (1, 4, 2, 1, 2): (0.875, 0.750, 0.250),
     (1, 8, 2, 1, 4): (0.9375, 0.875, 0.125),
     (2, 8, 2, 2, 4): (0.96875, 0.9375, 0.0625),
@@ -20,7 +20,7 @@ FRACTIONS = {  # p-t-d -> p_g-t_g: of the model, received by every rank under ds
 
 @pytest.mark.parametrize("layout", FRACTIONS)
 @pytest.mark.parametrize("index", range(3))
-def test_every_rank_receives_the_closed_form(layout, index):
+def test_received_bytes_match_closed_form(layout, index):
     case = scenario(*layout)
     strategy = ("ds_chat", "hybridflow_v", "micro_dp")[index]
     received = {of_rank.bytes_received for of_rank in forecast(arrange(strategy, case), case).stats}
@@ -28,15 +28,15 @@ def test_every_rank_receives_the_closed_form(layout, index):
 
 
 @pytest.mark.parametrize("layout", list(FRACTIONS)[:3])
-def test_what_is_kept_twice_is_the_papers(layout):
+def test_redundant_bytes_match_the_paper(layout):
     case = scenario(*layout)
     p, t, d, _, _ = layout
-    kept = {s: kept_twice(arrange(s, case), case.sources) for s in ("ds_chat", "hybridflow_v", "micro_dp")}
+    kept = {s: redundant_bytes(arrange(s, case), case.sources) for s in ("ds_chat", "hybridflow_v", "micro_dp")}
     assert kept == {"ds_chat": MODEL_BYTES / (t * p * d), "hybridflow_v": MODEL_BYTES / (t * p), "micro_dp": 0}
 
 
 @pytest.mark.parametrize("strategy", ["ds_chat", "hybridflow_v"])
-def test_the_whole_model_is_allocated(strategy):
+def test_peak_memory_includes_the_full_model(strategy):
     case = scenario(1, 4, 2, 1, 2, bucket_bytes=8192)
     for of_rank in forecast(arrange(strategy, case), case).stats:
         assert MODEL_BYTES < of_rank.peak_extra_bytes <= MODEL_BYTES + 2 * 8192
@@ -52,9 +52,9 @@ def test_hybridflow_v_stays_in_its_training_replica():
 
 
 @pytest.mark.parametrize(("rows", "holders"), [(5, 3), (2, 4), (12, 4), (1, 1)])
-def test_owners_share_rows_without_gap_or_overlap(rows, holders):
+def test_owned_rows_have_no_gap_or_overlap(rows, holders):
     tensors = {"w": TensorSpec((rows + 2, 3), "float32")}
-    held = Piece("w", ((2, rows + 2), (0, 3)), "local", ((7, rows + 7), (1, 4)))
+    held = ShardPiece("w", ((2, rows + 2), (0, 3)), "local", ((7, rows + 7), (1, 4)))
     owned = owned_parts([WeightLayout(tensors, (held,))] * holders)
     seen = np.zeros((rows + 2, 3), int)
     for layout in owned:

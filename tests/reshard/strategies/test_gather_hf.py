@@ -1,4 +1,4 @@
-"""Whole tensors on every rank of a replica: the plan, its closed forms, and real ranks against it."""
+"""Full tensors on every rank of a replica: the plan, its closed forms, and real ranks against it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.errors import WeightSyncError
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.forecast import forecast
 from megarl.reshard.analysis.scenario import Scenario, arrange, even_nodes
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
-from megarl.reshard.layout.micro_dp import replica_cells
-from megarl.reshard.planning.strategy import Outlets, SyncContext
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.micro_dp import model_replicas
+from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
 from megarl.reshard.transfer.bucket import lay_out, open_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
@@ -36,8 +36,8 @@ EXPERTS = ("expert.0", "expert.1")
 DENSE = tuple(name for name in TENSORS if name not in EXPERTS)
 
 
-def split(rank: int, size: int, names=DENSE) -> list[Piece]:
-    """Rows, or columns for one tensor, over `size` ranks, the last part shorter; vectors whole on each."""
+def split(rank: int, size: int, names=DENSE) -> list[ShardPiece]:
+    """Split rows, or columns of one tensor, over `size` ranks, the last part shorter; replicate vectors."""
     pieces = []
     for name in names:
         box = list(TENSORS[name].box)
@@ -47,18 +47,18 @@ def split(rank: int, size: int, names=DENSE) -> list[Piece]:
             part = -(-length // size)
             box[dim] = (min(rank * part, length), min((rank + 1) * part, length))
         local = tuple((0, stop - start) for start, stop in box)
-        pieces.append(Piece(name, tuple(box), name, local))
+        pieces.append(ShardPiece(name, tuple(box), name, local))
     return pieces
 
 
-def cell(size: int, names=DENSE) -> list[WeightLayout]:
+def shard_group_layouts(size: int, names=DENSE) -> list[WeightLayout]:
     return [WeightLayout(TENSORS, tuple(split(rank, size, names))) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 1000, 10**9])
-def test_every_tensor_travels_whole_in_buckets_within_the_bound(size: int, bucket_bytes: int) -> None:
-    plans = plan_buckets([[[cell(size, tuple(TENSORS))]]], bucket_bytes)
+def test_every_tensor_is_gathered_in_full_in_bounded_buckets(size: int, bucket_bytes: int) -> None:
+    plans = plan_buckets([[[shard_group_layouts(size, tuple(TENSORS))]]], bucket_bytes)
     assert [slot.name for plan in plans for slot in plan.slots] == list(TENSORS)
     for plan in plans:
         assert plan.num_bytes <= bucket_bytes or len(plan.slots) == 1
@@ -75,36 +75,36 @@ def test_every_tensor_travels_whole_in_buckets_within_the_bound(size: int, bucke
             assert (seen == 1).all()
 
 
-def test_buckets_are_filled() -> None:
+def test_buckets_are_packed_tightly() -> None:
     sizes = [lay_out([(n, torch_dtype(s.dtype), s.shape)])[1] for n, s in TENSORS.items()]
-    held = [[[cell(1, tuple(TENSORS))]]]
+    held = [[[shard_group_layouts(1, tuple(TENSORS))]]]
     assert [len(plan_buckets(held, size)) for size in (sum(sizes), sum(sizes) - 1, 1)] == [1, 2, len(TENSORS)]
 
 
-def test_stages_and_experts_are_found_where_they_are_held() -> None:
-    stages = [cell(2, DENSE[:2]), cell(2, DENSE[1:])]
-    expert_cells = [cell(1, EXPERTS[:1]), cell(1, EXPERTS[1:])]
-    (plan,) = plan_buckets([[stages], [expert_cells]], 10**9)
-    assert [(g.kind, g.cell) for g in plan.gathers] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (1, 0), (1, 1)]
+def test_stages_and_experts_use_the_shard_group_that_holds_them() -> None:
+    stages = [shard_group_layouts(2, DENSE[:2]), shard_group_layouts(2, DENSE[1:])]
+    expert_groups = [shard_group_layouts(1, EXPERTS[:1]), shard_group_layouts(1, EXPERTS[1:])]
+    (plan,) = plan_buckets([[stages], [expert_groups]], 10**9)
+    assert [(g.kind, g.shard_group) for g in plan.gathers] == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_tensor_that_the_ranks_do_not_hold_whole_is_named() -> None:
-    lacks_norm = cell(1, tuple(name for name in DENSE if name != "norm"))
-    for tensor, found, held in (("rows", "24 of 48", cell(2)[:1]), ("norm", "0 of 33", lacks_norm)):
+def test_error_names_tensor_with_missing_elements() -> None:
+    lacks_norm = shard_group_layouts(1, tuple(name for name in DENSE if name != "norm"))
+    for tensor, found, held in (("rows", "24 of 48", shard_group_layouts(2)[:1]), ("norm", "0 of 33", lacks_norm)):
         with pytest.raises(WeightSyncError, match=rf"^{tensor}: the tensor-parallel ranks .* hold {found} elements$"):
             plan_buckets([[[held]]], 10**9)
 
 
-def test_boxes_that_overlap_in_part_are_a_mistake() -> None:
+def test_partially_overlapping_boxes_are_rejected() -> None:
     spec = {"w": TensorSpec((4,), "float32")}
-    layouts = [WeightLayout(spec, (Piece("w", (box,), "w", ((0, 3),)),)) for box in ((0, 3), (1, 4))]
+    layouts = [WeightLayout(spec, (ShardPiece("w", (box,), "w", ((0, 3),)),)) for box in ((0, 3), (1, 4))]
     with pytest.raises(AssertionError, match="overlap in part"):
         plan_buckets([[[layouts]]], 10**9)
 
 
 @pytest.mark.parametrize(("p", "t", "d"), [(1, 4, 2), (1, 8, 1), (2, 4, 2), (4, 2, 1), (1, 1, 2)])
-def test_a_rank_receives_the_closed_form(p, t, d):
-    """(t - 1) / t of what its stage holds, and all of what the others hold."""
+def test_received_bytes_match_closed_form(p, t, d):
+    """A rank receives (t - 1) / t of what its stage holds, and all of what the other stages hold."""
     case = scenario(p, t, d, 1, 1, bucket_bytes=8192)
     stats = forecast(arrange("gather_hf", case), case).stats
     fraction = (t - 1) / t / p + (p - 1) / p
@@ -114,8 +114,8 @@ def test_a_rank_receives_the_closed_form(p, t, d):
     assert {of_rank.peak_extra_bytes for of_rank in stats} == {2 * (8192 // one_tensor) * one_tensor + one_tensor}
 
 
-def test_replicas_that_nobody_delivers_from_stay_idle():
-    case = scenario(1, 2, 3, 1, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a replica of their own
+def test_replicas_without_sender_stay_idle():
+    case = scenario(1, 2, 3, 1, 4)  # one engine, on ranks 0 to 3; ranks 4 and 5 are a separate replica
     stats = forecast(arrange("gather_hf", case), case).stats
     assert [s.bytes_received for s in stats] == [MODEL_BYTES / 2] * 4 + [0, 0]
     assert [s.peak_extra_bytes > 0 for s in stats] == [True] * 4 + [False] * 2
@@ -128,7 +128,7 @@ def value(tensor: str, sync: int) -> torch.Tensor:
 
 
 class Sink:
-    """Keeps what it is given."""
+    """A sink that keeps a copy of what it receives."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class Sink:
 
 
 def make_sources(grid: RankGrid) -> list[WeightLayout]:
-    """Dense tensors over tensor ranks, the first two on the first stage; one expert on each expert-parallel rank."""
+    """Split dense tensors over tensor ranks, the first two on the first stage; one expert per expert-parallel rank."""
     layouts = []
     for rank in range(grid.size):
         at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
@@ -152,7 +152,7 @@ def make_sources(grid: RankGrid) -> list[WeightLayout]:
 
 
 def push_on_rank(grid: RankGrid, senders: list[int]):
-    """On every rank: two syncs with changed weights; which tensors were wrong, and the books."""
+    """Run two syncs with changed weights on every rank; return the wrong tensors and the statistics."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -163,19 +163,19 @@ def push_on_rank(grid: RankGrid, senders: list[int]):
         sources=sources,
         topology=even_nodes(grid.size, 1),
         senders=senders,
-        copies=replica_cells(grid),
+        model_replicas=model_replicas(grid),
     )
     strategy = GatherHf(context, 4000)
-    wrong, books = [], []
+    wrong, all_stats = [], []
     for sync in range(2):
         held = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
         sink = Sink()
-        books.append(strategy.push(held, Outlets(whole=(sink,)) if rank in senders else Outlets()))
+        all_stats.append(strategy.push(held, Sinks(full_tensors=(sink,)) if rank in senders else Sinks()))
         if rank in senders:
             wrong += [name for name in TENSORS if not torch.equal(sink.tensors[name], value(name, sync))]
     strategy.close()
     out = [None] * grid.size
-    dist.all_gather_object(out, (wrong, books))
+    dist.all_gather_object(out, (wrong, all_stats))
     dist.destroy_process_group()
     return out
 
@@ -192,7 +192,7 @@ def push_on_rank(grid: RankGrid, senders: list[int]):
     ],
     ids=str,
 )
-def test_real_ranks_get_every_bit_and_count_what_was_planned(sizes, senders, tmp_path):
+def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, tmp_path):
     grid = RankGrid(**sizes)
     case = Scenario(
         model="odd sizes",
@@ -205,7 +205,7 @@ def test_real_ranks_get_every_bit_and_count_what_was_planned(sizes, senders, tmp
         bucket_bytes=4000,
     )
     planned = forecast(replace(arrange("gather_hf", case), senders=tuple(senders)), case).stats
-    for rank, (wrong, books) in enumerate(run_ranks(push_on_rank, grid.size, tmp_path, grid, senders)):
+    for rank, (wrong, all_stats) in enumerate(run_ranks(push_on_rank, grid.size, tmp_path, grid, senders)):
         assert wrong == []
-        assert books == [planned[rank]] * 2
-        assert books[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720
+        assert all_stats == [planned[rank]] * 2
+        assert all_stats[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720

@@ -1,0 +1,1 @@
+"""Tests of buckets, transports, the executor and its failures."""

@@ -47,11 +47,11 @@ def test_slots_are_aligned_and_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int32])
-def test_names_of_dtypes_are_reversible(dtype: torch.dtype) -> None:
+def test_dtype_names_round_trip(dtype: torch.dtype) -> None:
     assert torch_dtype(dtype_name(dtype)) is dtype
 
 
-def test_what_the_owner_writes_another_mapping_reads_and_nothing_is_copied() -> None:
+def test_open_bucket_views_shared_memory_without_copies() -> None:
     slots, num_bytes = lay_out(SHAPES)
     buffer = SharedBuffer(num_bytes)
     try:
@@ -75,7 +75,7 @@ print(open_bucket(bucket)["a"].tolist())
 """
 
 
-def test_another_process_reads_it_and_after_closing_none_does() -> None:
+def test_another_process_reads_a_bucket_until_it_is_closed() -> None:
     buffer = SharedBuffer(4096)
     slots, _ = lay_out([("first", torch.float32, (1,)), ("a", torch.float32, (4,))])
     buffer.view(slots[1]).copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -87,8 +87,8 @@ def test_another_process_reads_it_and_after_closing_none_does() -> None:
     assert subprocess.run(command, capture_output=True).returncode != 0
 
 
-def test_device_memory_is_known_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's handles of device memory are made without one here: what is checked is what crosses the processes."""
+def test_device_memory_is_identified_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's IPC handles are faked, without a device: the test checks what is passed between processes."""
     made: dict[bytes, torch.Tensor] = {}
 
     def reduce_tensor(tensor: torch.Tensor) -> tuple[None, tuple[object, ...]]:

@@ -1,4 +1,4 @@
-"""Real ranks on gloo move a synthetic model; every byte is compared, and the books with the plan."""
+"""Real ranks on gloo transfer a synthetic model; every byte is compared, and the statistics with the plan."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ BUCKET_BYTES = 16_384
 
 
 class MemorySink:
-    """An engine's rank: parameters in this process, poisoned before each sync."""
+    """A fake engine rank with its parameters in this process, filled with NaN before each sync."""
 
     def __init__(self, layout):
         sizes = {}
@@ -27,7 +27,7 @@ class MemorySink:
             sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
         self.tensors = {name: torch.full(size, float("nan")) for name, size in sizes.items()}
 
-    def poison(self):
+    def fill_nan(self):
         for tensor in self.tensors.values():
             tensor.fill_(float("nan"))
 
@@ -40,50 +40,50 @@ class MemorySink:
 
 
 def value(tensor, sync):
-    """Another number for every element of every tensor and sync."""
+    """Return random elements of a tensor, different for every tensor and sync."""
     rng = np.random.default_rng([sync, int(tensor.split(".")[1])])
     return torch.from_numpy(rng.random(synthetic.TENSORS[tensor].shape, dtype=np.float32))
 
 
-def reshard(grid, gen_pp, gen_tp, nodes, direct, alone):
-    """On every rank: three syncs with changed weights; what each rank counted and how many elements are wrong.
+def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes):
+    """Run three syncs with changed weights on every rank; return each rank's statistics and number of wrong elements.
 
     Args:
-        nodes: by rank, its machine; more than one: anybody asks anybody, else micro-DP groups.
-        direct: the engine's parameters are in this process.
-        alone: bytes from which a box is a message of its own.
+        nodes: by rank, its node; with several nodes any rank sends to any rank, else micro-DP groups are used.
+        direct: whether the engine's parameters are in this process.
+        large_bytes: size from which a box is a message of its own.
     """
     import torch.distributed as dist
 
     from megarl.reshard.planning import rounds
-    from megarl.reshard.planning.strategy import Outlets, SyncContext
+    from megarl.reshard.planning.strategy import Sinks, SyncContext
     from megarl.reshard.strategies.box_strategy import BoxStrategy
     from megarl.reshard.transfer.sink import Parameters
 
-    rounds.ALONE_BYTES = alone
+    rounds.LARGE_MESSAGE_BYTES = large_bytes
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     sources = synthetic.trainers(grid)
     needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
     strategy, sink = BoxStrategy(context, BUCKET_BYTES), MemorySink(needs[rank])
-    mismatched, books = 0, []
+    mismatched, all_stats = 0, []
     for sync in range(3):
         mine = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
-        sink.poison()
-        books.append(strategy.push(mine, Outlets(boxes=Parameters(sink.tensors) if direct else sink)))
+        sink.fill_nan()
+        all_stats.append(strategy.push(mine, Sinks(boxes=Parameters(sink.tensors) if direct else sink)))
         for piece in needs[rank].pieces:
             got, want = sink.tensors[piece.local][slices(piece.local_box)], value(piece.tensor, sync)[slices(piece.box)]
             mismatched += int((got != want).sum())
     strategy.close()
     out = [None] * grid.size
-    dist.all_gather_object(out, (mismatched, books))
+    dist.all_gather_object(out, (mismatched, all_stats))
     dist.destroy_process_group()
     return out
 
 
 def arrangement(grid, gen_pp, gen_tp, nodes):
-    """Strided on one machine; on several, every machine as one engine after another."""
+    """Return needs and groups: strided placement on one node, consecutive placement on several."""
     if len(set(nodes)) == 1:
         groups = micro_dp_groups(grid, gen_tp=gen_tp, gen_pp=gen_pp)
         return synthetic.needs(strided_places(grid, gen_tp=gen_tp, gen_pp=gen_pp), gen_pp, gen_tp), groups
@@ -91,7 +91,7 @@ def arrangement(grid, gen_pp, gen_tp, nodes):
 
 
 @pytest.mark.parametrize(
-    ("layout", "nodes", "direct", "alone"),
+    ("layout", "nodes", "direct", "large_bytes"),
     [
         ((1, 4, 1, 1, 2), 1, False, 1 << 18),
         ((1, 4, 1, 1, 2), 1, True, 512),
@@ -101,19 +101,19 @@ def arrangement(grid, gen_pp, gen_tp, nodes):
         ((1, 4, 1, 1, 1), 2, True, 512),
     ],
 )
-def test_three_syncs_are_bitwise_and_counted(layout, nodes, direct, alone, tmp_path):
+def test_three_syncs_are_bitwise_exact_and_match_planned_counts(layout, nodes, direct, large_bytes, tmp_path):
     p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
-    machines = tuple(rank * nodes // grid.size for rank in range(grid.size))
-    results = run_ranks(reshard, grid.size, tmp_path, grid, pg, tg, machines, direct, alone)
+    node_of_rank = tuple(rank * nodes // grid.size for rank in range(grid.size))
+    results = run_ranks(reshard, grid.size, tmp_path, grid, pg, tg, node_of_rank, direct, large_bytes)
     assert [mismatched for mismatched, _ in results] == [0] * grid.size
-    needs, groups = arrangement(grid, pg, tg, machines)
-    index = cached_index(synthetic.trainers(grid), needs, Topology(machines), BUCKET_BYTES, groups=groups)
+    needs, groups = arrangement(grid, pg, tg, node_of_rank)
+    index = cached_index(synthetic.trainers(grid), needs, Topology(node_of_rank), BUCKET_BYTES, groups=groups)
     closed_form = (t * p - tg * pg) / (tg * pg * t * p) * synthetic.MODEL_BYTES
-    sent = [stats.bytes_sent for _, books in results for stats in books]
+    sent = [stats.bytes_sent for _, all_stats in results for stats in all_stats]
     assert sum(sent) == 3 * grid.size * closed_form
-    for rank, (_, books) in enumerate(results):
-        for stats in books:
+    for rank, (_, all_stats) in enumerate(results):
+        for stats in all_stats:
             assert stats.bytes_received == plan_rank(index, rank).bytes_received == closed_form
             assert stats.bytes_delivered == synthetic.MODEL_BYTES / (tg * pg)
             assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES

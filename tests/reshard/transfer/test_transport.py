@@ -1,4 +1,4 @@
-"""What a rank says of messages that do not arrive, and how it posts them; with works that only pretend."""
+"""Posting of messages and errors for messages that do not arrive, with fake works."""
 
 import time
 from datetime import timedelta
@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer.transport import Deadline, InFlight, Wire, wait_for
+from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
 
 
 class Work:
-    """Done after some seconds, counted from its making; or broken."""
+    """A fake work that completes some seconds after its creation, or fails."""
 
     def __init__(self, seconds=0.0, broken=""):
         self._end, self._broken, self.waits = time.monotonic() + seconds, broken, 0
@@ -27,14 +27,14 @@ class Work:
         return True
 
 
-def test_the_late_senders_are_named_and_not_those_whose_messages_are_there():
+def test_timeout_names_only_the_late_senders():
     messages = [InFlight(Work(), (1,), True), InFlight(Work(9), (2,), True), InFlight(Work(9), (4,), True)]
     messages += [InFlight(Work(), (5,), True), InFlight(Work(9), (6,), False)]
     with pytest.raises(WeightSyncError, match=r"^nothing from ranks 2, 4 within 0\.1 s$"):
         wait_for(messages, Deadline(0.1))
 
 
-def test_receivers_are_named_where_nothing_was_to_be_received():
+def test_timeout_of_sends_names_the_receivers():
     with pytest.raises(WeightSyncError, match=r"^rank 6 took nothing within 0\.1 s$"):
         wait_for([InFlight(Work(9), (6,), False)], Deadline(0.1))
 
@@ -42,7 +42,7 @@ def test_receivers_are_named_where_nothing_was_to_be_received():
 GLOO_WORDS = "[/gloo/pair.cc:5] Connection closed by peer [::1]:80. This is typically caused by a crash. GLHF!\nmore"
 
 
-def test_a_broken_connection_is_told_at_once():
+def test_broken_connection_fails_at_once():
     messages = [InFlight(Work(broken=GLOO_WORDS), (3,), True)]
     with pytest.raises(
         WeightSyncError, match=r"^lost the connection to rank 3 \(Connection closed by peer \[::1\]:80\)$"
@@ -50,7 +50,7 @@ def test_a_broken_connection_is_told_at_once():
         wait_for(messages, Deadline(60))
 
 
-def test_one_deadline_holds_for_all_waits():
+def test_one_deadline_covers_all_waits():
     deadline = Deadline(0.2)
     wait_for([InFlight(Work(0.1), (1,), True)], deadline)
     with pytest.raises(WeightSyncError, match=r"nothing from rank 1 within 0\.2 s"):
@@ -58,7 +58,7 @@ def test_one_deadline_holds_for_all_waits():
     wait_for([InFlight(Work(), (1,), True)], deadline)
 
 
-def test_a_message_is_waited_for_once():
+def test_each_message_is_waited_for_once():
     message = InFlight(Work(), (1,), False)
     for _ in range(2):
         wait_for([message], Deadline(None))
@@ -66,7 +66,7 @@ def test_a_message_is_waited_for_once():
 
 
 class Group:
-    """Notes what it is asked."""
+    """A fake process group that records its calls."""
 
     def __init__(self, refuses=None):
         self.calls, self._refuses = [], refuses
@@ -99,30 +99,30 @@ A, B = torch.zeros(2), torch.zeros(3)
 
 def test_receives_are_posted_before_sends():
     group = Group()
-    received, sent = Wire(group, joins=False).start([(A, 1)], [(B, 2)])
+    received, sent = Transport(group, coalesces=False).start([(A, 1)], [(B, 2)])
     assert group.calls == [("recv", [12], 2, 0), ("send", [8], 1, 0)]
     assert [(m.peers, m.is_receive) for m in (*received, *sent)] == [((2,), True), ((1,), False)]
 
 
-def test_messages_that_the_backend_joins_are_waited_for_together():
+def test_coalesced_messages_are_waited_for_together():
     group = Group()
-    received, sent = Wire(group, joins=True).start([(A, 3)], [(B, 2)])
+    received, sent = Transport(group, coalesces=True).start([(A, 3)], [(B, 2)])
     assert group.calls == [("start", "cpu"), ("recv", [12], 2, 0), ("send", [8], 3, 0), ("end", "cpu")]
     assert received == sent
     assert received[0].peers == (2, 3)
 
 
-def test_a_message_to_a_broken_connection_is_an_error_that_names_the_rank():
+def test_error_for_broken_connection_names_the_rank():
     with pytest.raises(WeightSyncError, match=r"^lost the connection to rank 7 \(Pair is broken\)$"):
-        Wire(Group(refuses=7), joins=False).start([(A, 1), (A, 7)], [])
+        Transport(Group(refuses=7), coalesces=False).start([(A, 1), (A, 7)], [])
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_closed_wire_carries_nothing_and_breaks_what_nobody_else_uses(own):
+@pytest.mark.parametrize("is_exclusive", [True, False])
+def test_closed_transport_rejects_messages_and_aborts_an_exclusive_group(is_exclusive):
     group = Group()
-    wire = Wire(group, joins=False, own=own)
+    transport = Transport(group, coalesces=False, is_exclusive=is_exclusive)
     for _ in range(2):
-        wire.close()
-    assert group.calls == ["abort"] * own
+        transport.close()
+    assert group.calls == ["abort"] * is_exclusive
     with pytest.raises(WeightSyncError, match="connections were closed when a sync failed"):
-        wire.start([(A, 1)], [])
+        transport.start([(A, 1)], [])
