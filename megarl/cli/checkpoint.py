@@ -136,7 +136,7 @@ def _rows(store: CheckpointStore) -> Iterator[Row]:
 def _print_table(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
-    from megarl.tracking.progress import scaled
+    from megarl.tracking.progress import format_si
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("step", "created", "size", "layout", "valid", "kept by"):
@@ -145,7 +145,7 @@ def _print_table(rows: Sequence[Row]) -> None:
         created = "-" if row.created is None else row.created.replace("T", " ").replace("+00:00", " UTC")
         valid = "yes" if row.whole else "no"
         table.add_row(
-            str(row.step), created, f"{scaled(row.bytes)}B", _format_layout(row.layout), valid, row.kept_by or "nothing"
+            str(row.step), created, f"{format_si(row.bytes)}B", _format_layout(row.layout), valid, row.kept_by or "nothing"
         )
     console().print(table)
 
@@ -165,7 +165,7 @@ def _format_layout(layout: Mapping[str, Any] | None) -> str:
 def _verify(store: CheckpointStore, step: int | None) -> int:
     from megarl.checkpoint.manifest import NewerFormatError
     from megarl.checkpoint.verify import files_below
-    from megarl.tracking.progress import scaled
+    from megarl.tracking.progress import format_si
 
     chosen = [saved for saved in store.saved() if step in (None, saved.step)]
     if not chosen:
@@ -186,7 +186,7 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
             continue
         seconds, num_files = time.perf_counter() - start, len(files_below(saved.folder))
         result = "newer" if is_newer else "damaged" if problems else "valid"
-        print(f"{saved.name}  {result:<7}  {num_files} files  {scaled(size)}B  {seconds:.1f} s", flush=True)
+        print(f"{saved.name}  {result:<7}  {num_files} files  {format_si(size)}B  {seconds:.1f} s", flush=True)
         for problem in problems:
             print_error(f"{saved.name}: {problem}")
             all_valid = False
@@ -257,12 +257,12 @@ def _find_latest_valid(store: CheckpointStore, *, deep: bool) -> int:
 
 def _print_plan(plan: Mapping[Saved, str | None], verb: str) -> None:
     """Print one line per checkpoint: kept, with the rule, or `verb`."""
-    from megarl.tracking.progress import scaled
+    from megarl.tracking.progress import format_si
 
     for saved, kept_by in plan.items():
         what = verb if kept_by is None else "keeping"
         why = "" if kept_by is None else f"  ({kept_by})"
-        print(f"{what:<12}  {saved.name}  {scaled(_folder_bytes(saved.folder))}B{why}", flush=True)
+        print(f"{what:<12}  {saved.name}  {format_si(_folder_bytes(saved.folder))}B{why}", flush=True)
 
 
 def _retention_config(store: CheckpointStore) -> CheckpointConfig:

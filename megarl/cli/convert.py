@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     conversion = plan(config, args.model, args.output, args.dtype)
     with ConvertProgress() as progress:
         seconds = conversion.run(progress.show)
-    from megarl.tracking.progress import scaled
+    from megarl.tracking.progress import format_si
 
-    print(f"converted {scaled(conversion.num_bytes)}B of {conversion.dtype} in {seconds:.1f} s", file=sys.stderr)
+    print(f"converted {format_si(conversion.num_bytes)}B of {conversion.dtype} in {seconds:.1f} s", file=sys.stderr)
     console().print(f"{'checkpoint' if plan is plan_import else 'model':<12} {args.output}", highlight=False)
     return 0
 

@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.cli.options import add_overrides
 from megarl.cli.output import console
 from megarl.errors import ConfigError
-from megarl.placement.hardware import free_shared_memory, package_version, visible_gpus
+from megarl.placement.hardware import free_shared_memory, package_version, visible_gpu_names
 
 if TYPE_CHECKING:
     from megarl.config import StageConfig
@@ -145,7 +145,7 @@ def _load_config(args: argparse.Namespace) -> StageConfig:
 
 def diagnose() -> Diagnosis:
     """Collect the report from package metadata and the operating system, without importing the packages."""
-    gpus = visible_gpus()
+    gpus = visible_gpu_names()
     packages = {name: package_version(name) for name in (*REQUIRED, *OPTIONAL)}
     return Diagnosis(
         machine=_describe_machine(gpus),

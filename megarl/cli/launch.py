@@ -16,7 +16,7 @@ from megarl.errors import ConfigError
 from megarl.launch.launch import launch
 from megarl.launch.launch_node import LaunchOptions
 from megarl.launch.node_labels import parse_labels
-from megarl.launch.node_world import node_world
+from megarl.launch.node_world import detect_node_world
 
 COMMANDS = ("train", "sft", "rm", "dpo", "eval", "score", "convert", "doctor")
 """Commands that can be launched: those that run on a Ray cluster."""
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("join_timeout", "node_timeout"):
         if getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} needs a number above 0, got {getattr(args, name):g}")
-    world = node_world(os.environ, rank=args.node_rank, size=args.nodes, head=args.head)
+    world = detect_node_world(os.environ, rank=args.node_rank, size=args.nodes, head=args.head)
     options = LaunchOptions(
         join_timeout=args.join_timeout,
         node_timeout=args.node_timeout,
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         labels=parse_labels(args.labels),
         node_address=args.node_address,
     )
-    return launch(world, options, [sys.executable, "-m", "megarl", *args.command], say=_print_progress)
+    return launch(world, options, [sys.executable, "-m", "megarl", *args.command], notify=_print_progress)
 
 
 def _num_cpus(environment: Mapping[str, str]) -> int:

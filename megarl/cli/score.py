@@ -93,7 +93,7 @@ def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: Torchr
         with partial_file(args.output, source=args.input) as out:
             tokens = open_tokens(config, args.input)
             with ScoreProgressBar(tokens.check()) as progress:
-                score_file(config, ranks, tokens, out, progress.show, broadcast=ranks.from_first)
+                score_file(config, ranks, tokens, out, progress.show, broadcast=ranks.broadcast_from_rank0)
 
 
 class ScoreProgressBar:
@@ -128,9 +128,9 @@ class ScoreProgressBar:
             print(self._format(scored), file=sys.stderr, flush=True)
 
     def _format(self, scored: ScoreProgress) -> str:
-        from megarl.tracking.progress import scaled
+        from megarl.tracking.progress import format_si
 
-        rate = scaled(scored.num_tokens / scored.seconds)
+        rate = format_si(scored.num_tokens / scored.seconds)
         return f"scored {scored.num_lines:,}/{self._count.num_lines:,} lines  {rate}tok/s"
 
     def __enter__(self) -> Self:

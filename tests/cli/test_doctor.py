@@ -19,7 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(gpus: tuple[str, ...] = (), shared: int | None = 2**33, **packages: str | None) -> None:
         real = doctor.package_version
         named = {name.replace("_", "-"): version for name, version in packages.items()}
-        monkeypatch.setattr(doctor, "visible_gpus", lambda: list(gpus))
+        monkeypatch.setattr(doctor, "visible_gpu_names", lambda: list(gpus))
         monkeypatch.setattr(doctor, "_find_compiler", lambda: "/usr/bin/cc")
         monkeypatch.setattr(doctor, "free_shared_memory", lambda: shared)
         monkeypatch.setattr(doctor, "package_version", lambda name: named[name] if name in named else real(name))

@@ -13,7 +13,7 @@ def launched(monkeypatch):
     """Arguments of the calls of `launch`, outside of Slurm and torchrun."""
     calls = []
 
-    def launch(world, options, command, *, say):
+    def launch(world, options, command, *, notify):
         calls.append((world, options, command))
         return 75
 

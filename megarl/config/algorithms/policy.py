@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from megarl.config.algorithms.model_sections import FrozenModelConfig
 from megarl.config.algorithms.presets import Preset, apply_preset
@@ -212,8 +213,8 @@ class ClippedPolicyConfig(PolicyConfig):
         return self
 
     @property
+    @override
     def clip_bounds(self) -> tuple[float, float]:
-        """Arguments (clip_low, clip_high) of the policy loss."""
         return self.clip_ratio_low, self.clip_ratio_high
 
 
