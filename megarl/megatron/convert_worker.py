@@ -1,4 +1,4 @@
-"""Ranks that read a model in one format and write it in another, for the controller to call. Imports nothing heavy."""
+"""Converts a model between Hugging Face and Megatron formats on one Megatron rank. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRA
 from megarl.megatron.requests import ModelSpec
 
 if TYPE_CHECKING:
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
 
 class ConvertWorker:
-    """One rank with its shards of the model alone. Every method runs on all ranks together."""
+    """One rank that holds only its shards of the weights. Every method is a collective call on all ranks."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Build the model of `spec.model_path`/config.json, weights not yet set."""
+        """Build the model described by `spec.model_path`/config.json, without loading weights."""
         from megarl.megatron.runtime import platform
 
         platform.prepare()
-        from megarl.megatron.modeling.megatron_model import ModelRank
+        from megarl.megatron.modeling.megatron_model import MegatronModel
 
-        self._rank: ModelRank = ModelRank(replace(spec, weights="none"))
+        self._model: MegatronModel = MegatronModel(replace(spec, weights="none"))
 
     def read_hf(self, folder: str) -> None:
-        """Fill the parameters from the safetensors of `folder`."""
+        """Load the parameters from the safetensors files in `folder`."""
         from megarl.megatron.hf_weights import local_layout
 
-        local_layout.read_weights(folder, self._rank.layout, self._rank.tensors())
+        local_layout.read_weights(folder, self._model.layout, self._model.tensors())
 
     def read_checkpoint(self, folder: str) -> None:
-        """Fill the parameters from the distributed checkpoint in `folder`."""
+        """Load the parameters from the distributed checkpoint in `folder`."""
         from megarl.megatron.checkpoint import model_state
 
-        model_state.load_model(self._rank, folder)
+        model_state.load_model(self._model, folder)
 
     def write_hf(self, folder: str) -> None:
-        """Write `folder` in Hugging Face format, with what stands beside the configuration."""
+        """Export the model in Hugging Face format to `folder`, with the source model's tokenizer files."""
         from megarl.megatron.hf_weights import export
 
-        export.save(self._rank, self._rank.spec.model_path, folder)
+        export.save(self._model, self._model.spec.model_path, folder)
 
     def write_checkpoint(self, root: str) -> None:
-        """Write a Megatron checkpoint into `root`; see `checkpoint_files`."""
+        """Write a Megatron checkpoint to `root`, laid out as described in `checkpoint_files`."""
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
-        from megarl.megatron.hf_weights.export import COPIED
+        from megarl.megatron.hf_weights.export import COPIED_PATTERNS
 
-        model_state.save_model(self._rank, Path(root) / RELEASE)
+        model_state.save_model(self._model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
             return
         try:
-            _copy_companions(Path(self._rank.spec.model_path), Path(root) / COMPANIONS, COPIED)
+            _copy_companions(Path(self._model.spec.model_path), Path(root) / COMPANIONS, COPIED_PATTERNS)
             (Path(root) / TRACKER).write_text(RELEASE)
         except OSError as e:
-            raise DataError(f"{root}: the checkpoint could not be written, on rank 0: {e}") from e
+            raise DataError(f"{root}: rank 0 could not write the checkpoint: {e}") from e
 
 
 def _copy_companions(source: Path, target: Path, patterns: tuple[str, ...]) -> None:

@@ -1,4 +1,7 @@
-"""What the controller sends to trainer workers, and what comes back. Imports nothing heavy: the controller has it."""
+"""Messages between the controller and the trainer workers: specs, requests and results.
+
+Imports nothing heavy, because the controller imports it.
+"""
 
 from __future__ import annotations
 
@@ -11,125 +14,75 @@ from typing import Any, Literal
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import Column, PerToken, padded_length
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithms.algorithm import PolicyConfig
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.functional.losses import Denominators
+from megarl.megatron.loss_specs import LossSpec, SftLoss
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import Handover
-from megarl.reshard.planning.strategy import Outlets, SyncStats
-from megarl.workers.dispatch import Transfer, from_output, to_all
+from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.strategy import Sinks, SyncStats
+from megarl.workers.dispatch import Dispatch, from_output_rank, to_all
 from megarl.workers.payload import Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What a rank's part of a model is built from."""
+    """What each rank builds its shard of a model from."""
 
     model_path: str
+    """Folder in Hugging Face format."""
     dtype: str
     """`auto`, `float32` or `bfloat16`."""
     parallel: ParallelConfig
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     weights: Literal["hf", "none"] = "hf"
-    """`none`: parameters are left as they come; something else will fill them."""
+    """`none`: parameters stay uninitialized; the caller loads them."""
     head: Literal["lm", "value"] = "lm"
-    """`value`: one number a token instead of logits; a language model's folder then starts it from zeros."""
+    """`value`: one scalar per token instead of logits. The head starts from zeros if the folder is a language model."""
     temperature: float = 1.0
-    """Log-probabilities are of the distribution at this sampling temperature."""
-    swaps: bool = False
-    """Between calls everything is in host memory: other models use the same devices."""
+    """Sampling temperature: logits are divided by it before log-probabilities are taken."""
+    offload_when_idle: bool = False
+    """Keep everything in host memory between calls, because other models use the same devices."""
     seed: int = 0
     timeout_seconds: float = 600.0
-    """Longest wait in a collective."""
+    """Timeout of a collective, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """What a worker is built from."""
+    """What a `TrainerWorker` is built from."""
 
     model: ModelSpec
     optimizer: OptimizerConfig
     optimizer_steps: int
-    """Over the whole run: the learning-rate schedule's length."""
+    """Optimizer steps of the whole run, which set the length of the learning-rate schedule."""
 
 
-Key = tuple[int, int]
-"""A trajectory of a step: which payload holds it, and where in that."""
+SampleKey = tuple[int, int]
+"""Identifies a trajectory of a step: (payload index, index within that payload)."""
 
-TokenColumn = Sequence[Mapping[Key, PerToken]]
-"""Values token by token, in as many parts as workers have made them."""
+TokenColumn = Sequence[Mapping[SampleKey, PerToken]]
+"""Per-token values, [num_tokens] for each sample; one mapping for each worker that computed a part of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRef:
-    """One trajectory to train on: where it is, and the numbers that the controller decided on."""
+    """Reference to one trajectory, with the per-sequence values that the controller computed."""
 
     payload: int
-    """Index into `TrainWork.payloads`."""
+    """Index into the `payloads` of the request."""
     index: int
-    """Index in that payload."""
+    """Index of the trajectory within that payload."""
     num_tokens: int
     scalars: Mapping[Column, float] = field(default_factory=dict)
-    """What holds for all of its tokens."""
+    """Columns with one value for the whole sequence, such as its advantage."""
 
     @property
-    def key(self) -> Key:
-        """Where it is."""
+    def key(self) -> SampleKey:
+        """The (payload, index) pair that identifies the trajectory within the step."""
         return self.payload, self.index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LikelihoodLoss:
-    """Negative log-likelihood."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurrogateLoss:
-    """What a policy gradient follows. Columns: advantages; ref_logprobs with a penalty; positive with `nll`."""
-
-    algorithm: PolicyConfig
-    length_norm: int
-    nll: float = 0.0
-    """Factor of the negative log-likelihood of sequences whose `positive` is 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnsLoss:
-    """A critic's. Columns: values (before the step's first update), returns."""
-
-    clip: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLoss:
-    """A reward or cost model's: sequences 2k and 2k + 1 are the better and the worse answer.
-
-    Columns: margins; perhaps signs, see `preference_loss`.
-    """
-
-    kind: Literal["reward", "cost"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectPreferenceLoss:
-    """A policy's, from pairs as in `PairLoss`. Columns: ref_logprobs."""
-
-    beta: float
-    nll: float = 0.0
-    """Factor of the better answer's negative log-likelihood per token: RPO."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImplicitRewardLoss:
-    """An implicit process reward model's. Columns: ref_logprobs, outcomes."""
-
-    beta: float
-
-
-Loss = LikelihoodLoss | SurrogateLoss | ReturnsLoss | PairLoss | DirectPreferenceLoss | ImplicitRewardLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,55 +91,58 @@ class MiniBatch:
 
     samples: tuple[SampleRef, ...]
     denominators: Denominators
-    """Global: of all ranks together, whatever part `micro_batches` names."""
+    """Token and sequence counts over all data-parallel ranks, not only over this rank's `micro_batches`."""
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
 
 
-MISMATCH = "mismatch/logprob_abs_max"
-"""The metric of how far trainer and engine are apart."""
+LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
+"""Metric: largest |trainer - engine| log-probability of a sampled token before the first update."""
 
-DISAGREE = "trainer and engine disagree about the log-probability of a sampled token"
+MISMATCH_MESSAGE = "trainer and engine disagree about the log-probability of a sampled token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
-    """What is looked at before each update of a step, on all ranks alike.
+class UpdateGuardSpec:
+    """Checks made before each update of a step. All ranks see the same values and decide alike.
 
-    Where it refuses one, weights and optimizer stay as they are, bit for bit; `skip` goes on with the next, `stop`
-    raises LimitError. The learning-rate schedule counts updates that were refused too, and ends where it would have.
+    A rejected update leaves weights and optimizer state bitwise unchanged. Action `skip` continues with the next
+    update, `stop` raises LimitError. The learning-rate schedule advances for rejected updates too, so that it ends at
+    the planned step.
     """
 
     not_finite: Literal["skip", "stop"] = "stop"
-    """Where the loss or the gradient is NaN or infinite."""
+    """Action if the loss or the gradient is NaN or infinite."""
     grad_norm: LimitConfig | None = None
-    """Of the gradient before clipping; `warn` changes nothing here."""
+    """Limit on the gradient norm before clipping; action `warn` does nothing here."""
     mismatch: LimitConfig | None = None
-    """Of |trainer - engine| log-probability before the step's first update, which leaves out all of the step's; `warn`
-    changes nothing here."""
+    """Limit on |trainer - engine| log-probability before the step's first update. A violation rejects all updates of
+    the step; action `warn` does nothing here."""
     dump_folder: str | None = None
-    """Where refused batches are written: the first that is skipped, and the one that ends the run."""
+    """Folder for dumps of rejected batches: the step's first skipped one, and one that stops the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainWork:
-    """One controller step."""
+class TrainRequest:
+    """Request to train on the samples of one controller step."""
 
     mini_batches: tuple[MiniBatch, ...]
+    """One optimizer step each, in this order."""
     payloads: tuple[Payload[Sequence[Trajectory]], ...]
     max_tokens_per_micro_batch: int
-    loss: Loss = field(default_factory=LikelihoodLoss)
+    loss: LossSpec = field(default_factory=SftLoss)
     columns: Mapping[Column, Payload[TokenColumn]] = field(default_factory=dict)
+    """Columns with one value per token."""
     epochs: int = 1
-    """Passes over the mini-batches."""
-    together: int = 1
-    """Samples that follow one another and share a micro-batch: 2 for pairs."""
-    guard: Guard = Guard()
+    """Number of passes over the mini-batches."""
+    sequences_per_unit: int = 1
+    """Number of consecutive samples that must share a micro-batch: 2 for preference pairs."""
+    guard: UpdateGuardSpec = UpdateGuardSpec()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationWork:
-    """Trajectories to evaluate a model on."""
+class ForwardRequest:
+    """Request for a forward pass over trajectories, without gradients."""
 
     samples: tuple[SampleRef, ...]
     payloads: tuple[Payload[Sequence[Trajectory]], ...]
@@ -197,158 +153,164 @@ class EvaluationWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStats:
-    """Metrics of one controller step, reduced over all ranks."""
+    """Metrics of one training step, reduced over all ranks."""
 
     metrics: dict[str, float]
     num_tokens: int
-    """Tokens that went through the model, prompts included."""
+    """Tokens of all samples, prompts included, counted once per sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSetup:
-    """How the weights travel from now on; everything but the trainer's own layouts, which its ranks exchange."""
+    """Configuration of weight sync, except the layouts of the trainer ranks, which they exchange among themselves."""
 
     config: WeightSyncConfig
-    outlets: Mapping[int, Outlets]
-    """By trainer rank that delivers."""
+    sinks: Mapping[int, Sinks]
+    """By trainer rank: the engines that it delivers to."""
     nodes: tuple[int, ...] = ()
-    """By trainer rank, which machine it is on; empty: all on one."""
+    """By trainer rank: index of its node. Empty: all ranks are on one node."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
-    """By trainer rank, the layout of the engine rank that it serves."""
+    """By trainer rank: the weight layout of the engine rank that it serves."""
     groups: tuple[tuple[int, ...], ...] = ()
-    """Micro-DP groups."""
-    whole: tuple[str, ...] = ()
-    """Tensors that go to engines whole where all others go as boxes."""
-    handover: Handover | None = None
-    """Where engines receive the weights themselves, which makes of the above all but `config` idle; `sources` are the
-    trainer's to fill in."""
+    """Trainer ranks of each micro-DP group."""
+    full_tensors: tuple[str, ...] = ()
+    """Tensors that engines receive in full, while all others are sent as boxes."""
+    transfer_spec: TransferSpec | None = None
+    """Set if the engine ranks receive the weights themselves; then only `config` of the fields above is used. The
+    trainer fills in its `sources`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Invitation:
-    """From the trainer to engines that receive the weights themselves."""
+class RendezvousInfo:
+    """What engine ranks that receive the weights themselves need to connect to the trainer."""
 
-    handover: Handover
+    transfer_spec: TransferSpec
     host: str
     port: int
-    """Of the store at which all ranks meet."""
+    """Port of the TCP store used for rendezvous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOrder:
-    """A checkpoint of the training state to write."""
+class SaveRequest:
+    """Request to save the training state."""
 
     folder: str
-    """Made if it is not there; files in it are overwritten."""
+    """Created if missing; files in it are overwritten."""
     asynchronous: bool = False
-    """Training goes on while files are written."""
+    """Write the files in the background while training continues."""
     max_staging_bytes: int | None = None
-    """Host memory of a rank for what is written in the background; None: as much as it takes."""
+    """Host memory per rank for data staged for background writes, in bytes; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStats:
-    """Of the start of a save; of all ranks together."""
+    """Result of starting a save, over all ranks."""
 
     staging_bytes: int
-    """Host memory that holds what is still to be written. It is kept between saves."""
+    """Host memory that holds data staged for writing. It is kept between saves."""
     bytes: int
-    """Of the tensors, as they will be in the files."""
+    """Size of the tensors as they will be written."""
     seconds: float
-    """How long training was held up: the longest of any rank."""
+    """How long training was blocked: the maximum over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file of a checkpoint that is on the disk."""
+    """A checkpoint file that has been written."""
 
     name: str
-    """Relative to the checkpoint's folder."""
+    """Path relative to the checkpoint folder."""
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPart:
-    """What a rank of a model has written, or all of them."""
+class SavedShard:
+    """The files that one rank of a model has written, or all its ranks."""
 
     files: tuple[SavedFile, ...]
     write_seconds: float
-    """The longest of any rank."""
+    """Time spent writing: the maximum over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Of a training state that was loaded."""
+    """Result of loading a training state."""
 
     same_layout: bool
-    """It was saved in this layout, and random generators go on too; else they are as seeded at the start."""
+    """True if the state was saved in this parallel layout. Then the random number generators resume too; otherwise
+    they stay as seeded at startup."""
     bytes: int
-    """Read, by all ranks together."""
+    """Bytes read, over all ranks."""
 
 
-def micro_batches_of_replicas(
+def plan_replica_micro_batches(
     lengths: Sequence[int], grid: RankGrid, *, max_tokens: int, cost: SequenceCost
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """By data-parallel replica its micro-batches, as indices into `lengths`; see `plan_micro_batches`."""
+    """Plan the micro-batches of each data-parallel replica, as indices into `lengths`, in tokens."""
     padded = [padded_length(n, grid.cp) for n in lengths]
     plan = plan_micro_batches(padded, dp=grid.dp, max_tokens=max_tokens, cost=cost)
     return [tuple(map(tuple, micro_batches)) for micro_batches in plan]
 
 
-def split_by_dp(work: TrainWork, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[TrainWork]:
-    """Per rank the same work with its replica's micro-batches: balanced by cost, equally many on every rank."""
+def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[TrainRequest]:
+    """Return one request per rank, with its replica's micro-batches: balanced by cost, equally many on every rank."""
     per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
-    for batch in work.mini_batches:
-        plan = _plan(batch.samples, grid, work.max_tokens_per_micro_batch, cost, work.together)
+    for batch in request.mini_batches:
+        plan = _plan(batch.samples, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit)
         for replica, micro_batches in enumerate(plan):
             per_replica[replica].append(replace(batch, micro_batches=micro_batches))
-    works = [replace(work, mini_batches=tuple(batches)) for batches in per_replica]
-    return [works[grid.coordinates(rank).dp] for rank in range(grid.size)]
+    requests = [replace(request, mini_batches=tuple(batches)) for batches in per_replica]
+    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]
 
 
-def split_evaluation(work: EvaluationWork, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[EvaluationWork]:
-    """Per rank the same work with its replica's micro-batches."""
-    plan = _plan(work.samples, grid, work.max_tokens_per_micro_batch, cost)
-    works = [replace(work, micro_batches=micro_batches) for micro_batches in plan]
-    return [works[grid.coordinates(rank).dp] for rank in range(grid.size)]
+def split_forward_by_dp(
+    request: ForwardRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B
+) -> list[ForwardRequest]:
+    """Return one request per rank, with its replica's micro-batches."""
+    plan = _plan(request.samples, grid, request.max_tokens_per_micro_batch, cost)
+    requests = [replace(request, micro_batches=micro_batches) for micro_batches in plan]
+    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]
 
 
 def _plan(
-    samples: Sequence[SampleRef], grid: RankGrid, max_tokens: int, cost: SequenceCost, together: int = 1
+    samples: Sequence[SampleRef], grid: RankGrid, max_tokens: int, cost: SequenceCost, sequences_per_unit: int = 1
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """By replica its micro-batches, as indices into `samples`; each so many neighbours stay together."""
-    assert len(samples) % together == 0, f"{len(samples)} % {together} != 0"
-    firsts = range(0, len(samples), together)
-    lengths = [sum(padded_length(s.num_tokens, grid.cp) for s in samples[i : i + together]) for i in firsts]
-    plan = micro_batches_of_replicas(lengths, grid, max_tokens=max_tokens, cost=cost)
+    """Plan each replica's micro-batches as indices into `samples`; keeps units of consecutive samples together."""
+    assert len(samples) % sequences_per_unit == 0, f"{len(samples)} % {sequences_per_unit} != 0"
+    firsts = range(0, len(samples), sequences_per_unit)
+    lengths = [sum(padded_length(s.num_tokens, grid.cp) for s in samples[i : i + sequences_per_unit]) for i in firsts]
+    plan = plan_replica_micro_batches(lengths, grid, max_tokens=max_tokens, cost=cost)
     return [
-        tuple(tuple(together * unit + k for unit in units for k in range(together)) for units in micro_batches)
+        tuple(
+            tuple(sequences_per_unit * unit + k for unit in units for k in range(sequences_per_unit))
+            for units in micro_batches
+        )
         for micro_batches in plan
     ]
 
 
-def train_transfer(cost: SequenceCost) -> Transfer[TrainWork, TrainStats]:
-    """Samples split over data-parallel replicas; one replica's answer, since workers reduce metrics themselves."""
-    return Transfer(partial(split_by_dp, cost=cost), from_output)
+def train_dispatch(cost: SequenceCost) -> Dispatch[TrainRequest, TrainStats]:
+    """Split samples over data-parallel replicas and return one rank's result, since the workers reduce the metrics."""
+    return Dispatch(partial(split_by_dp, cost=cost), from_output_rank)
 
 
-def evaluation_transfer(cost: SequenceCost) -> Transfer[EvaluationWork, Mapping[Key, Any]]:
-    """Samples split over data-parallel replicas, and the answers of all of them."""
-    return Transfer(partial(split_evaluation, cost=cost), _merge)
+def forward_dispatch(cost: SequenceCost) -> Dispatch[ForwardRequest, Mapping[SampleKey, Any]]:
+    """Split samples over data-parallel replicas and merge the results of all replicas."""
+    return Dispatch(partial(split_forward_by_dp, cost=cost), _merge)
 
 
-def _merge(results: Sequence[Mapping[Key, Any]], _: RankGrid) -> Mapping[Key, Any]:
-    merged: dict[Key, Any] = {}
+def _merge(results: Sequence[Mapping[SampleKey, Any]], _: RankGrid) -> Mapping[SampleKey, Any]:
+    merged: dict[SampleKey, Any] = {}
     for result in results:
         merged.update(result)
     return merged
 
 
-def total(results: Sequence[SyncStats]) -> SyncStats:
-    """What ranks together moved; the most buckets and extra memory of any."""
+def sum_sync_stats(results: Sequence[SyncStats]) -> SyncStats:
+    """Sum sync statistics over ranks; buckets and extra memory are the maximum over ranks."""
     return replace(reduce(add, results), buckets=max(r.buckets for r in results))
 
 
-ADD_UP: Transfer[None, SyncStats] = Transfer(to_all, lambda results, _: total(results))
-"""Every rank's part of a push."""
+SUM_SYNC_STATS: Dispatch[None, SyncStats] = Dispatch(to_all, lambda results, _: sum_sync_stats(results))
+"""Call all ranks and sum their sync statistics."""

@@ -1,4 +1,4 @@
-"""Ranks that score tokens: what the controller sends, what it may call, what comes back. Imports nothing heavy."""
+"""Offline scoring of token sequences on one Megatron rank: request, worker and result. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.requests import ModelSpec, micro_batches_of_replicas
+from megarl.megatron.requests import ModelSpec, plan_replica_micro_batches
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import Transfer
+from megarl.workers.dispatch import Dispatch
 from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreWork:
-    """Token sequences to score."""
+class ScoreRequest:
+    """Request to score token sequences."""
 
     sequences: Payload[Sequence[NDArray[np.int32]]]
-    """[sequence][token]."""
+    """Token ids, int32 [num_tokens] for each sequence."""
     lengths: tuple[int, ...]
-    """Tokens of each."""
+    """Number of tokens of each sequence."""
     max_tokens_per_micro_batch: int
     cost: SequenceCost = QWEN2_5_7B
     micro_batches: tuple[tuple[int, ...], ...] = ()
@@ -38,45 +38,45 @@ class ScoreWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceScores:
-    """Of a sequence of n tokens; entry i is about token i + 1, given the tokens before it."""
+    """Scores of a sequence of n tokens; entry i belongs to token i + 1, given the tokens before it."""
 
     logprobs: NDArray[np.float32]
-    """[n - 1]."""
+    """Log-probabilities of tokens 1 to n - 1, float32 [n - 1]."""
     entropy: NDArray[np.float32]
-    """[n - 1], in nats: of the distribution that token i + 1 was drawn from."""
+    """Entropy of the distribution that token i + 1 is drawn from, in nats, float32 [n - 1]."""
 
 
 Scores = dict[int, SequenceScores]
-"""By index into the sequences of the work."""
+"""Scores by index into the sequences of the request."""
 
 
 class ScoreWorker:
-    """One rank with its shards of the model alone: no gradient buffers, no optimizer."""
+    """One rank that holds only its shards of the weights: no gradient buffers, no optimizer."""
 
     def __init__(self, spec: ModelSpec) -> None:
         from megarl.megatron.runtime import platform
 
         platform.prepare()
-        from megarl.megatron.modeling.megatron_model import ModelRank
+        from megarl.megatron.modeling.megatron_model import MegatronModel
 
-        self._rank: ModelRank = ModelRank(spec)
+        self._model: MegatronModel = MegatronModel(spec)
 
-    def score(self, work: ScoreWork) -> Scores:
-        """The scores of this replica's sequences, on its answering rank (`RankGrid.output_rank`); else nothing."""
-        sequences = work.sequences.fetch()
-        batches = [[_unsampled(sequences[i]) for i in indices] for indices in work.micro_batches]
-        scored = self._rank.score(batches)
-        groups = self._rank.groups
-        if not (self._rank.is_last and groups.tp.rank() == groups.cp.rank() == 0):
+    def score(self, request: ScoreRequest) -> Scores:
+        """Return the scores of this replica's sequences on its output rank (`RankGrid.output_rank`), else {}."""
+        sequences = request.sequences.fetch()
+        batches = [[_as_trajectory(sequences[i]) for i in indices] for indices in request.micro_batches]
+        scored = self._model.score(batches)
+        groups = self._model.groups
+        if not (self._model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0):
             return {}
         return {
             index: SequenceScores(logprobs=logprobs.numpy(), entropy=entropy.numpy())
-            for indices, batch in zip(work.micro_batches, scored, strict=True)
+            for indices, batch in zip(request.micro_batches, scored, strict=True)
             for index, (logprobs, entropy) in zip(indices, batch, strict=True)
         }
 
 
-def _unsampled(token_ids: NDArray[np.int32]) -> Trajectory:
+def _as_trajectory(token_ids: NDArray[np.int32]) -> Trajectory:
     n = len(token_ids)
     return Trajectory(
         prompt_id="",
@@ -88,15 +88,17 @@ def _unsampled(token_ids: NDArray[np.int32]) -> Trajectory:
     )
 
 
-def _split(work: ScoreWork, grid: RankGrid) -> list[ScoreWork]:
-    plan = micro_batches_of_replicas(work.lengths, grid, max_tokens=work.max_tokens_per_micro_batch, cost=work.cost)
-    works = [replace(work, micro_batches=micro_batches) for micro_batches in plan]
-    return [works[grid.coordinates(rank).dp] for rank in range(grid.size)]
+def _split(request: ScoreRequest, grid: RankGrid) -> list[ScoreRequest]:
+    plan = plan_replica_micro_batches(
+        request.lengths, grid, max_tokens=request.max_tokens_per_micro_batch, cost=request.cost
+    )
+    requests = [replace(request, micro_batches=micro_batches) for micro_batches in plan]
+    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]
 
 
 def _merge(results: Sequence[Scores], _: RankGrid) -> Scores:
     return reduce(or_, results)
 
 
-SCORE_BY_DP: Transfer[ScoreWork, Scores] = Transfer(_split, _merge)
-"""Sequences split over data-parallel replicas, and the scores of all of them."""
+SCORE_BY_DP: Dispatch[ScoreRequest, Scores] = Dispatch(_split, _merge)
+"""Splits sequences over data-parallel replicas and merges the scores of all replicas."""

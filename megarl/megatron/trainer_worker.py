@@ -1,4 +1,7 @@
-"""What the controller may call on the rank of a model. Imports nothing heavy: the controller names these methods."""
+"""Worker classes of one Megatron rank: the methods that the controller calls on it.
+
+Imports nothing heavy at module level, because the controller imports it to name these methods.
+"""
 
 from __future__ import annotations
 
@@ -12,108 +15,115 @@ import numpy as np
 from megarl.batch.pack import PerToken
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import (
-    EvaluationWork,
-    Invitation,
-    Key,
+    ForwardRequest,
     LoadReport,
     ModelSpec,
-    SavedPart,
-    SaveOrder,
+    RendezvousInfo,
+    SampleKey,
+    SavedShard,
+    SaveRequest,
     SaveStats,
     SyncSetup,
     TrainerSpec,
+    TrainRequest,
     TrainStats,
-    TrainWork,
 )
-from megarl.process.startup_trace import importing
+from megarl.process.startup_trace import record_imports
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.megatron.hf_weights.weight_push import WeightPusher
-    from megarl.megatron.modeling.megatron_model import LocalPack, ModelRank
+    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
+    from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
     from megarl.megatron.runtime.offload import OffloadedTensors, OffloadStats
     from megarl.megatron.training.trainer import MegatronTrainer
     from megarl.reshard.planning.strategy import SyncStats
-    from megarl.reshard.transfer.process_groups import Meeting
+    from megarl.reshard.transfer.process_groups import TransferGroup
 
 
-class Evaluator(ABC):
-    """One rank of a model that can be evaluated. Every method runs on all ranks together.
+class ForwardWorker(ABC):
+    """One rank of a model that runs forward passes. Every method is a collective call on all ranks.
 
-    Answers are on the answering rank of each replica (`RankGrid.output_rank`), and empty on others. Token by token they
-    have an entry for each token of the trajectory, which is about that token, given those before it; the first is 0.
+    Results are returned on the output rank of each replica (`RankGrid.output_rank`) and are empty on all others.
+    Per-token results are float32 [num_tokens]: entry i belongs to token i given the tokens before it; entry 0 is 0.
     """
 
-    _rank: ModelRank
+    _model: MegatronModel
 
     @abstractmethod
-    def _require_weights(self) -> None:
-        """Have them on the device."""
+    def _ensure_onloaded(self) -> None:
+        """Bring the weights back to the device if they were offloaded."""
 
     @abstractmethod
-    def _rest(self) -> None:
-        """Leave the device to others, where the model swaps."""
+    def _offload_if_idle(self) -> None:
+        """Move everything to host memory if the model is configured with `offload_when_idle`."""
 
-    def logprobs(self, work: EvaluationWork) -> Mapping[Key, PerToken]:
-        """The tokens' log-probabilities."""
+    def logprobs(self, request: ForwardRequest) -> Mapping[SampleKey, PerToken]:
+        """Return the log-probability of each token, float32 [num_tokens] per sample."""
         from megarl.megatron.modeling.logprobs import token_logprobs
 
-        def of(logits_tv: Tensor, packed: LocalPack) -> Tensor:
+        def compute_logprobs(logits_tv: Tensor, packed: LocalPack) -> Tensor:
             return token_logprobs(logits_tv, packed.batch.target_ids_T)[None]
 
-        return {key: _of_next(found_1n[0]) for key, found_1n in self._evaluate(work, of)}
+        return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, compute_logprobs)}
 
-    def values(self, work: EvaluationWork) -> Mapping[Key, PerToken]:
-        """Of a value model: what it expects before each token."""
-        return {key: _of_next(found_1n[0]) for key, found_1n in self._evaluate(work, _value)}
+    def values(self, request: ForwardRequest) -> Mapping[SampleKey, PerToken]:
+        """Return the value of the state before each token, float32 [num_tokens] per sample. Value models only."""
+        return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, _values)}
 
-    def scores(self, work: EvaluationWork) -> Mapping[Key, float]:
-        """Of a value model: what it says of each trajectory as a whole, at its last token."""
-        return {key: float(found_1n[0, -1]) for key, found_1n in self._evaluate(work, _value)}
+    def scores(self, request: ForwardRequest) -> Mapping[SampleKey, float]:
+        """Return the scalar score of each sample: the value at its last token. Value models only."""
+        return {key: float(out_1n[0, -1]) for key, out_1n in self._forward(request, _values)}
 
-    def _evaluate(
-        self, work: EvaluationWork, of: Callable[[Tensor, LocalPack], Tensor]
-    ) -> Iterator[tuple[Key, Tensor]]:
-        self._require_weights()
-        payloads = [payload.fetch() for payload in work.payloads]
-        refs = [[work.samples[i] for i in indices] for indices in work.micro_batches]
-        found = self._rank.of_sequences([[payloads[r.payload][r.index] for r in batch] for batch in refs], of)
-        groups = self._rank.groups
-        if self._rank.is_last and groups.tp.rank() == groups.cp.rank() == 0:
-            for batch, of_batch in zip(refs, found, strict=True):
-                yield from zip((ref.key for ref in batch), of_batch, strict=True)
-        self._rest()
+    def _forward(
+        self, request: ForwardRequest, compute: Callable[[Tensor, LocalPack], Tensor]
+    ) -> Iterator[tuple[SampleKey, Tensor]]:
+        """Yield each sample's key and output, float32 [c, num_tokens], on the replica's output rank.
+
+        Args:
+            compute: maps logits [t, V/tp] of this rank's tokens to [c, t].
+        """
+        self._ensure_onloaded()
+        payloads = [payload.fetch() for payload in request.payloads]
+        refs = [[request.samples[i] for i in indices] for indices in request.micro_batches]
+        outputs = self._model.forward_sequences(
+            [[payloads[r.payload][r.index] for r in batch] for batch in refs], compute
+        )
+        groups = self._model.groups
+        if self._model.is_last_stage and groups.tp.rank() == groups.cp.rank() == 0:
+            for batch, batch_outputs in zip(refs, outputs, strict=True):
+                yield from zip((ref.key for ref in batch), batch_outputs, strict=True)
+        self._offload_if_idle()
 
 
-class FrozenWorker(Evaluator):
-    """One rank of a model that never changes."""
+class FrozenWorker(ForwardWorker):
+    """One rank of a model whose weights are frozen, such as a reference or reward model."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        with importing():
+        with record_imports():
             from megarl.megatron.runtime import platform
 
             platform.prepare()
-            from megarl.megatron.modeling.megatron_model import ModelRank
+            from megarl.megatron.modeling.megatron_model import MegatronModel
             from megarl.megatron.runtime.offload import OffloadedTensors
 
-        self._rank = ModelRank(spec)
+        self._model = MegatronModel(spec)
         self._memory: OffloadedTensors = OffloadedTensors()
-        self._rest()
+        self._offload_if_idle()
 
-    def _require_weights(self) -> None:
+    def _ensure_onloaded(self) -> None:
         self._memory.onload()
 
-    def _rest(self) -> None:
-        if self._rank.spec.swaps:
-            self._memory.offload(self._rank.tensors().values())
+    def _offload_if_idle(self) -> None:
+        if self._model.spec.offload_when_idle:
+            self._memory.offload(self._model.tensors().values())
 
 
-class TrainerWorker(Evaluator):
-    """One rank of a model that trains."""
+class TrainerWorker(ForwardWorker):
+    """One rank of a model that is trained: the policy, a critic, a reward model."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        with importing():
+        with record_imports():
             from megarl.megatron.runtime import platform
 
             platform.prepare()
@@ -121,97 +131,105 @@ class TrainerWorker(Evaluator):
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)
-        self._rank = self._trainer.rank
-        self._pusher: WeightPusher | None = None
-        self._rest()
+        self._model = self._trainer.model
+        self._weight_sync_worker: WeightSyncWorker | None = None
+        self._offload_if_idle()
 
-    def train_step(self, work: TrainWork) -> TrainStats:
-        """Train on the work; metrics are complete on each replica's answering rank (`RankGrid.output_rank`)."""
-        stats = self._trainer.train_step(work)
-        self._rest()
+    def train_step(self, request: TrainRequest) -> TrainStats:
+        """Run one training step. Metrics are complete on each replica's output rank (`RankGrid.output_rank`)."""
+        stats = self._trainer.train_step(request)
+        self._offload_if_idle()
         return stats
 
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
-        """Move what `kinds` names off the device; what this rank freed."""
+        """Offload the kinds of state enabled in `kinds`. Returns the bytes that this rank freed."""
         return self._trainer.memory.offload(kinds)
 
     def onload(self, _: None) -> OffloadStats:
-        """Bring all of it back; what this rank took. The other methods bring back what they need by themselves."""
+        """Bring everything back to the device. Returns the bytes that this rank allocated.
+
+        Calling it is optional: the other methods onload what they need.
+        """
         return self._trainer.memory.onload()
 
-    def prepare_sync(self, setup: SyncSetup) -> Invitation | None:
-        """Plan how weights travel from now on; on rank 0, what engines need to know that receive them themselves."""
-        from megarl.megatron.hf_weights.weight_push import WeightPusher
+    def prepare_sync(self, setup: SyncSetup) -> RendezvousInfo | None:
+        """Plan the weight sync; replaces an earlier plan.
 
-        if self._pusher is not None:
-            self._pusher.close()
-        self._pusher = WeightPusher(self._trainer.rank, setup)
-        return self._pusher.invitation
+        Returns:
+            On rank 0, if engine ranks receive the weights themselves: what they need to connect to the trainer.
+        """
+        from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
 
-    def join_engines(self, meeting: Meeting) -> None:
-        """Connect with engines that receive the weights themselves, while they do the same."""
-        assert self._pusher is not None, "join_engines needs prepare_sync first"
-        self._pusher.join(meeting)
+        if self._weight_sync_worker is not None:
+            self._weight_sync_worker.close()
+        self._weight_sync_worker = WeightSyncWorker(self._trainer.model, setup)
+        return self._weight_sync_worker.rendezvous_info
+
+    def connect_engines(self, transfer_group: TransferGroup) -> None:
+        """Connect to the engine ranks that receive the weights themselves; they must connect at the same time."""
+        assert self._weight_sync_worker is not None, "connect_engines needs prepare_sync first"
+        self._weight_sync_worker.connect(transfer_group)
 
     def push_weights(self, _: None) -> SyncStats:
-        """Deliver the current weights as `prepare_sync` has planned; what this rank counted."""
-        assert self._pusher is not None, "push_weights needs prepare_sync first"
-        self._require_weights()
-        return self._pusher.push()
+        """Push the current weights to the engines as planned by `prepare_sync`. Returns this rank's statistics."""
+        assert self._weight_sync_worker is not None, "push_weights needs prepare_sync first"
+        self._ensure_onloaded()
+        return self._weight_sync_worker.sync()
 
     def save_hf(self, folder: str) -> None:
-        """Write the model in Hugging Face format into `folder`, with the tokenizer of the model it started from."""
+        """Export the model in Hugging Face format to `folder`, with the tokenizer of the initial model."""
         from megarl.megatron.hf_weights import export
 
-        self._require_weights()
-        export.save(self._trainer.rank, self._spec.model.model_path, folder)
-        self._rest()
+        self._ensure_onloaded()
+        export.save(self._trainer.model, self._spec.model.model_path, folder)
+        self._offload_if_idle()
 
-    def begin_save(self, order: SaveOrder) -> SaveStats:
-        """Save the training state: what this rank counted; training may go on.
+    def begin_save(self, request: SaveRequest) -> SaveStats:
+        """Start saving the training state. Returns this rank's statistics; training may continue.
 
-        What cannot be written is said by `finish_save`, which has to come before the next save.
+        Write errors are raised by `finish_save`, which must be called before the next save.
         """
-        stats = self._trainer.checkpoint.begin_save(order)
-        self._rest()
+        stats = self._trainer.checkpoint.begin_save(request)
+        self._offload_if_idle()
         return stats
 
-    def save_is_written(self, _: None) -> bool:
-        """True once `finish_save` need not wait for this rank. Does not wait itself."""
+    def is_save_written(self, _: None) -> bool:
+        """True once this rank has written its files, so that `finish_save` need not wait for it. Does not block."""
         return self._trainer.checkpoint.is_written
 
-    def finish_save(self, _: None) -> SavedPart:
-        """Wait until all ranks have written; this rank's files.
+    def finish_save(self, _: None) -> SavedShard:
+        """Wait until all ranks have written their files. Returns this rank's files.
 
         Raises:
-            DataError: a rank could not write; names it, the file and the reason. The next save may be begun.
+            DataError: a rank failed to write; names the rank, the file and the reason. A new save may be started.
         """
         return self._trainer.checkpoint.finish_save()
 
     def load_training(self, folder: str) -> LoadReport:
-        """Go on from the training state in `folder`; what this rank read.
+        """Load the training state in `folder`. Returns what this rank read.
 
         Raises:
-            DataError: it is none of this model, and nothing has been changed; or a file is damaged, and some has.
+            DataError: the state does not fit this model (nothing was changed), or a file is damaged (part of the state
+                may have been loaded).
         """
         report = self._trainer.checkpoint.load(Path(folder))
-        self._rest()
+        self._offload_if_idle()
         return report
 
-    def _require_weights(self) -> None:
+    def _ensure_onloaded(self) -> None:
         self._trainer.memory.onload_weights()
 
-    def _rest(self) -> None:
-        if self._rank.spec.swaps:
+    def _offload_if_idle(self) -> None:
+        if self._model.spec.offload_when_idle:
             self._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True, weights=True))
 
 
-def _value(values_t1: Tensor, _: LocalPack) -> Tensor:
+def _values(values_t1: Tensor, _: LocalPack) -> Tensor:
     return values_t1.T
 
 
-def _of_next(found_n: Tensor) -> PerToken:
-    """What each position says of the token behind it, at that token."""
-    out: PerToken = np.zeros(len(found_n), np.float32)
-    out[1:] = found_n[:-1].numpy()
+def _shift_to_next_token(outputs_n: Tensor) -> PerToken:
+    """Move the output at position i to token i + 1, which it predicts; float32 [n], entry 0 is 0."""
+    out: PerToken = np.zeros(len(outputs_n), np.float32)
+    out[1:] = outputs_n[:-1].numpy()
     return out

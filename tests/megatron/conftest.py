@@ -8,7 +8,7 @@ from tests.megatron.fidelity.models import save_value_model
 
 
 def save_model(path, *, family="qwen3", seed=0, **overrides):
-    """A tiny random model in Hugging Face format: sizes chosen so that nothing divides by accident."""
+    """Save a tiny random model in Hugging Face format; its sizes do not divide each other by accident."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = {
@@ -57,13 +57,13 @@ def qwen2_tied_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """Where the tiny model of a name lies: `model_folder("qwen3")`; see `tests/megatron/fidelity/models.py`."""
+    """Function from a model name of `tests/megatron/fidelity/models.py` to its folder: `model_folder("qwen3")`."""
     root = tmp_path_factory.getbasetemp() / "models"
     return lambda name: save_named_model(name, root)
 
 
 @pytest.fixture(scope="session")
 def value_folder(tmp_path_factory):
-    """As `model_folder`, of models that say one number a token."""
+    """As `model_folder`, for value models."""
     root = tmp_path_factory.getbasetemp() / "models"
     return lambda name: save_value_model(name, root)

@@ -1,11 +1,11 @@
-"""What every rank of a test imports, imported once: by the process that ranks are forked from (`ranks.py`)."""
+"""Imports shared by all test ranks, done once in the forkserver process that ranks are forked from (`ranks.py`)."""
 
 import importlib
 import os
 
 from megarl.megatron.runtime import platform
 
-# Asking CUDA's runtime whether there is a device would spoil it for the forked ranks.
+# Initializing the CUDA runtime here would break it in the forked ranks.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 platform.prepare()
 for name in (

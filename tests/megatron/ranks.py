@@ -1,7 +1,7 @@
 """Runs a function on several real ranks (gloo, one process each) and returns rank 0's result.
 
-Every call has processes of its own: nothing that a function leaves behind reaches the next. They are forked from one
-process that has imported torch and megatron-core (`preloaded.py`), since importing both takes seconds.
+Every call starts new processes, so no state carries over to the next call. They are forked from one process that has
+imported torch and megatron-core (`preloaded.py`), since importing both takes seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.reshard.transfer.bucket import open_bucket
 
 TIMEOUT_SECONDS = 150.0
 GRACE_SECONDS = 2.0
-"""For the others to write their stacks once one rank has failed."""
+"""Time for the other ranks to write their stacks after one rank has failed."""
 
 
 def run_ranks(
@@ -31,14 +31,14 @@ def run_ranks(
     *arguments: Any,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Any:
-    """`function(*arguments)` on `world` ranks; what rank 0 returned.
+    """Run `function(*arguments)` on `world` ranks; returns the result of rank 0.
 
     Args:
-        function: found by name in the ranks, so it stands at the top of a module.
+        function: imported by name in the ranks, so it must be defined at module level.
 
     Raises:
-        ProcessRaisedException: with the traceback of the rank that raised first; the others are ended.
-        TimeoutError: a rank took longer than `timeout` seconds; with every rank's stack.
+        ProcessRaisedException: a rank raised; has the traceback of the first. The others are terminated.
+        TimeoutError: a rank took longer than `timeout` seconds; has the stacks of all ranks.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -76,7 +76,7 @@ def _entry(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ.clear()  # forked, it has the environment of an earlier moment
+    os.environ.clear()  # the forkserver has the environment of an earlier call
     os.environ.update(environment, RANK=str(rank))
     torch.set_num_threads(1)
     with stacks[rank].open("w") as stack:
@@ -88,7 +88,7 @@ def _entry(
 
 
 class CollectingSink:
-    """A weight sink that keeps copies of everything."""
+    """A weight sink that keeps copies of all tensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}

@@ -1,0 +1,1 @@
+"""megatron-core models: config, layer specs, packed sequences, forward and backward passes."""

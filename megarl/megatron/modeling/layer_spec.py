@@ -1,4 +1,4 @@
-"""Which modules a model's layers are built of, torch only: megatron-core's own where they serve, else `layers`."""
+"""Layer specs without Transformer Engine: megatron-core's local modules where they work, else `torch_layers`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.modeling.torch_attention import TorchAttention
 from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLinear, RMSNorm
@@ -25,34 +25,34 @@ from megarl.megatron.modeling.torch_layers import DuplicatedLinear, PostNormLine
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
-def torch_block(model: Decoder, layers: range) -> TransformerBlockSubmodules:
-    """The `layers` of a model chunk."""
-    return TransformerBlockSubmodules(layer_specs=[_layer(model, i) for i in layers], layer_norm=RMSNorm)
+def torch_block_spec(architecture: ModelArchitecture, layers: range) -> TransformerBlockSubmodules:
+    """Return the block spec of a model chunk with these (global) layer numbers."""
+    return TransformerBlockSubmodules(layer_specs=[_layer(architecture, i) for i in layers], layer_norm=RMSNorm)
 
 
-def _layer(model: Decoder, number: int) -> ModuleSpec:
+def _layer(architecture: ModelArchitecture, number: int) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_attention(model),
+            self_attention=_attention(architecture),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_mixture(model) if model.is_routed(number) else _mlp(model),
+            mlp=_moe(architecture) if architecture.has_routed_experts(number) else _mlp(architecture),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _attention(model: Decoder) -> ModuleSpec:
-    attention = model.attention
+def _attention(architecture: ModelArchitecture) -> ModuleSpec:
+    attention = architecture.attention
     if isinstance(attention, LatentAttention):
         return _latent_attention()
     qk_norm = RMSNorm if attention.qk_norm else IdentityOp
     submodules = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(
-            module=TorchAttention, params={"softcap": attention.softcap, "windows": model.windows}
+            module=TorchAttention, params={"softcap": attention.softcap, "windows": architecture.window_sizes}
         ),
         linear_proj=PostNormLinear if attention.post_norm else RowParallelLinear,
         q_layernorm=qk_norm,
@@ -62,8 +62,8 @@ def _attention(model: Decoder) -> ModuleSpec:
 
 
 def _latent_attention() -> ModuleSpec:
-    # It admits down projections of classes that it knows by name, and takes Transformer Engine for present where it is
-    # not: without it, comparing with its missing classes fails.
+    # MLASelfAttention accepts only down projections of classes that it knows by name. It also assumes that Transformer
+    # Engine is present and otherwise fails comparing with the missing classes.
     multi_latent_attention.Linear = DuplicatedLinear
     multi_latent_attention.HAVE_TE = False
     submodules = MLASelfAttentionSubmodules(
@@ -80,14 +80,14 @@ def _latent_attention() -> ModuleSpec:
     return ModuleSpec(module=MLASelfAttention, params=_CAUSAL, submodules=submodules)
 
 
-def _mlp(model: Decoder) -> ModuleSpec:
-    down = PostNormLinear if model.mlp.sandwiched else RowParallelLinear
+def _mlp(architecture: ModelArchitecture) -> ModuleSpec:
+    down = PostNormLinear if architecture.mlp.post_norm else RowParallelLinear
     return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=down))
 
 
-def _mixture(model: Decoder) -> ModuleSpec:
-    assert model.experts is not None
+def _moe(architecture: ModelArchitecture) -> ModuleSpec:
+    assert architecture.experts is not None
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if model.experts.shared_ffn_size else None
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linears) if architecture.experts.shared_ffn_size else None
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy from logits split over the tensor-parallel ranks.
+"""Log-probabilities and entropy from vocabulary-parallel logits.
 
-Shapes: T tokens, v local vocabulary.
+Shapes: T tokens of this rank, v = V/tp share of the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def token_logprobs(logits_Tv: Tensor, target_ids_T: Tensor) -> Tensor:
-    """float32 [T]: log-probability of each target. Overwrites `logits_Tv`; differentiable."""
+    """Return the log-probability of each target, float32 [T], from logits [T, V/tp]. Differentiable.
+
+    Overwrites `logits_Tv`.
+    """
     loss_T1 = vocab_parallel_cross_entropy(logits_Tv.float()[:, None], target_ids_T[:, None])
     logprobs_T: Tensor = -loss_T1[:, 0]
     return logprobs_T
@@ -20,7 +23,7 @@ def token_logprobs(logits_Tv: Tensor, target_ids_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_entropy(logits_Tv: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """float32 [T]: entropy of each position's distribution, in nats."""
+    """Return the entropy of each position's distribution in nats, float32 [T], from logits [T, V/tp]."""
     logits_Tv = logits_Tv.float()
     top_T = logits_Tv.amax(-1)
     dist.all_reduce(top_T, dist.ReduceOp.MAX, group=group)

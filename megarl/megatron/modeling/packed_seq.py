@@ -1,16 +1,16 @@
-"""How torch attention sees a pack: sequences of similar length side by side, padded on the right.
+"""Packed sequences for torch attention: groups of similar length, padded on the right.
 
 A pack holds sequences one after another along one token axis (THD). Scaled-dot-product attention over the whole axis
 would cost T^2; one call per sequence costs a Python call per sequence and layer. Instead, sequences are grouped by
 length (powers of two), and each group attends as a right-padded causal batch, where padding is never attended to.
 
-Context-parallel ranks cut every sequence into 2 * cp chunks, of which rank r holds the r-th and the r-th last (zigzag:
-so all have equally much attention to compute). With cp 2, a sequence of 8 tokens and one of 4:
+With context parallelism every sequence is cut into 2 * cp chunks; rank r holds the r-th and the r-th last (zigzag), so
+that all ranks compute equally much attention. With cp = 2, a sequence of 8 tokens and one of 4:
 
     rank 0    0 1 . . . . 6 7 | 0 . . 3
     rank 1    . . 2 3 4 5 . . | . 1 2 .
 
-Shapes: T tokens of the pack, t of this rank, n sequences of a group, L the group's longest, Q this rank's share of L.
+Shapes: T tokens of the pack, t of this rank, n sequences of a group, L longest sequence of the group, Q = L / cp.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Sequences that attend in one call."""
+    """Sequences that share one attention call."""
 
     query_index_nQ: Tensor
-    """int64 [n, Q]: which of this rank's tokens is each sequence's query; padding repeats the sequence's last."""
+    """int64 [n, Q]: index of each query among this rank's tokens; padding repeats the sequence's last."""
 
     query_position_nQ: Tensor
-    """int64 [n, Q]: where in its sequence it stands."""
+    """int64 [n, Q]: position of each query within its sequence."""
 
     key_index_nL: Tensor
-    """int64 [n, L]: which token of the pack stands at (sequence, position); padding repeats the sequence's last."""
+    """int64 [n, L]: index of each key among the pack's tokens; padding repeats the sequence's last."""
 
     padded_index_K: Tensor
-    """int64 [K]: this rank's K real tokens as indices into the flattened [n * Q]."""
+    """int64 [K]: indices of this rank's K real (not padding) tokens into the flattened [n * Q]."""
 
     token_index_K: Tensor
-    """int64 [K]: where each of them lies among this rank's tokens."""
+    """int64 [K]: index of each of these tokens among this rank's tokens."""
 
-    is_whole: bool
-    """Whether this rank holds the sequences whole."""
+    holds_full_sequences: bool
+    """True if this rank holds the full sequences (cp = 1)."""
 
-    def is_plainly_causal(self, window: int) -> bool:
-        """Whether query i of a sequence sees keys 0 to i, and no mask is needed to say so."""
-        return self.is_whole and not 0 < window < self.key_index_nL.shape[1]
+    def needs_no_mask(self, window: int) -> bool:
+        """Return whether `is_causal=True` suffices: query i sees exactly keys 0 to i."""
+        return self.holds_full_sequences and not 0 < window < self.key_index_nL.shape[1]
 
     def mask(self, window: int) -> Tensor:
-        """Which keys each query sees: itself and those before it, at most `window` (0: all); bool [n, 1, Q, L]."""
+        """Return the causal mask, bool [n, 1, Q, L]; a query sees at most `window` keys, itself included (0: all)."""
         key_L = torch.arange(self.key_index_nL.shape[1], device=self.key_index_nL.device)
         distance_nQL = self.query_position_nQ[:, :, None] - key_L
         seen_nQL = distance_nQL >= 0
@@ -61,34 +61,39 @@ class LengthGroup:
 
 @dataclass
 class TorchPackedSeqParams(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's description of a pack, with what torch attention needs of it computed once per pack."""
+    """megatron-core's PackedSeqParams plus the indices of torch attention, computed once per pack."""
 
     groups: tuple[LengthGroup, ...] = ()
+    """The sequences of the pack, grouped by length."""
 
     gathered_index_T: Tensor | None = None
-    """int64 [T]: where each token of the pack lies among the tokens of all context-parallel ranks, rank after rank;
-    None: there is but one such rank."""
+    """int64 [T]: index of each token of the pack in the all-gathered tokens of the context-parallel ranks; None if
+    cp = 1."""
 
 
 def local_index(cu_seqlens_S: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """int64 [t]: which tokens of a pack context-parallel rank `cp_rank` holds, in its order.
+    """Return the pack indices of the tokens of context-parallel rank `cp_rank`, in its order; int64 [t].
 
     Args:
-        cu_seqlens_S: int32 [S + 1]; every sequence is a multiple of 2 * `cp_size` long where `cp_size` > 1.
+        cu_seqlens_S: int32 [S + 1]; if `cp_size` > 1, every length must be a multiple of 2 * `cp_size`.
     """
     if cp_size == 1:
         return torch.arange(int(cu_seqlens_S[-1]))
     parts: list[Tensor] = []
     for start, end in pairwise(cu_seqlens_S.tolist()):
         chunk, left = divmod(end - start, 2 * cp_size)
-        assert not left, f"a sequence of {end - start} tokens does not divide into 2 * {cp_size} chunks"
+        assert not left, f"cannot split a sequence of {end - start} tokens into 2 * {cp_size} equal chunks"
         own = (cp_rank, 2 * cp_size - 1 - cp_rank)
         parts += [torch.arange(start + which * chunk, start + (which + 1) * chunk) for which in own]
     return torch.cat(parts)
 
 
 def describe_pack(cu_seqlens_S: Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> TorchPackedSeqParams:
-    """For `cu_seqlens_S` int32 [S + 1] of the whole pack, on the CPU or the rank's device."""
+    """Build the attention parameters of a pack.
+
+    Args:
+        cu_seqlens_S: int32 [S + 1] of the full pack, on the CPU or the rank's device.
+    """
     bounds, device = cu_seqlens_S.tolist(), cu_seqlens_S.device
     longest = max(b - a for a, b in pairwise(bounds))
     gathered_index_T = None
@@ -129,12 +134,12 @@ def _group(sequences: list[tuple[int, int]], cp_rank: int, cp_size: int, device:
         key_index_nL=(starts_n[:, None] + torch.minimum(key_L, lengths_n[:, None] - 1)).to(device),
         padded_index_K=padded_index_K.to(device),
         token_index_K=query_index_nQ.flatten()[padded_index_K].to(device),
-        is_whole=cp_size == 1,
+        holds_full_sequences=cp_size == 1,
     )
 
 
 def _positions(share_nQ: Tensor, shares_n: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """Where in its sequence the `share_nQ`-th token of this rank's share stands."""
+    """Return positions within the sequence, [n, Q], from positions within this rank's share of it."""
     if cp_size == 1:
         return share_nQ
     chunks_n1 = shares_n[:, None] // 2

@@ -1,4 +1,7 @@
-"""Causal attention over packs, torch only: windows, capped scores, values narrower than keys, context parallelism."""
+"""Causal attention over packs in plain torch.
+
+Supports sliding windows, softcap, value heads narrower than key heads, and context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from megarl.megatron.modeling.packed_seq import LengthGroup, TorchPackedSeqParam
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]
-    """Causal self-attention over a pack; queries may have more heads than keys and values."""
+    """Causal self-attention over a pack, with grouped-query attention."""
 
     def __init__(
         self,
@@ -29,13 +32,18 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         windows: tuple[int, ...] = (),
         **_: Any,
     ) -> None:
-        """Args: softcap: see `GroupedQueryAttention.softcap`. windows: see `Decoder.windows`."""
+        """Create the core attention of one layer.
+
+        Args:
+            softcap: cap of the attention scores, as in `GroupedQueryAttention.softcap`.
+            windows: sliding window of every decoder layer, as in `ModelArchitecture.window_sizes`.
+        """
         super().__init__(config)
         assert pg_collection is not None, "core attention is built with process groups"
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self._cp_group = pg_collection.cp
         self.softcap = softcap
-        self._window = windows[layer_number - 1] if windows else 0  # megatron-core counts from 1, globally
+        self._window = windows[layer_number - 1] if windows else 0  # megatron-core numbers layers globally, from 1
 
     def forward(
         self,
@@ -47,11 +55,16 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: TorchPackedSeqParams | None = None,
     ) -> Tensor:
-        """[t, heads * value_dim] from query [t, heads, dim], key [t, kv_heads, dim], value [t, kv_heads, value_dim].
+        """Return [t, heads * value_dim]; t is this rank's tokens.
 
-        t: this rank's tokens. Keys and values are gathered from the context-parallel ranks.
+        Keys and values are gathered from the context-parallel ranks.
+
+        Args:
+            query: [t, heads, dim].
+            key: [t, kv_heads, dim].
+            value: [t, kv_heads, value_dim].
         """
-        assert isinstance(packed_seq_params, TorchPackedSeqParams), "torch attention takes packed sequences only"
+        assert isinstance(packed_seq_params, TorchPackedSeqParams), "TorchAttention needs packed sequences"
         pack = packed_seq_params
         if pack.gathered_index_T is not None:
             key, value = (
@@ -69,11 +82,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         return out_tD.index_copy(0, torch.cat(indices), torch.cat(outputs))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: LengthGroup) -> Tensor:
-        """[n, heads, Q, value_dim]."""
+        """Attend within one length group; returns [n, heads, Q, value_dim].
+
+        Args:
+            q: [n, heads, Q, dim].
+            k: [n, kv_heads, L, dim].
+            v: [n, kv_heads, L, value_dim].
+        """
         gqa = q.shape[1] != k.shape[1]
         if self.softcap is not None:
             return self._attend_capped(q, k, v, group.mask(self._window))
-        if group.is_plainly_causal(self._window):
+        if group.needs_no_mask(self._window):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, scale=self.softmax_scale)
         mask = group.mask(self._window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=gqa, scale=self.softmax_scale)

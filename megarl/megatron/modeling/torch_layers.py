@@ -1,7 +1,7 @@
-"""torch-only layers behind megatron-core's interfaces, used where Transformer Engine is not importable, or lacks them.
+"""Layers in plain torch with megatron-core's interfaces, used if Transformer Engine is missing or lacks a feature.
 
-megatron-core's own local pieces refuse what is needed here: `WrappedTorchNorm` sequence parallelism and weights around
-zero; the local latent attention shards its down projections, with gradients that are wrong.
+megatron-core's local layers do not fit: `WrappedTorchNorm` rejects sequence parallelism and zero-centered weights, and
+local latent attention (MLA) shards its down projections, with wrong gradients.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467) in float32 whatever the parameters' dtype."""
+    """Root-mean-square norm (arXiv 1910.07467), computed in float32 for any parameter dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees its slice of the sequence, so megatron-core must all-reduce this gradient.
+        # each tensor-parallel rank sees its slice of the sequence, so megatron-core must all-reduce this gradient
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
+        """Normalize the last dimension."""
         weight = self.weight.float() + self.offset
         return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
 class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel linear whose output, summed over the tensor-parallel ranks, is normalised."""
+    """A row-parallel linear followed by an RMSNorm of its output, after the tensor-parallel reduction."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
+    @override
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `RowParallelLinear.forward`."""
         output, bias = super().forward(x)
         return self.post_layernorm(output), bias
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear that every tensor-parallel rank holds all of: Transformer Engine's with `parallel_mode="duplicated"`."""
+    """A linear replicated on all tensor-parallel ranks, as Transformer Engine's with `parallel_mode="duplicated"`."""
 
     def __init__(
         self,
@@ -65,40 +66,40 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         if config.perform_initialization:
             init_method(self.weight)
-        # see RMSNorm
+        # as in RMSNorm
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """The output, and no bias."""
+        """Return the output and no bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """For megatron-core's dist_checkpointing: replicated over tensor-parallel ranks."""
+        """Return the sharded state for megatron-core's dist_checkpointing: replicated over tensor-parallel ranks."""
         tensors = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, {}, sharded_offsets)
         return sharded
 
 
 class ValueHead(torch.nn.Module):
-    """An output layer that says one number a token, in float32; every tensor-parallel rank holds all of it.
+    """Output layer with one float32 value per token, replicated on all tensor-parallel ranks.
 
-    Each rank sees every token, so gradients are whole and equal on all ranks: nothing is reduced between them, and the
-    parameter is not marked as sharded or as sequence-parallel, so that a gradient norm counts it once.
+    Each rank sees every token, so gradients are complete and equal on all ranks and need no reduction. The parameter
+    is not marked as sharded or sequence-parallel, so that the gradient norm counts it once.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-        self.gathers = config.sequence_parallel
+        self.is_sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
 
     def forward(self, hidden_t1h: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[t, 1, 1] of hidden states [t, 1, h], or of this rank's share of them with sequence parallelism."""
-        if self.gathers:
-            # the gradient that comes back is every token's on all ranks: each takes its share and adds nothing up
+        """Return values [t, 1, 1] of hidden states [t, 1, h] ([t/tp, 1, h] with sequence parallelism), and no bias."""
+        if self.is_sequence_parallel:
+            # backward: every rank has the gradient of all tokens, so each takes its slice without a reduction
             hidden_t1h = gather_from_sequence_parallel_region(
                 hidden_t1h, tensor_parallel_output_grad=False, group=self.tp_group
             )

@@ -1,4 +1,4 @@
-"""megatron-core's configuration of a model, from what its config.json describes and how it is laid out."""
+"""Builds megatron-core's TransformerConfig from a model architecture and a parallel layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 from megarl.megatron.modeling.rotary_embedding import attention_factor
@@ -19,18 +19,18 @@ from megarl.megatron.runtime import platform
 
 
 def transformer_config(
-    model: Decoder, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig
+    architecture: ModelArchitecture, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig
 ) -> TransformerConfig:
-    """Every fusion that needs an accelerator package is off without one."""
+    """Return the TransformerConfig; fusions that need extra kernel packages are off."""
     options = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.mlp.ffn_size,
-        "layernorm_epsilon": model.norm_eps,
-        "layernorm_zero_centered_gamma": model.zero_centered_norms,
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.mlp.ffn_size,
+        "layernorm_epsilon": architecture.norm_eps,
+        "layernorm_zero_centered_gamma": architecture.zero_centered_norms,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu if model.activation == "silu" else partial(F.gelu, approximate="tanh"),
+        "activation_func": F.silu if architecture.activation == "silu" else partial(F.gelu, approximate="tanh"),
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -43,36 +43,36 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Initialisation is what marks parameters as sharded, and unmarked ones are left out of the gradient norm on all
-        # ranks but the first. Values come from elsewhere. On the CPU, megarl's stand-in serves megatron-core's way for
-        # devices; its own way for CPUs makes every parameter whole on every rank.
+        # Initialization marks parameters as sharded; unmarked ones enter the gradient norm on the first rank only. The
+        # values are loaded later. On the CPU, megarl's CUDA emulation takes megatron-core's device path, because its
+        # CPU path builds full parameters on every rank.
         "perform_initialization": True,
         "use_cpu_initialization": False,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
-        "variable_seq_lengths": True,  # packs differ in length from micro-batch to micro-batch
-        # megatron-core asks for this dispatcher whenever lengths vary, in dense models too
+        "init_method": _keep_values,
+        "output_layer_init_method": _keep_values,
+        "embedding_init_method": _keep_values,
+        "variable_seq_lengths": True,  # packs differ in length between micro-batches
+        # megatron-core requires this dispatcher for variable lengths, in dense models too
         "moe_token_dispatcher_type": "alltoall",
     }
     options |= _parallelism(parallel) | _recomputation(recompute)
-    options |= _mixture(model, model.experts) if model.experts else {}
-    match model.attention:
+    options |= _moe(architecture, architecture.experts) if architecture.experts else {}
+    match architecture.attention:
         case GroupedQueryAttention() as attention:
-            return TransformerConfig(**options, **_grouped_query(model, attention))
+            return TransformerConfig(**options, **_grouped_query(architecture, attention))
         case LatentAttention() as latent:
-            return MLATransformerConfig(**options, **_latent(model, latent))
+            return MLATransformerConfig(**options, **_latent(architecture, latent))
 
 
-def _leave(parameter: Tensor) -> Tensor:
-    """Values are read, or come from a checkpoint."""
+def _keep_values(parameter: Tensor) -> Tensor:
+    """Skip initialization: values are read from files later."""
     return parameter
 
 
 def _parallelism(parallel: ParallelConfig) -> dict[str, Any]:
     interleaved = {
         "virtual_pipeline_model_parallel_size": parallel.vpp,
-        # With the other way of sending between stages, interleaved stages of variable lengths get wrong activations.
+        # With batched p2p, interleaved stages of variable lengths receive wrong activations.
         "overlap_p2p_comm": True,
         "batch_p2p_comm": False,
     }
@@ -103,7 +103,7 @@ def _recomputation(recompute: RecomputeConfig) -> dict[str, Any]:
             }
 
 
-def _grouped_query(model: Decoder, attention: GroupedQueryAttention) -> dict[str, Any]:
+def _grouped_query(architecture: ModelArchitecture, attention: GroupedQueryAttention) -> dict[str, Any]:
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
     return {
         "num_attention_heads": attention.num_heads,
@@ -111,66 +111,70 @@ def _grouped_query(model: Decoder, attention: GroupedQueryAttention) -> dict[str
         "kv_channels": attention.head_dim,
         "add_qkv_bias": attention.qkv_bias,
         "qk_layernorm": attention.qk_norm,
-        # What rotary embeddings multiply queries and keys by goes into their product's scale.
-        "softmax_scale": scale * attention_factor(model.rope, attention.head_dim) ** 2,
+        # The RoPE attention factor multiplies queries and keys, so its square goes into the softmax scale.
+        "softmax_scale": scale * attention_factor(architecture.rope, attention.head_dim) ** 2,
     }
 
 
-def _latent(model: Decoder, attention: LatentAttention) -> dict[str, Any]:
-    rope = model.rope
+def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict[str, Any]:
+    rope = architecture.rope
     yarn = {
-        "rotary_scaling_factor": rope.get("factor", 1.0),
-        "original_max_position_embeddings": int(rope.get("original_max_position_embeddings", model.max_positions)),
-        "beta_fast": rope.get("beta_fast", 32.0),
-        "beta_slow": rope.get("beta_slow", 1.0),
-        "mscale": rope.get("mscale", 1.0),
-        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "rotary_scaling_factor": rope.scaling_parameter("factor", 1.0),
+        "original_max_position_embeddings": int(
+            rope.scaling_parameter("original_max_position_embeddings", architecture.max_positions)
+        ),
+        "beta_fast": rope.scaling_parameter("beta_fast", 32.0),
+        "beta_slow": rope.scaling_parameter("beta_slow", 1.0),
+        "mscale": rope.scaling_parameter("mscale", 1.0),
+        "mscale_all_dim": rope.scaling_parameter("mscale_all_dim", 0.0),
     }
     return {
         "multi_latent_attention": True,
         "num_attention_heads": attention.num_heads,
         "num_query_groups": attention.num_heads,
-        "kv_channels": attention.nope_dim,
-        "q_lora_rank": attention.q_rank,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_head_dim": attention.nope_dim,
-        "qk_pos_emb_head_dim": attention.rope_dim,
-        "v_head_dim": attention.v_dim,
+        "kv_channels": attention.qk_nope_head_dim,
+        "q_lora_rank": attention.q_lora_rank,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_head_dim": attention.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
         "qk_layernorm": True,
         "rotary_base": rope.theta,
         **(
             {"rope_type": "yarn", **yarn}
-            if rope.kind == "yarn"
+            if rope.rope_type == "yarn"
             else {"rope_type": "rope", "rotary_scaling_factor": 1.0}
         ),
     }
 
 
-def _mixture(model: Decoder, experts: MixtureOfExperts) -> dict[str, Any]:
+def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts) -> dict[str, Any]:
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_layer_freq": [int(model.is_routed(i)) for i in range(model.num_layers)],
+        "moe_layer_freq": [int(architecture.has_routed_experts(i)) for i in range(architecture.num_layers)],
         "moe_grouped_gemm": platform.uses_transformer_engine(),
         "moe_permute_fusion": False,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         **_routing(experts.routing),
-        # Every optimizer step would move the bias at the default rate: it is part of the policy, and stays as it came.
-        "moe_router_enable_expert_bias": experts.router_bias,
+        # The bias is part of the policy and stays as loaded; with the default rate every optimizer step would move it.
+        "moe_router_enable_expert_bias": experts.expert_bias,
         "moe_router_bias_update_rate": 0.0,
     }
 
 
 def _routing(routing: Routing) -> dict[str, Any]:
-    groups = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.top_groups}
+    groups = {"moe_router_num_groups": routing.num_groups, "moe_router_group_topk": routing.topk_group}
     return {
         "moe_router_topk": routing.top_k,
-        "moe_router_score_function": routing.score,
-        # Scores over the experts picked add up to 1; over all of them, they do not.
-        "moe_router_pre_softmax": routing.score == "sigmoid" or not routing.normalised,
-        "moe_router_topk_scaling_factor": routing.scaling if routing.scaling != 1.0 else None,
-        **(groups if routing.groups > 1 else {}),
+        "moe_router_score_function": routing.scoring_func,
+        # Softmax over the selected experts alone sums to 1; taken before selection, it does not.
+        "moe_router_pre_softmax": routing.scoring_func == "sigmoid" or not routing.norm_topk_prob,
+        "moe_router_topk_scaling_factor": routing.routed_scaling_factor
+        if routing.routed_scaling_factor != 1.0
+        else None,
+        **(groups if routing.num_groups > 1 else {}),
     }

@@ -1,6 +1,6 @@
-"""What megatron-core 0.16.1 gets wrong without Transformer Engine, or on gloo. `platform.prepare` applies it.
+"""Patches for megatron-core 0.16.1 without Transformer Engine, on the CPU and on gloo; applied by `platform.prepare`.
 
-Each function answers one fault and names how it shows.
+Each function fixes one bug and names its symptom.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 
-def without_transformer_engine() -> None:
-    """Names that stay undefined where the import fails."""
+def patch_missing_transformer_engine() -> None:
+    """Define names that megatron-core leaves undefined if Transformer Engine is missing."""
     if find_spec("transformer_engine") is not None:
         return
-    # the router's product: NameError in every mixture of experts
+    # the router's GEMM: NameError in every MoE layer
     moe_utils.te_general_gemm = None
-    # takes fp8=False for "fp8 is wanted": NameError with selective recomputation
+    # treats fp8=False as fp8 enabled: NameError with selective recomputation
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
-def on_cpu() -> None:
-    """Token counts of experts are asked for as arrays, and are converted only where they are on CUDA."""
+def patch_expert_token_counts() -> None:
+    """Convert expert token counts to numpy on the CPU; megatron-core converts them only from CUDA."""
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -35,16 +35,16 @@ def on_cpu() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
-def on_gloo() -> None:
-    """All-gather and reduce-scatter of gloo need equal parts; expert tensor parallelism has unequal ones."""
-    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+def patch_uneven_collectives() -> None:
+    """Support uneven all-gather and reduce-scatter, which expert tensor parallelism needs and gloo lacks."""
+    original_gather, original_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather(
         x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
     ) -> Tensor:
         if sizes is None or group.size() == 1:
-            whole: Tensor = even_gather(x, group, sizes, use_global_buffer)
-            return whole
+            gathered: Tensor = original_gather(x, group, sizes, use_global_buffer)
+            return gathered
         sizes = [int(n) for n in sizes]
         padded = x.new_zeros(max(sizes), *x.shape[1:])
         padded[: len(x)] = x
@@ -56,7 +56,7 @@ def on_gloo() -> None:
         x: Tensor, group: dist.ProcessGroup, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
     ) -> Tensor:
         if sizes is None or group.size() == 1:
-            part: Tensor = even_scatter(x, group, sizes, use_global_buffer)
+            part: Tensor = original_scatter(x, group, sizes, use_global_buffer)
             return part
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)

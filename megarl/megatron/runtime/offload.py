@@ -1,13 +1,14 @@
-"""What training alone needs leaves the device while engines generate, and comes back bit for bit.
+"""Offloads training state from the device while engines generate, and restores it bitwise.
 
-    optimizer    fp32 masters and Adam's moments             copied to the host
-    gradients    the buffers that they are summed up in      freed; zeros when they come back
-    weights      parameters as the model computes with them  copied to the host
+    optimizer    fp32 main parameters and Adam moments   copied to the host
+    gradients    gradient buffers                        freed; zero when restored
+    weights      parameters used in the forward pass     copied to the host
 
-Storages are freed and filled again under the tensors that view them: parameters that are parts of one buffer, shards of
-it that the optimizer steps. megatron-core's own `offload_grad_buffers` does so for gradients. Its `offload_to_cpu` of
-the optimizer gives parameters storages of their own, which parts float32 ones from the buffer that ranks gather them
-in; that of parameter buffers exists with the distributed optimizer only; and neither runs without CUDA.
+Storages are resized to zero and refilled in place, so that all tensors that view them stay valid: parameters within a
+parameter buffer, optimizer shards of it. megatron-core's `offload_grad_buffers` does the same for gradients. Its
+`offload_to_cpu` of the optimizer does not fit: it gives parameters new storages, which separates float32 parameters
+from the buffer that ranks all-gather into. Offloading parameter buffers needs the distributed optimizer there, and
+neither runs without CUDA.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from megarl.megatron.runtime import platform
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
-PIECE_BYTES = 2**28
-"""Host memory is taken in pieces of this size: torch rounds what it pins up to a power of two."""
+HOST_BLOCK_BYTES = 2**28
+"""Size of the blocks that host memory is allocated in: torch rounds pinned allocations up to a power of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """Bytes of one call, and where they are after it."""
+    """Bytes moved by one call, and host memory held after it."""
 
     device_bytes: int
-    """Freed on the device by `offload`, taken again by `onload`; 0 where all was in its place already."""
+    """Device memory freed by `offload` or allocated by `onload`; 0 if nothing had to move."""
     host_bytes: int
-    """Held on the host. It is kept between phases: pinning memory takes longer than filling it."""
+    """Host memory held. It is kept between phases, since pinning memory takes longer than filling it."""
 
     def __add__(self, other: OffloadStats) -> OffloadStats:
         return OffloadStats(
@@ -49,119 +50,119 @@ class OffloadStats:
 
 
 class TrainerMemory:
-    """One rank's weights, gradients and optimizer state, on the device or off it."""
+    """Offloads and onloads one rank's weights, gradients and optimizer state."""
 
-    def __init__(self, rank: ModelRank, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
-        self._rank, self._optimizer = rank, optimizer
+    def __init__(self, model: MegatronModel, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
         self._gradients = GradientBuffers(chunks)
-        self._weight_bytes, self._optimizer_bytes = OffloadedTensors(), OffloadedTensors()
+        self._weight_storages, self._optimizer_storages = OffloadedTensors(), OffloadedTensors()
 
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
-        """Free the device memory of what `kinds`, resolved, names; what has left already stays away."""
-        weights = list(self._rank.tensors().values())
+        """Offload the kinds of state enabled in `kinds` (resolved); no-op for state that is offloaded already."""
+        weights = list(self._model.tensors().values())
         freed = 0
         if kinds.optimizer:
-            freed += self._optimizer_bytes.offload(_state_tensors(self._optimizer), apart_from=weights)
+            freed += self._optimizer_storages.offload(_state_tensors(self._optimizer), exclude=weights)
         if kinds.gradients:
             freed += self._gradients.free()
         if kinds.weights:
-            freed += self._weight_bytes.offload(weights)
-        _release_cached()
+            freed += self._weight_storages.offload(weights)
+        _empty_cache()
         return self._stats(freed)
 
     def onload(self) -> OffloadStats:
-        """Everything back on the device."""
-        taken = self._weight_bytes.onload() + self._optimizer_bytes.onload() + self._gradients.restore()
+        """Bring everything back to the device."""
+        taken = self._weight_storages.onload() + self._optimizer_storages.onload() + self._gradients.restore()
         return self._stats(taken)
 
     def onload_weights(self) -> OffloadStats:
-        """The weights back on the device, the rest as it is."""
-        return self._stats(self._weight_bytes.onload())
+        """Bring the weights back to the device; leaves everything else where it is."""
+        return self._stats(self._weight_storages.onload())
 
     def _stats(self, device_bytes: int) -> OffloadStats:
-        host_bytes = self._weight_bytes.host_bytes + self._optimizer_bytes.host_bytes
+        host_bytes = self._weight_storages.host_bytes + self._optimizer_storages.host_bytes
         return OffloadStats(device_bytes=device_bytes, host_bytes=host_bytes)
 
 
 class OffloadedTensors:
-    """Storages of tensors, each once, whose bytes are on the host while the device's are freed."""
+    """Copies the storages of tensors to the host and frees them on the device. Shared storages are moved once."""
 
-    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
-        self._piece_bytes = piece_bytes
+    def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
         self._host: list[Tensor] = []
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
-        """With the bytes that each had."""
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
+        """Offloaded storages with their original size in bytes."""
 
     @property
     def host_bytes(self) -> int:
-        """Taken on the host."""
+        """Host memory allocated, in bytes."""
         return sum(len(piece) for piece in self._host)
 
-    def offload(self, tensors: Iterable[Tensor], *, apart_from: Iterable[Tensor] = ()) -> int:
-        """Copy the storages of `tensors` to the host and free them; bytes freed.
+    def offload(self, tensors: Iterable[Tensor], *, exclude: Iterable[Tensor] = ()) -> int:
+        """Copy the storages of `tensors` to the host and free them. Returns the bytes freed.
 
-        Does nothing before `onload` has brought back what an earlier call took.
+        No-op while an earlier call's storages are still offloaded.
 
         Args:
-            apart_from: tensors whose storages stay, whichever of `tensors` share them.
+            apart_from: tensors whose storages stay on the device, even if some of `tensors` share them.
         """
-        if self._away:
+        if self._offloaded:
             return 0
-        staying = {t.untyped_storage().data_ptr() for t in apart_from}
+        staying = {t.untyped_storage().data_ptr() for t in exclude}
         storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors if _is_on_device(t)) if s.nbytes()}
-        self._away = [(s, s.nbytes()) for pointer, s in storages.items() if pointer not in staying]
-        freed = sum(num_bytes for _, num_bytes in self._away)
-        self._require_host(freed)
-        for device, host in self._parts():
+        self._offloaded = [(s, s.nbytes()) for pointer, s in storages.items() if pointer not in staying]
+        freed = sum(num_bytes for _, num_bytes in self._offloaded)
+        self._allocate_host(freed)
+        for device, host in self._copy_pairs():
             host.copy_(device, non_blocking=True)
         _wait_for_copies()
-        for storage, _ in self._away:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
         return freed
 
     def onload(self) -> int:
-        """Bring everything back; bytes taken on the device."""
-        for storage, num_bytes in self._away:
+        """Bring everything back. Returns the bytes allocated on the device."""
+        for storage, num_bytes in self._offloaded:
             storage.resize_(num_bytes)
-        for device, host in self._parts():
+        for device, host in self._copy_pairs():
             device.copy_(host, non_blocking=True)
         _wait_for_copies()
-        taken = sum(num_bytes for _, num_bytes in self._away)
-        self._away = []
+        taken = sum(num_bytes for _, num_bytes in self._offloaded)
+        self._offloaded = []
         return taken
 
-    def _require_host(self, num_bytes: int) -> None:
+    def _allocate_host(self, num_bytes: int) -> None:
         if self.host_bytes >= num_bytes:
             return
-        self._host = []  # given back first
-        sizes = (min(self._piece_bytes, num_bytes - at) for at in range(0, num_bytes, self._piece_bytes))
+        self._host = []  # free the old blocks first
+        sizes = (min(self._block_bytes, num_bytes - at) for at in range(0, num_bytes, self._block_bytes))
         self._host = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
 
-    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes on the device with their place on the host: storages one after another, across the pieces."""
+    def _copy_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (device bytes, host bytes) views of equal length: storages concatenated, cut at host block borders."""
         at = 0
-        for storage, _ in self._away:
+        for storage, _ in self._offloaded:
             rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             while len(rest):
-                host = self._host[at // self._piece_bytes][at % self._piece_bytes :][: len(rest)]
+                host = self._host[at // self._block_bytes][at % self._block_bytes :][: len(rest)]
                 yield rest[: len(host)], host
                 rest, at = rest[len(host) :], at + len(host)
 
 
 class GradientBuffers:
-    """Where the gradients of a rank's chunks are summed up."""
+    """The DDP gradient buffers of a rank's model chunks."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
         self._chunks = chunks
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Device memory of the buffers, in bytes."""
         buffers = (buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
         return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
 
     def free(self) -> int:
-        """Bytes freed: gradients are not kept, since every optimizer step starts from zero."""
+        """Free the buffers and return the bytes freed; gradients are not saved, as each optimizer step zeroes them."""
         before = self.num_bytes
         with _no_storage_warnings():
             for chunk in self._chunks:
@@ -169,7 +170,7 @@ class GradientBuffers:
         return before - self.num_bytes
 
     def restore(self) -> int:
-        """Bytes taken, all zero."""
+        """Allocate the buffers again, filled with zeros. Returns bytes allocated."""
         before = self.num_bytes
         with _no_storage_warnings():
             for chunk in self._chunks:
@@ -178,7 +179,7 @@ class GradientBuffers:
 
 
 def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Of megatron-core's `optimizer`: what it steps, and what it remembers of each."""
+    """Yield the parameters that megatron-core's `optimizer` updates, and their optimizer state (moments)."""
     for group in optimizer.param_groups:
         yield from group["params"]
     states = optimizer.state
@@ -188,14 +189,14 @@ def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _no_storage_warnings() -> Iterator[None]:
-    # megatron-core asks for storages in a way that torch has deprecated
+    # megatron-core accesses storages through an API that torch has deprecated
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         yield
 
 
 def _is_on_device(tensor: Tensor) -> bool:
-    # Adam counts its steps on the host
+    # Adam's step counters are on the host
     return tensor.device.type == platform.device().type
 
 
@@ -204,7 +205,7 @@ def _wait_for_copies() -> None:
         torch.cuda.synchronize()
 
 
-def _release_cached() -> None:
-    # torch keeps what is freed; the engines are other processes
+def _empty_cache() -> None:
+    # torch caches freed memory, but the engines are other processes
     if platform.is_cuda():
         torch.cuda.empty_cache()

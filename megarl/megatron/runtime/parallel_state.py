@@ -1,11 +1,11 @@
-"""Process groups of the models in one process, each of which may have a layout of its own.
+"""Process groups of several models in one process, each with its own parallel layout.
 
     actor, critic = start(ParallelConfig(tp=2), ...), start(ParallelConfig(pp=2), ...)
-    actor.activate()        # megatron-core computes with tp 2
-    critic.activate()       # with pp 2
+    actor.activate()        # megatron-core uses tp = 2
+    critic.activate()       # megatron-core uses pp = 2
 
-Groups are passed to megatron-core explicitly. But parts of it read the variables of `parallel_state`, and all of it
-draws from one set of random generators; so whichever model computes puts its own there first.
+Process groups are passed to megatron-core explicitly. But parts of it still read the globals of its `parallel_state`
+module, and all models share one set of RNGs. So each model installs its own globals and RNG states before it computes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megarl.config.trainer import ParallelConfig
 from megarl.megatron.runtime import platform
 
 _IMPORTED = dict(vars(parallel_state))
-"""The variables of a process that has no groups yet."""
+"""The globals of megatron-core's `parallel_state` as imported, before any group exists."""
 
 
 @dataclass(slots=True, eq=False)
 class _Layout:
-    """The groups of one layout, for all models that have it."""
+    """The process groups of one parallel layout, shared by all models that use it."""
 
     groups: ProcessGroupCollection | None = None
     variables: dict[str, Any] = field(default_factory=dict)
-    """Of parallel_state, while another layout is active: those that are not as they were imported."""
+    """Globals of `parallel_state` that differ from `_IMPORTED`; saved while another layout is active."""
 
 
 @dataclass(slots=True)
-class _Generators:
-    """Where the random generators of a model are."""
+class _RngState:
+    """RNG states of one model: megatron-core's tracker, device and CPU."""
 
     tracked: dict[str, Any]
     device: torch.Tensor
@@ -45,26 +45,26 @@ class _Generators:
 
 
 class ParallelState:
-    """One model's process groups and random generators in this process."""
+    """One model's process groups and RNG states in this process."""
 
     def __init__(self, layout: _Layout) -> None:
         self._layout = layout
-        self._generators: _Generators | None = None
-        """While another model is active."""
+        self._generators: _RngState | None = None
+        """Saved RNG states while another model is active."""
 
     @property
     def groups(self) -> ProcessGroupCollection:
-        """Every group that this rank is in."""
+        """All process groups that this rank belongs to."""
         assert self._layout.groups is not None
         return self._layout.groups
 
     def activate(self) -> None:
-        """Have megatron-core read this model's from now on; every computation with the model begins with it."""
+        """Install this model's globals and RNG states in megatron-core; required before computing with the model."""
         global _active
         if _active is self:
             return
         if _active is not None:
-            _active._leave()
+            _active._save_state()
         vars(parallel_state).update(self._layout.variables)
         if self._generators is not None:
             tensor_parallel.get_cuda_rng_tracker().set_states(self._generators.tracked)
@@ -72,24 +72,24 @@ class ParallelState:
             torch.set_rng_state(self._generators.host)
         _active = self
 
-    def _leave(self) -> None:
+    def _save_state(self) -> None:
         variables = vars(parallel_state)
         changed = [name for name, value in _IMPORTED.items() if variables[name] is not value]
         self._layout.variables = {name: variables[name] for name in changed}
         variables.update({name: _IMPORTED[name] for name in changed})
         tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-        self._generators = _Generators(tracked, torch.cuda.get_rng_state(), torch.get_rng_state())
+        self._generators = _RngState(tracked, torch.cuda.get_rng_state(), torch.get_rng_state())
 
 
 _layouts: dict[tuple[int, ...], _Layout] = {}
 _active: ParallelState | None = None
 
 
-def start(config: ParallelConfig, *, seed: int, timeout: timedelta) -> ParallelState:
-    """The groups of a model, which is active from now on; all ranks together.
+def init_parallel_state(config: ParallelConfig, *, seed: int, timeout: timedelta) -> ParallelState:
+    """Create a model's process groups and activate them. Collective call on all ranks.
 
-    The first of a process joins the world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment). A later one
-    of an equal layout has the same groups. Random generators start from `seed` for each.
+    The first call in a process also initializes torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from
+    the environment). Models of equal layout share their groups. RNGs are seeded with `seed` for each model.
     """
     if not dist.is_initialized():
         dist.init_process_group(platform.backend(), timeout=timeout)

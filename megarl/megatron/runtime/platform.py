@@ -1,10 +1,9 @@
-"""Lets megatron-core run on a machine without CUDA; does nothing where CUDA is available.
+"""Emulates CUDA on the CPU so that megatron-core runs without GPUs; no emulation if CUDA is available.
 
-megatron-core takes its device from `torch.cuda.current_device()` or writes `device="cuda"`, overlaps copies on CUDA
-streams, keeps dropout state in CUDA generators and sorts gradients by the type name "torch.cuda.FloatTensor". Each line
-below answers one of these for the CPU. Call `prepare()` once per process, before the first megatron-core import.
-
-Must run on the process's main thread: a TorchFunctionMode is thread-local, and megatron-core is called from there only.
+megatron-core takes its device from `torch.cuda.current_device()` or hard-codes `device="cuda"`, overlaps copies on CUDA
+streams, keeps dropout state in CUDA generators and sorts gradients by the type name "torch.cuda.FloatTensor". Each
+function below replaces one of these on the CPU. Call `prepare()` once per process, before the first megatron-core
+import, on the main thread: a TorchFunctionMode is thread-local, and megatron-core is called from that thread only.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ _prepared = False
 
 
 def is_cuda() -> bool:
-    """True where trainer ranks run on CUDA devices."""
+    """Return whether trainer ranks run on CUDA devices."""
     return torch.cuda.is_available()
 
 
 def backend() -> str:
-    """The torch.distributed backend of trainer ranks."""
+    """Return the torch.distributed backend of trainer ranks: nccl or gloo."""
     return "nccl" if is_cuda() else "gloo"
 
 
 def uses_transformer_engine() -> bool:
-    """True where layers come from Transformer Engine rather than from `megarl.megatron.modeling.torch_layers`."""
+    """Return whether layers come from Transformer Engine instead of `megarl.megatron.modeling.torch_layers`."""
     return is_cuda() and find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:
-    """The device of this rank's parameters."""
+    """Return the device of this rank's parameters."""
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda() else torch.device("cpu")
 
 
 def prepare() -> None:
-    """Silence megatron-core's notes on missing accelerator packages and, without CUDA, install the stand-in."""
+    """Silence warnings about missing kernel packages, patch megatron-core and, without CUDA, install the emulation."""
     global _prepared
     if _prepared:
         return
     _prepared = True
     _silence_missing_packages()
     if not is_cuda():
-        _stand_in()
+        _emulate_cuda_on_cpu()
     from megarl.megatron.runtime import mcore_patches
 
-    mcore_patches.without_transformer_engine()
+    mcore_patches.patch_missing_transformer_engine()
     if not is_cuda():
-        mcore_patches.on_cpu()
-        mcore_patches.on_gloo()
+        mcore_patches.patch_expert_token_counts()
+        mcore_patches.patch_uneven_collectives()
 
 
 def _silence_missing_packages() -> None:
-    # One line per module that would have used them; `megarl doctor` says it once, in one place.
+    # megatron-core warns once per module that would use them; `megarl doctor` reports them once.
     for pattern in (".*[Aa]pex.*", ".*[Tt]ransformer.?[Ee]ngine.*", ".*TE .*", ".*[Ff]lash.?[Aa]ttention.*"):
         warnings.filterwarnings("ignore", message=pattern)
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
-    # each expert that no tensor ranks share, in a model that they do share
+    # warned for each expert with expert tensor parallelism 1 in a tensor-parallel model
     warnings.filterwarnings("ignore", message=".*but tensor model parallel size is 1. Disab", module="megatron")
     if not is_cuda():
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*", module="megatron")
@@ -75,23 +74,23 @@ def _silence_missing_packages() -> None:
         logging.getLogger(name).addFilter(lambda record: "pex" not in record.getMessage())
 
 
-def _stand_in() -> None:
+def _emulate_cuda_on_cpu() -> None:
     global _mode
-    # megatron-core compiles small functions when they are first called: seconds a process, and a C compiler
+    # megatron-core compiles small functions at their first call, which takes seconds and needs a C compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     _replace_device_functions()
     _replace_random_state()
     _mode = _CpuForCuda()
-    _mode.__enter__()  # type: ignore[no-untyped-call]  # for the life of the process
+    _mode.__enter__()  # type: ignore[no-untyped-call]  # for the lifetime of the process
 
 
 def _replace_device_functions() -> None:
     def ignored(*_: object, **__: object) -> None: ...
 
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")  # model, gradient and optimizer buffers are allocated "there"
+    cuda.current_device = lambda: torch.device("cpu")  # the device of model, gradient and optimizer buffers
     cuda.synchronize = ignored  # timers
-    cuda.current_stream = lambda *_: _NoStream()  # gradient buffers order their collectives with it
+    cuda.current_stream = lambda *_: _NoStream()  # orders the collectives of gradient buffers
     cuda.default_stream = lambda *_: _NoStream()
     cuda.Stream = _NoStream
     cuda.Event = _NoStream
@@ -101,7 +100,7 @@ def _replace_device_functions() -> None:
 
 
 def _replace_random_state() -> None:
-    # The tensor-parallel RNG tracker saves, seeds and restores "CUDA" generator states.
+    # The tensor-parallel RNG tracker saves, seeds and restores CUDA generator states.
     def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -112,7 +111,8 @@ def _replace_random_state() -> None:
     cuda.get_rng_state = cuda.random.get_rng_state = get_state
     cuda.set_rng_state = cuda.random.set_rng_state = set_state
     cuda.manual_seed = torch.manual_seed
-    import megatron.core.tensor_parallel.random as tracker  # imports torch.cuda's functions, so it comes after them
+    # imported after the replacements, because it copies torch.cuda's functions at import
+    import megatron.core.tensor_parallel.random as tracker
 
     tracker._set_cuda_rng_state = set_state
 
@@ -129,7 +129,7 @@ class _NoStream:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Turns `device="cuda"` into cpu in every torch call, drops pinned memory, and names types as CUDA does."""
+    """Maps `device="cuda"` to cpu in every torch call, drops `pin_memory`, and returns CUDA type names."""
 
     def __torch_function__(
         self,

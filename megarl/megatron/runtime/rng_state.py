@@ -1,4 +1,4 @@
-"""The random generators of a rank: torch's on host and device, megatron-core's, numpy's and Python's."""
+"""Saves and restores a rank's RNG states: torch on CPU and device, megatron-core's tracker, numpy and Python."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
-from megarl.megatron.modeling.megatron_model import ModelRank
+from megarl.megatron.modeling.megatron_model import MegatronModel
 
 
-def read_generators(rank: ModelRank) -> dict[str, Any]:
-    """Where they are, for a model of this process; `torch.load` reads it with `weights_only`."""
-    rank.activate()
+def collect_rng_states(model: MegatronModel) -> dict[str, Any]:
+    """Return all RNG states of a model in this process, in a form that `torch.load(weights_only=True)` accepts."""
+    model.activate()
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     keys = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -27,9 +27,9 @@ def read_generators(rank: ModelRank) -> dict[str, Any]:
     }
 
 
-def write_generators(rank: ModelRank, states: dict[str, Any]) -> None:
-    """Have them go on from where `read_generators` found them."""
-    rank.activate()
+def restore_rng_states(model: MegatronModel, states: dict[str, Any]) -> None:
+    """Restore the RNG states that `collect_rng_states` returned."""
+    model.activate()
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracked"])
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["host"])

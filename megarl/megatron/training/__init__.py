@@ -1,0 +1,1 @@
+"""The training step on one rank: trainer, losses, update guard, metrics."""

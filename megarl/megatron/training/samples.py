@@ -1,4 +1,4 @@
-"""The trajectories of a controller step, and what is known of them, as a trainer's rank finds them."""
+"""The trajectories and columns of a training step, fetched to a trainer rank."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from dataclasses import dataclass
 
 from megarl.batch.pack import Column, PerToken
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.requests import Key, MiniBatch, SampleRef, TrainWork
+from megarl.megatron.requests import MiniBatch, SampleKey, SampleRef, TrainRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """What a step's samples refer to."""
+class StepSamples:
+    """The data that the `SampleRef`s of a training step refer to."""
 
     trajectories: Sequence[Sequence[Trajectory]]
-    """[payload][index]."""
-    columns: Mapping[Column, Mapping[Key, PerToken]]
+    """The trajectories, indexed by [payload][index]."""
+    columns: Mapping[Column, Mapping[SampleKey, PerToken]]
+    """Per-token columns by name, [num_tokens] for each sample."""
 
     @classmethod
-    def fetch(cls, work: TrainWork) -> Samples:
-        """All that the work names."""
+    def fetch(cls, request: TrainRequest) -> StepSamples:
+        """Fetch all payloads and columns of the request."""
         return cls(
-            [payload.fetch() for payload in work.payloads],
-            {name: dict(ChainMap(*map(dict, column.fetch()))) for name, column in work.columns.items()},
+            [payload.fetch() for payload in request.payloads],
+            {name: dict(ChainMap(*map(dict, column.fetch()))) for name, column in request.columns.items()},
         )
 
     def trajectory(self, ref: SampleRef) -> Trajectory:
-        """Of one sample."""
+        """Return the trajectory of one sample."""
         return self.trajectories[ref.payload][ref.index]
 
     def column(self, name: Column, ref: SampleRef) -> float | PerToken:
-        """Of one sample: token by token, or the same for all."""
+        """Return a column of one sample: per token [num_tokens], or one value for the whole sequence."""
         return self.columns[name][ref.key] if name in self.columns else ref.scalars[name]
 
-    def names(self, batch: MiniBatch) -> list[Column]:
-        """What is known of the mini-batch's samples beside their trajectories, sorted."""
+    def column_names(self, batch: MiniBatch) -> list[Column]:
+        """Return the names of all columns of the mini-batch's samples, sorted."""
         return sorted({*self.columns, *(name for ref in batch.samples for name in ref.scalars)})

@@ -1,4 +1,4 @@
-"""One Megatron rank that trains: model, optimizer, and the steps they take. All ranks call every method together."""
+"""Training on one Megatron rank: model, optimizer, learning-rate schedule. All ranks call every method collectively."""
 
 from __future__ import annotations
 
@@ -19,72 +19,78 @@ from torch import Tensor
 from megarl.config.trainer import OptimizerConfig
 from megarl.functional import Denominators
 from megarl.megatron.checkpoint.training_state import TrainCheckpoint
-from megarl.megatron.modeling.megatron_model import LocalPack, ModelRank
-from megarl.megatron.requests import MISMATCH, Loss, MiniBatch, SurrogateLoss, TrainerSpec, TrainStats, TrainWork
+from megarl.megatron.loss_specs import LossSpec, PolicyLoss
+from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
+from megarl.megatron.requests import LOGPROB_MISMATCH, MiniBatch, TrainerSpec, TrainRequest, TrainStats
 from megarl.megatron.runtime.offload import TrainerMemory
-from megarl.megatron.training.loss import Objective, mismatch
+from megarl.megatron.training.loss import LossComputation, add_mismatch_metrics
 from megarl.megatron.training.metric_sums import MetricSums
-from megarl.megatron.training.samples import Samples
-from megarl.megatron.training.update_guard import StepWatch
+from megarl.megatron.training.samples import StepSamples
+from megarl.megatron.training.update_guard import UpdateGuard
 
 
 class MegatronTrainer:
-    """Holds this rank's shards; see `TrainerWorker` for what the controller may call."""
+    """This rank's shards of model, gradients and optimizer state, and the training step.
+
+    `TrainerWorker` wraps it with the methods that the controller calls.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
-        self.rank = rank = ModelRank(spec.model)
-        rank.config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=rank.groups)
-        self._ddp = _distribute(rank, spec.optimizer.distributed)
-        self._optimizer = _make_optimizer(spec.optimizer, self._ddp, rank)
+        self.model = model = MegatronModel(spec.model)
+        model.config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=model.groups)
+        self._ddp_chunks = _wrap_in_ddp(model, spec.optimizer.distributed)
+        self._optimizer = _make_optimizer(spec.optimizer, self._ddp_chunks, model)
         self._scheduler = _make_scheduler(spec.optimizer, self._optimizer, spec.optimizer_steps)
-        self.memory = TrainerMemory(rank, self._ddp, self._optimizer)
-        self.checkpoint = TrainCheckpoint(rank, self._optimizer, self._scheduler, self.memory)
+        self.memory = TrainerMemory(model, self._ddp_chunks, self._optimizer)
+        self.checkpoint = TrainCheckpoint(model, self._optimizer, self._scheduler, self.memory)
 
-    def train_step(self, work: TrainWork) -> TrainStats:
-        """All mini-batches of the work, one optimizer step each, as often as `epochs` says."""
+    def train_step(self, request: TrainRequest) -> TrainStats:
+        """Take one optimizer step per mini-batch, repeated `request.epochs` times, and return the reduced metrics."""
         self.memory.onload()
-        samples = Samples.fetch(work)
+        samples = StepSamples.fetch(request)
         metrics = MetricSums()
-        batches = [self._packs(batch, work, samples, metrics) for batch in work.mini_batches]
-        watch = StepWatch(work, samples, self.rank)
-        if watch.allows_step(metrics.largest_here(MISMATCH)):
-            for _ in range(work.epochs):
-                for batch, packs in zip(work.mini_batches, batches, strict=True):
+        batches = [self._make_packs(batch, request, samples, metrics) for batch in request.mini_batches]
+        guard = UpdateGuard(request, samples, self.model)
+        if guard.allows_step(metrics.local_max(LOGPROB_MISMATCH)):
+            for _ in range(request.epochs):
+                for batch, packs in zip(request.mini_batches, batches, strict=True):
                     learning_rate = self._learning_rate
-                    metrics = self._try_update(batch, packs, work.loss, metrics, watch)
+                    metrics = self._try_update(batch, packs, request.loss, metrics, guard)
         else:
             learning_rate = self._learning_rate
-            self._scheduler.step(increment=work.epochs * len(batches))
-        reduced = metrics.reduce(self.rank.groups.dp_cp) if self.rank.is_last else {}
-        # what holds before the first update is measured once a mini-batch
-        times = {name: len(batches) if name.startswith("mismatch/") else watch.updates for name in reduced}
-        out = {name: v if name.endswith("_max") else v / times[name] for name, v in reduced.items()}
-        out |= {**watch.metrics(), "learning_rate": learning_rate}
-        tokens = sum(s.num_tokens for b in work.mini_batches for s in b.samples)
+            self._scheduler.step(increment=request.epochs * len(batches))
+        reduced = metrics.reduce(self.model.groups.dp_cp) if self.model.is_last_stage else {}
+        # mismatch metrics are added once per mini-batch, all others once per update
+        counts = {name: len(batches) if name.startswith("train_infer_mismatch/") else guard.updates for name in reduced}
+        out = {name: v if name.endswith("_max") else v / counts[name] for name, v in reduced.items()}
+        out |= {**guard.metrics(), "learning_rate": learning_rate}
+        tokens = sum(s.num_tokens for b in request.mini_batches for s in b.samples)
         return TrainStats(metrics=out, num_tokens=tokens)
 
-    def _packs(self, batch: MiniBatch, work: TrainWork, samples: Samples, metrics: MetricSums) -> list[LocalPack]:
-        """The mini-batch's, with everything that the loss asks of its tokens."""
+    def _make_packs(
+        self, batch: MiniBatch, request: TrainRequest, samples: StepSamples, metrics: MetricSums
+    ) -> list[LocalPack]:
+        """Pack the mini-batch's micro-batches with all columns of the loss; adds the mismatch metrics of a policy."""
         packs = []
         for micro_batch in batch.micro_batches:
             refs = [batch.samples[i] for i in micro_batch]
-            columns = {name: [samples.column(name, ref) for ref in refs] for name in samples.names(batch)}
-            packs.append(self.rank.pack([samples.trajectory(ref) for ref in refs], columns))
-        if isinstance(work.loss, SurrogateLoss):
-            if "old_logprobs" not in work.columns:
+            columns = {name: [samples.column(name, ref) for ref in refs] for name in samples.column_names(batch)}
+            packs.append(self.model.pack([samples.trajectory(ref) for ref in refs], columns))
+        if isinstance(request.loss, PolicyLoss):
+            if "old_logprobs" not in request.columns:
                 packs = self._with_old_logprobs(packs)
-            for packed in packs if self.rank.is_last else ():
-                mismatch(packed.batch, batch.denominators.num_tokens, metrics)
+            for packed in packs if self.model.is_last_stage else ():
+                add_mismatch_metrics(packed.batch, batch.denominators.num_tokens, metrics)
         return packs
 
     def _with_old_logprobs(self, packs: list[LocalPack]) -> list[LocalPack]:
-        """The policy's log-probabilities before this step's first update, which the last stage alone has and needs."""
-        found = self.rank.logprobs(packs)
-        if not self.rank.is_last:
+        """Add the column `old_logprobs` [t], of the policy before the first update; only on the last pipeline stage."""
+        old_logprobs = self.model.logprobs(packs)
+        if not self.model.is_last_stage:
             return packs
         return [
             replace(packed, batch=packed.batch.with_column("old_logprobs", logprobs_t))
-            for packed, logprobs_t in zip(packs, found, strict=True)
+            for packed, logprobs_t in zip(packs, old_logprobs, strict=True)
         ]
 
     @property
@@ -92,70 +98,77 @@ class MegatronTrainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _try_update(
-        self, batch: MiniBatch, packs: Sequence[LocalPack], loss: Loss, metrics: MetricSums, watch: StepWatch
+        self, batch: MiniBatch, packs: Sequence[LocalPack], loss: LossSpec, metrics: MetricSums, guard: UpdateGuard
     ) -> MetricSums:
-        """What `metrics` are after the update; as they were, and all else with them, where `watch` refuses it."""
-        for chunk in self._ddp:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        tried = metrics.copy()
-        losses = self._accumulate(packs, loss, batch.denominators, tried)
-        # what megatron-core's `step` does, with a question between the norm and the rest
-        self._optimizer.prepare_grads()
-        grad_norm = self._optimizer.get_grad_norm()
-        allowed = watch.allows_update(batch, losses, grad_norm)
-        if allowed:
-            _clip(self._optimizer, grad_norm)
-            self._optimizer.step_with_ready_grads()
-        self._scheduler.step(increment=1)
-        return tried if allowed else metrics
-
-    def _accumulate(
-        self, packs: Sequence[LocalPack], loss: Loss, denominators: Denominators, metrics: MetricSums
-    ) -> list[Tensor]:
-        """Leave the mini-batch's gradient, reduced over all ranks, in the gradient buffers.
+        """Compute the gradient of one mini-batch and update, unless `guard` rejects it.
 
         Returns:
-            This rank's share of each micro-batch's loss; empty on all stages but the last.
+            `metrics` with those of this update added, or unchanged if the update was rejected.
         """
-        objective = Objective(loss, denominators, self.rank.groups)
-        # megatron-core multiplies by the context-parallel size, and DDP averages over the data- and context-parallel
-        # ranks; the objective's denominators are global already, so both are undone here.
-        scale = self.rank.groups.dp.size()
+        for chunk in self._ddp_chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        updated = metrics.copy()
+        losses = self._accumulate_gradients(packs, loss, batch.denominators, updated)
+        # the same calls as in megatron-core's `optimizer.step()`, with the guard between gradient norm and clipping
+        self._optimizer.prepare_grads()
+        grad_norm = self._optimizer.get_grad_norm()
+        is_allowed = guard.allows_update(batch, losses, grad_norm)
+        if is_allowed:
+            _clip_gradients(self._optimizer, grad_norm)
+            self._optimizer.step_with_ready_grads()
+        self._scheduler.step(increment=1)
+        return updated if is_allowed else metrics
 
-        def share(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-            value = objective(logits_1tv[0], packed.batch, metrics)
+    def _accumulate_gradients(
+        self, packs: Sequence[LocalPack], loss: LossSpec, denominators: Denominators, metrics: MetricSums
+    ) -> list[Tensor]:
+        """Run forward and backward; leaves the gradient, reduced over all ranks, in the DDP gradient buffers.
+
+        Returns:
+            This rank's share of the loss of each micro-batch, scalars; empty except on the last pipeline stage.
+        """
+        compute_loss = LossComputation(loss, denominators, self.model.groups)
+        # megatron-core multiplies the loss by the context-parallel size, and DDP averages gradients over data- and
+        # context-parallel ranks. The denominators are global already, so the factor dp undoes both.
+        scale = self.model.groups.dp.size()
+
+        def scaled_loss(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+            value = compute_loss(logits_1tv[0], packed.batch, metrics)
             return value * scale, {"loss": value.detach()}
 
-        return [output["loss"] for output in self.rank.run(packs, share, modules=self._ddp)]
+        return [
+            output["loss"] for output in self.model.forward_backward(packs, scaled_loss, ddp_chunks=self._ddp_chunks)
+        ]
 
 
-def _distribute(rank: ModelRank, distributed_optimizer: bool) -> list[DistributedDataParallel]:
-    settings = DistributedDataParallelConfig(
+def _wrap_in_ddp(model: MegatronModel, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    mcore_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
     )
     return [
-        DistributedDataParallel(rank.config, settings, chunk.module, pg_collection=rank.groups) for chunk in rank.chunks
+        DistributedDataParallel(model.config, mcore_config, chunk.module, pg_collection=model.groups)
+        for chunk in model.chunks
     ]
 
 
-def _clip(optimizer: ChainedOptimizer, grad_norm: float) -> None:
-    """Scale gradients down to the norm that they are clipped at, as `ChainedOptimizer.step` does."""
-    for part in optimizer.chained_optimizers:
-        parameters = [] if part.is_stub_optimizer else part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
+def _clip_gradients(optimizer: ChainedOptimizer, grad_norm: float) -> None:
+    """Clip gradients in place to the configured norm, as `ChainedOptimizer.step` does."""
+    for inner in optimizer.chained_optimizers:
+        parameters = [] if inner.is_stub_optimizer else inner.get_parameters()
+        if parameters and inner.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(
                 parameters,
-                max_norm=part.config.clip_grad,
+                max_norm=inner.config.clip_grad,
                 total_norm=grad_norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
 
 
 def _make_optimizer(
-    config: OptimizerConfig, chunks: list[DistributedDataParallel], rank: ModelRank
+    config: OptimizerConfig, chunks: list[DistributedDataParallel], model: MegatronModel
 ) -> ChainedOptimizer:
-    settings = McoreOptimizerConfig(
+    mcore_config = McoreOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
         min_lr=config.min_lr,
@@ -165,10 +178,10 @@ def _make_optimizer(
         adam_eps=config.eps,
         clip_grad=config.clip_grad,
         use_distributed_optimizer=config.distributed,
-        bf16=rank.dtype == torch.bfloat16,
-        params_dtype=rank.dtype,
+        bf16=model.dtype == torch.bfloat16,
+        params_dtype=model.dtype,
     )
-    optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False, pg_collection=rank.groups)
+    optimizer = get_megatron_optimizer(mcore_config, chunks, use_gloo_process_groups=False, pg_collection=model.groups)
     assert isinstance(optimizer, ChainedOptimizer), type(optimizer)
     return optimizer
 

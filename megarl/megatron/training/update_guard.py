@@ -1,4 +1,7 @@
-"""Whether a step's updates are made. All ranks see the same and decide alike, before anything has changed."""
+"""Checks that reject updates: non-finite loss or gradient, gradient norm, log-probability mismatch.
+
+All ranks reduce the checked values first and so decide alike, before weights or optimizer state change.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import LimitError
-from megarl.megatron.modeling.megatron_model import ModelRank
-from megarl.megatron.requests import DISAGREE, MISMATCH, MiniBatch, TrainWork
+from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.requests import LOGPROB_MISMATCH, MISMATCH_MESSAGE, MiniBatch, TrainRequest
 from megarl.megatron.runtime import platform
-from megarl.megatron.training.metric_sums import largest
-from megarl.megatron.training.rejected_batch import Refused, write_dump
-from megarl.megatron.training.samples import Samples
+from megarl.megatron.training.metric_sums import all_reduce_max
+from megarl.megatron.training.rejected_batch import RejectedBatch, write_dump
+from megarl.megatron.training.samples import StepSamples
 
-Reason = Literal["not_finite", "grad_norm", "mismatch"]
+RejectReason = Literal["not_finite", "grad_norm", "mismatch"]
 
 
-class StepWatch:
-    """The guard of one controller step on this rank."""
+class UpdateGuard:
+    """Applies the `UpdateGuardSpec` of one training step on this rank and counts skipped updates."""
 
-    def __init__(self, work: TrainWork, samples: Samples, rank: ModelRank) -> None:
-        self._work, self._samples, self._rank = work, samples, rank
-        self._skipped: dict[Reason, int] = {"not_finite": 0, "grad_norm": 0, "mismatch": 0}
+    def __init__(self, request: TrainRequest, samples: StepSamples, model: MegatronModel) -> None:
+        self._request, self._samples, self._model = request, samples, model
+        self._skipped: dict[RejectReason, int] = {"not_finite": 0, "grad_norm": 0, "mismatch": 0}
         self._attempts, self._is_dumped = 0, False
         self._norms: list[float] = []
         self._largest_norm: float | None = None
 
     @property
     def updates(self) -> int:
-        """How many were made."""
+        """Number of updates allowed so far."""
         return len(self._norms)
 
     def metrics(self) -> dict[str, float]:
-        """Updates made and left out, for which reason; the mean gradient norm of those made, the largest of all."""
+        """Return counts of updates made and skipped by reason, their mean gradient norm, and the largest norm seen.
+
+        `grad_norm` averages over the updates made; `grad_norm_max` includes rejected ones, if finite.
+        """
         out = {"updates": float(self.updates)}
         out |= {f"skipped/{reason}": float(count) for reason, count in self._skipped.items()}
         if self._norms:
@@ -48,83 +54,86 @@ class StepWatch:
         return out
 
     def allows_step(self, mismatch: float) -> bool:
-        """Whether updates may be made at all.
+        """Return whether any update of this step may be made. Called once, before the first.
 
         Args:
-            mismatch: the largest of this rank's tokens.
+            mismatch: largest |trainer - engine| log-probability of this rank's tokens.
 
         Raises:
-            LimitError: where the guard says `stop`.
+            LimitError: the mismatch exceeds its limit and the action is `stop`.
         """
-        limit = self._work.guard.mismatch
+        limit = self._request.guard.mismatch
         if limit is None or limit.action == "warn":
             return True
-        (worst,) = _largest_of_all([mismatch])
-        text = limit.refusal("logprob_abs_max", MISMATCH, worst)
+        (worst,) = _all_reduce_max([mismatch])
+        text = limit.violation("logprob_abs_max", LOGPROB_MISMATCH, worst)
         if text is None:
             return True
-        batches = dict(enumerate(self._work.mini_batches))
-        refused = Refused(text=f"{text}: {DISAGREE}", batches=batches, losses=())
-        self._refuse("mismatch", limit.action, refused, updates=len(batches) * self._work.epochs)
+        batches = dict(enumerate(self._request.mini_batches))
+        rejected = RejectedBatch(reason=f"{text}: {MISMATCH_MESSAGE}", batches=batches, losses=())
+        self._reject("mismatch", limit.action, rejected, updates=len(batches) * self._request.epochs)
         return False
 
     def allows_update(self, batch: MiniBatch, losses: Sequence[Tensor], grad_norm: float) -> bool:
-        """Whether the next of the step's updates may be made.
+        """Return whether the step's next update may be made.
 
         Args:
-            losses: this rank's share of each micro-batch's; empty on all stages but the last.
-            grad_norm: before clipping.
+            losses: this rank's share of the loss of each micro-batch; empty except on the last pipeline stage.
+            grad_norm: gradient norm before clipping.
 
         Raises:
-            LimitError: where the guard says `stop`.
+            LimitError: the update is rejected and the action is `stop`.
         """
-        number = self._attempts % len(self._work.mini_batches)
+        number = self._attempts % len(self._request.mini_batches)
         self._attempts += 1
-        lost = bool(losses) and not bool(torch.stack(list(losses)).isfinite().all())
+        has_bad_loss = bool(losses) and not bool(torch.stack(list(losses)).isfinite().all())
         world = dist.get_world_size()
-        origin, norm = _largest_of_all([float(world - dist.get_rank()) if lost else 0.0, grad_norm])
+        # the maximum of world - rank identifies the lowest rank with a bad loss; 0: none
+        failed_rank_code, norm = _all_reduce_max([float(world - dist.get_rank()) if has_bad_loss else 0.0, grad_norm])
         if math.isfinite(norm):
             self._largest_norm = norm if self._largest_norm is None else max(norm, self._largest_norm)
-        guard, which = self._work.guard, f"mini-batch {number + 1} of {len(self._work.mini_batches)}"
-        reason: Reason = "not_finite"
-        action: Literal["skip", "stop"] = guard.not_finite
+        spec, description = self._request.guard, f"mini-batch {number + 1} of {len(self._request.mini_batches)}"
+        reason: RejectReason = "not_finite"
+        action: Literal["skip", "stop"] = spec.not_finite
         text: str | None = None
-        if origin:
-            text = f"the loss of {which} is not finite, on rank {world - int(origin)}"
+        if failed_rank_code:
+            text = f"the loss of {description} is not finite, on rank {world - int(failed_rank_code)}"
         elif not math.isfinite(norm):
-            text = f"the gradient of {which} is not finite: its norm is {norm}"
-        elif guard.grad_norm is not None and guard.grad_norm.action != "warn":
-            reason, action = "grad_norm", guard.grad_norm.action
-            text = guard.grad_norm.refusal("grad_norm", f"grad_norm of {which}", norm)
+            text = f"the gradient of {description} is not finite: its norm is {norm}"
+        elif spec.grad_norm is not None and spec.grad_norm.action != "warn":
+            reason, action = "grad_norm", spec.grad_norm.action
+            text = spec.grad_norm.violation("grad_norm", f"grad_norm of {description}", norm)
         if text is None:
             self._norms.append(grad_norm)
             return True
-        self._refuse(reason, action, Refused(text=text, batches={number: batch}, losses=losses))
+        self._reject(reason, action, RejectedBatch(reason=text, batches={number: batch}, losses=losses))
         return False
 
-    def _refuse(self, reason: Reason, action: Literal["skip", "stop"], refused: Refused, *, updates: int = 1) -> None:
-        where = self._dump(refused) if action == "stop" or not self._is_dumped else ""
+    def _reject(
+        self, reason: RejectReason, action: Literal["skip", "stop"], rejected: RejectedBatch, *, updates: int = 1
+    ) -> None:
+        where = self._dump(rejected) if action == "stop" or not self._is_dumped else ""
         if action == "stop":
-            raise LimitError(f"{refused.text}{where}")
+            raise LimitError(f"{rejected.reason}{where}")
         self._skipped[reason] += updates
 
-    def _dump(self, refused: Refused) -> str:
-        """What there is to say of the dump, once all ranks have written theirs."""
-        if self._work.guard.dump_folder is None:
+    def _dump(self, rejected: RejectedBatch) -> str:
+        """Dump the batch if a folder is configured. Returns the clause that the error message reports it with."""
+        if self._request.guard.dump_folder is None:
             return ""
         self._is_dumped = True
-        folder = Path(self._work.guard.dump_folder)
+        folder = Path(self._request.guard.dump_folder)
         folder /= f"update-{self._attempts}" if self._attempts else "mismatch"
         failed = 0.0
         try:
-            write_dump(folder, refused, self._samples, self._rank)
-        except OSError:  # a full disk is not to hide why the run ends
+            write_dump(folder, rejected, self._samples, self._model)
+        except OSError:  # a full disk must not hide the reason for the rejection
             failed = 1.0
-        (failed,) = _largest_of_all([failed])
+        (failed,) = _all_reduce_max([failed])
         return f"; the batch could not be written to {folder}" if failed else f"; the batch is in {folder}"
 
 
-def _largest_of_all(values: Sequence[float]) -> list[float]:
-    """Each value's largest on any rank, NaN above all."""
-    out: list[float] = largest(torch.tensor(values, dtype=torch.float64, device=platform.device())).tolist()
+def _all_reduce_max(values: Sequence[float]) -> list[float]:
+    """Return the maximum of each value over all ranks; NaN wins."""
+    out: list[float] = all_reduce_max(torch.tensor(values, dtype=torch.float64, device=platform.device())).tolist()
     return out

@@ -1,8 +1,8 @@
-"""Tiny random models of every family, saved by transformers: what Megatron and the engines are compared on.
+"""Tiny random models of every family, saved by transformers, on which Megatron and the engines are compared.
 
-Sizes are such that nothing divides by accident: six heads, vocabularies of 331 and 509, a head_dim that is not
-hidden / heads. Two tensor ranks, four expert ranks and four pipeline chunks divide all of them. Positions go to 4,096,
-so that a long sequence fits; scaled ones start from 128, so that scaling shows on short ones.
+Sizes do not divide each other by accident: six heads, vocabularies of 331 and 509, a head_dim that is not
+hidden / heads. All models support tp 2, ep 4 and four pipeline chunks. Positions go up to 4,096, so that long sequences
+fit; RoPE scaling starts at 128, so that it affects short sequences.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DEEPSEEK_V3 = _SIZES | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
-    # megatron-core scores a group by its topk / topk_group best experts, transformers by its two best
+    # megatron-core scores an expert group by its topk / topk_group best experts, transformers by its two best
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
@@ -120,11 +120,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": _PLAIN,
     },
 }
-"""By name, the content of a config.json."""
+"""Content of config.json by model name."""
 
 
 def save_model(name: str, root: Path) -> str:
-    """The folder of model `name` under `root`, written at the first call."""
+    """Return the folder of model `name` under `root`; the first call writes it."""
     folder = root / name.replace(" ", "-")
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
@@ -134,7 +134,7 @@ def save_model(name: str, root: Path) -> str:
 
 
 def save_value_model(name: str, root: Path) -> str:
-    """As `save_model`, of a model that says one number a token."""
+    """As `save_model`, for a value model (one scalar per token)."""
     folder = root / f"{name.replace(' ', '-')}-value"
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name], values=True).save_pretrained(folder)
@@ -142,10 +142,10 @@ def save_value_model(name: str, root: Path) -> str:
 
 
 def build(config: dict[str, Any], *, values: bool = False) -> PreTrainedModel:
-    """A random model in float32; no norm is one, no bias zero, so that a tensor left out shows.
+    """Build a random float32 model; norms are not 1 and biases not 0, so that a missing tensor changes the results.
 
     Args:
-        values: whether it says one number a token instead of logits.
+        values: build a value model (one scalar per token instead of logits).
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -167,7 +167,7 @@ def build(config: dict[str, Any], *, values: bool = False) -> PreTrainedModel:
 
 
 def _append_prediction_layer(file: Path, config: dict[str, Any]) -> None:
-    """Add the layer that predicts the token after the next, under its published names; transformers has none."""
+    """Add a multi-token-prediction layer under its published names, since transformers does not create one."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,6 +1,6 @@
-"""What transformers says of a saved model: log-probabilities, values, gradients; sequences alone, unpadded, float32.
+"""Reference results from transformers: log-probabilities, values, gradients; one unpadded sequence at a time, float32.
 
-Nothing of megarl takes part. Results are kept for the session: they are the same for every layout.
+Uses no megarl code. Results are cached for the session, since they are the same for every layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHORT = (2, 3, 5, 8, 9, 13, 21, 34, 47, 55, 72, 90)
 LONG = (1, 2, 3, 17, 64, 129, 333, 512, 777, 1025, 1500, 2048)
-"""Lengths in tokens; a sequence of one token predicts nothing."""
+"""Lengths in tokens; a sequence of one token has no log-probabilities."""
 
 Tokens = tuple[tuple[int, ...], ...]
 Masks = tuple[tuple[bool, ...], ...]
@@ -29,17 +29,17 @@ Masks = tuple[tuple[bool, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Of some sequences under one model."""
+    """Log-probabilities of sequences under one model, with loss and gradients."""
 
     logprobs: tuple[torch.Tensor, ...]
-    """By sequence, float32 [T - 1]: of tokens 1 to T - 1."""
+    """By sequence, float32 [T - 1]: log-probabilities of tokens 1 to T - 1."""
     loss: float
     gradients: dict[str, torch.Tensor]
-    """Of the loss, by name on disk: experts one by one, a tied head as `model.embed_tokens.weight`."""
+    """Gradients of the loss by name on disk: one tensor per expert, a tied head as `model.embed_tokens.weight`."""
 
 
 def draw(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> Tokens:
-    """Random sequences of ids from 2, the end of the vocabulary among them; 0 pads and 1 ends."""
+    """Draw random sequences of ids from 2, including the last id of the vocabulary; 0 is padding and 1 is EOS."""
     rng = np.random.default_rng(seed)
     sequences = [rng.integers(2, vocab_size, length) for length in lengths]
     for sequence in sequences:
@@ -50,7 +50,7 @@ def draw(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> Tokens:
 
 @cache
 def score(folder: str, sequences: Tokens) -> tuple[torch.Tensor, ...]:
-    """By sequence, float32 [T - 1]: log-probabilities of tokens 1 to T - 1."""
+    """Return log-probabilities of tokens 1 to T - 1 by sequence, float32 [T - 1]."""
     model = _load(folder)
     with torch.no_grad():
         return tuple(_logprobs(model, sequence) for sequence in sequences)
@@ -60,13 +60,13 @@ def score(folder: str, sequences: Tokens) -> tuple[torch.Tensor, ...]:
 def differentiate(
     folder: str, sequences: Tokens, masks: Masks | None = None, advantages: tuple[float, ...] | None = None
 ) -> Reference:
-    """-sum_s advantage_s sum_t mask_st logprob_st / sum_st mask_st, and its gradient.
+    """Compute -sum_s advantage_s sum_t mask_st logprob_st / sum_st mask_st, and its gradient.
 
-    Without `advantages` it is the mean negative log-likelihood; with them, its gradient is that of an on-policy
-    policy-gradient loss, averaged over tokens.
+    Without `advantages` this is the mean negative log-likelihood. With them, the gradient is that of an on-policy
+    policy-gradient loss averaged over tokens.
 
     Args:
-        masks: by sequence, [T]: which tokens count. The first never does. None: all others do.
+        masks: loss mask by sequence, [T]; the first token is never counted. None: all other tokens are.
     """
     model = _load(folder)
     counted = masks or tuple((True,) * len(sequence) for sequence in sequences)
@@ -85,23 +85,23 @@ def differentiate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueReference:
-    """Of some sequences under one value model."""
+    """Values of sequences under one value model, with gradients."""
 
     values: tuple[torch.Tensor, ...]
-    """By sequence, float32 [T]."""
+    """By sequence, values of all tokens, float32 [T]."""
     gradients: dict[str, torch.Tensor]
-    """Of sum_s sum_t weight_st value_st, by name on disk."""
+    """Gradients of sum_s sum_t weight_st value_st by name on disk."""
 
 
 def draw_weights(sequences: Tokens) -> tuple[torch.Tensor, ...]:
-    """By sequence, float32 [T]: what its values are multiplied by."""
+    """Draw the weight of each value in the differentiated sum: by sequence, float32 [T]."""
     rng = np.random.default_rng(1)
     return tuple(torch.from_numpy(rng.normal(size=len(sequence))).float() for sequence in sequences)
 
 
 @cache
 def differentiate_values(folder: str, sequences: Tokens) -> ValueReference:
-    """Of every token the head's value of its hidden state, and the gradient of their sum under `draw_weights`."""
+    """Compute the value of every token, and the gradient of their sum weighted by `draw_weights`."""
     from transformers import AutoModelForSequenceClassification
 
     model = _load(folder, AutoModelForSequenceClassification)
@@ -132,7 +132,7 @@ def _logprobs(model: PreTrainedModel, sequence: tuple[int, ...]) -> torch.Tensor
 
 
 def _gradients_on_disk(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Saves the gradients as if they were a model, since saving splits what transformers fuses in memory."""
+    """Return gradients by name on disk. They are saved as a model, because saving splits fused tensors."""
     with torch.no_grad():
         for parameter in model.parameters():
             assert parameter.grad is not None

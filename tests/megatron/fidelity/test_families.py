@@ -1,4 +1,4 @@
-"""Every family on one rank against transformers: each log-probability, each entropy's bounds, each gradient."""
+"""All families on one rank, compared with transformers: log-probabilities, entropy bounds, gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logprobs_and_gradients_are_those_of_transformers(name, model_folder, tmp_path):
+def test_logprobs_and_gradients_match_transformers(name, model_folder, tmp_path):
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     want = differentiate(folder, sequences)
     got = measure(folder, sequences, tmp_path)

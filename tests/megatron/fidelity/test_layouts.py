@@ -1,4 +1,4 @@
-"""A layout changes nothing: loss, gradient norm and every gradient, in Hugging Face coordinates, against one rank's."""
+"""All parallel layouts compared with one rank: log-probabilities, loss, gradient norm, all gradients by HF name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.megatron.fidelity.reference import SHORT, draw
 
 TOLERANCE = 1e-5
 
-ANY = {
+COMMON_LAYOUTS = {
     "tp2": {"world": 2, "tp": 2},
     "pp2": {"world": 2, "pp": 2},
     "pp2 vpp2": {"world": 2, "pp": 2, "vpp": 2},
@@ -23,12 +23,12 @@ ANY = {
     "tp2 cp2": {"world": 4, "tp": 2, "cp": 2},
     "tp2 pp2 cp2": {"world": 8, "tp": 2, "pp": 2, "cp": 2},
 }
-DENSE = {
+DENSE_LAYOUTS = {
     "tp2 without sequence parallel": {"world": 2, "tp": 2, "sequence_parallel": False},
     "pp3 with uneven stages": {"world": 3, "pp": 3, "first_stage_layers": 1, "last_stage_layers": 1},
     "tp2 pp2 dp2": {"world": 8, "tp": 2, "pp": 2},
 }
-ROUTED = {
+MOE_LAYOUTS = {
     "ep2": {"world": 2, "ep": 2},
     "ep4": {"world": 4, "ep": 4},
     "tp2 etp1": {"world": 2, "tp": 2, "etp": 1},
@@ -41,16 +41,16 @@ ROUTED = {
 CASES = [
     (name, layout, sizes)
     for name, config in CONFIGS.items()
-    for layout, sizes in (ANY | (ROUTED if "num_experts_per_tok" in config else DENSE)).items()
+    for layout, sizes in (COMMON_LAYOUTS | (MOE_LAYOUTS if "num_experts_per_tok" in config else DENSE_LAYOUTS)).items()
 ]
-# One of each kind of attention and feed-forward in all layouts; the others where they differ from it.
-EVERYWHERE = ("qwen2", "gemma2", "qwen3_moe", "deepseek_v3")
-ELSEWHERE = ("tp2", "pp2 vpp2", "cp2", "ep2", "tp2 ep2 etp2")
-QUICK = [case for case in CASES if case[0] in EVERYWHERE or case[1] in ELSEWHERE]
+# One model of each attention and feed-forward type runs in all layouts, the others in a reduced set.
+ALL_LAYOUT_MODELS = ("qwen2", "gemma2", "qwen3_moe", "deepseek_v3")
+REDUCED_LAYOUTS = ("tp2", "pp2 vpp2", "cp2", "ep2", "tp2 ep2 etp2")
+QUICK = [case for case in CASES if case[0] in ALL_LAYOUT_MODELS or case[1] in REDUCED_LAYOUTS]
 SLOW = [case for case in CASES if case not in QUICK]
 
 
-def compare(name, sizes, model_folder, tmp_path):
+def check_layout(name, sizes, model_folder, tmp_path):
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
     want, got = on_one_rank(folder, sequences), measure(folder, sequences, tmp_path, **sizes)
     assert_same(got, want)
@@ -82,34 +82,34 @@ def ids(case):
 
 
 @pytest.mark.parametrize(("name", "layout", "sizes"), QUICK, ids=ids)
-def test_a_layout_changes_nothing(name, layout, sizes, model_folder, tmp_path):
-    compare(name, sizes, model_folder, tmp_path)
+def test_layouts_match_one_rank(name, layout, sizes, model_folder, tmp_path):
+    check_layout(name, sizes, model_folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "sizes"), SLOW, ids=ids)
-def test_a_layout_changes_nothing_elsewhere_either(name, layout, sizes, model_folder, tmp_path):
-    compare(name, sizes, model_folder, tmp_path)
+def test_remaining_layouts_match_one_rank(name, layout, sizes, model_folder, tmp_path):
+    check_layout(name, sizes, model_folder, tmp_path)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 64, 4096], ids=["unpacked", "small packs", "one pack"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v3"])
-def test_packing_changes_nothing(name, max_tokens, model_folder, tmp_path):
-    compare(name, {"max_tokens": max_tokens}, model_folder, tmp_path)
+def test_packing_does_not_change_results(name, max_tokens, model_folder, tmp_path):
+    check_layout(name, {"max_tokens": max_tokens}, model_folder, tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [{"world": 2, "cp": 2}, {"world": 2, "pp": 2, "vpp": 2}], ids=["cp2", "pp2 vpp2"])
-def test_packing_changes_nothing_on_several_ranks(sizes, model_folder, tmp_path):
-    compare("qwen3", sizes | {"max_tokens": 1}, model_folder, tmp_path)
+def test_packing_does_not_change_results_on_several_ranks(sizes, model_folder, tmp_path):
+    check_layout("qwen3", sizes | {"max_tokens": 1}, model_folder, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_the_order_of_sequences_changes_nothing(name, model_folder, tmp_path):
+def test_sequence_order_does_not_change_results(name, model_folder, tmp_path):
     folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
-    order = [7, 0, 11, 3, 9, 1, 10, 5, 2, 8, 4, 6]
-    got = measure(folder, tuple(sequences[i] for i in order), tmp_path, world=2)
+    permutation = [7, 0, 11, 3, 9, 1, 10, 5, 2, 8, 4, 6]
+    got = measure(folder, tuple(sequences[i] for i in permutation), tmp_path, world=2)
     want = on_one_rank(folder, sequences)
-    for i, original in enumerate(order):
+    for i, original in enumerate(permutation):
         torch.testing.assert_close(got.logprobs[i], want.logprobs[original], rtol=0, atol=TOLERANCE)
     assert got.loss == pytest.approx(want.loss, rel=TOLERANCE)
     difference, tensor = worst_gradient(got.gradients, want.gradients)
@@ -120,13 +120,13 @@ def test_the_order_of_sequences_changes_nothing(name, model_folder, tmp_path):
     "sizes", [{"world": 2}, {"world": 2, "pp": 2, "vpp": 2}, {"world": 4, "cp": 2}], ids=["dp2", "pp2 vpp2", "cp2 dp2"]
 )
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_ranks_without_a_sequence_change_nothing(name, sizes, model_folder, tmp_path):
+def test_ranks_without_sequences_do_not_change_results(name, sizes, model_folder, tmp_path):
     folder, sequences = model_folder(name), draw((34,), CONFIGS[name]["vocab_size"])
     assert_same(measure(folder, sequences, tmp_path, **sizes), on_one_rank(folder, sequences))
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (8, 1)], ids=["2 key-value heads", "1 key-value head"])
-def test_tensor_ranks_may_share_key_value_heads(heads, tmp_path):
+def test_tensor_parallel_ranks_may_share_key_value_heads(heads, tmp_path):
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     folder, sequences = save_model(tmp_path / "model", **sizes), draw(SHORT, 331)
     assert_same(measure(folder, sequences, tmp_path, world=4, tp=4), on_one_rank(folder, sequences))

@@ -1,4 +1,4 @@
-"""bfloat16 with float32 masters, and the distributed optimizer against the replicated one."""
+"""bfloat16 with float32 main parameters; the distributed optimizer compared with the replicated one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.planning.strategy import Outlets
-from tests.megatron.fidelity.measure import assemble, measure, nll_work
+from megarl.reshard.planning.strategy import Sinks
+from tests.megatron.fidelity.measure import assemble, measure, nll_request
 from tests.megatron.fidelity.reference import draw, score
 from tests.megatron.ranks import CollectingSink, run_ranks
 
@@ -23,77 +23,79 @@ STEPS = 5
 
 
 def train_on_rank(path, steps):
-    """Steps on the same sequences in bfloat16; what was pushed after the first and the last, and the masters then."""
+    """Train in bfloat16; returns the weights synced after the first and the last step, and the main parameters."""
     from megarl.megatron.trainer_worker import TrainerWorker
 
     model = ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig())
     worker = TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=LR), optimizer_steps=steps))
     sink = CollectingSink()
     config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=200_000)
-    worker.prepare_sync(SyncSetup(config=config, outlets={0: Outlets(whole=(sink,))}))
-    (work,) = split_by_dp(nll_work(SEQUENCES, 256), RankGrid())
+    worker.prepare_sync(SyncSetup(config=config, sinks={0: Sinks(full_tensors=(sink,))}))
+    (request,) = split_by_dp(nll_request(SEQUENCES, 256), RankGrid())
     pushed = []
     for step in range(steps):
-        worker.train_step(work)
+        worker.train_step(request)
         if step in (0, steps - 1):
             worker.push_weights(None)
             pushed.append(dict(sink.tensors))
-    rank = worker._trainer.rank
-    of = {parameter.data_ptr(): parameter for chunk in rank.chunks for parameter in chunk.module.parameters()}
-    masters = {
+    megatron_model = worker._trainer.model
+    of = {parameter.data_ptr(): parameter for chunk in megatron_model.chunks for parameter in chunk.module.parameters()}
+    main_params = {
         name: of[tensor.data_ptr()].main_param.view(tensor.shape)
-        for name, tensor in rank.tensors().items()
+        for name, tensor in megatron_model.tensors().items()
         if tensor.data_ptr() in of
     }
-    return pushed, assemble([rank.layout], [masters])
+    return pushed, assemble([megatron_model.layout], [main_params])
 
 
 @pytest.fixture(scope="module")
 def trained(model_folder, tmp_path_factory):
-    """(weights on disk, those pushed after the first and the last step, masters)."""
+    """Function from model name to (weights on disk, weights synced after first and last step, main parameters)."""
 
     @cache
     def train(name):
         folder = model_folder(name)
-        pushed, masters = run_ranks(train_on_rank, 1, tmp_path_factory.mktemp("bfloat16"), folder, STEPS)
-        return load_file(f"{folder}/model.safetensors"), pushed, masters
+        pushed, main_params = run_ranks(train_on_rank, 1, tmp_path_factory.mktemp("bfloat16"), folder, STEPS)
+        return load_file(f"{folder}/model.safetensors"), pushed, main_params
 
     return train
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_masters_add_up_what_bfloat16_would_lose(name, trained):
-    disk, pushed, masters = trained(name)
+def test_main_params_accumulate_updates_below_bfloat16_resolution(name, trained):
+    disk, pushed, main_params = trained(name)
     moved = total = 0
     for tensor, weight in disk.items():
         start = weight.bfloat16()
-        # Between 1/8 and 1/4 neighbours are 2**-10 apart: one step of about LR is less than half of that.
+        # Between 1/8 and 1/4 bfloat16 values are 2**-10 apart: one step of about LR is less than half of that.
         coarse = (start.abs() >= 0.125) & (start.abs() < 0.25)
-        assert torch.equal(pushed[0][tensor][coarse], start[coarse]), f"{tensor}: one step is below its resolution"
+        assert torch.equal(pushed[0][tensor][coarse], start[coarse]), (
+            f"{tensor}: one step is below the bfloat16 resolution"
+        )
         moved += int((pushed[-1][tensor] != start)[coarse].sum())
         total += int(coarse.sum())
-        step = (masters[tensor] - start.float()).abs()
+        step = (main_params[tensor] - start.float()).abs()
         assert step.max() <= STEPS * LR * 1.1, tensor
     assert STEPS * LR > 2**-11
     assert moved > 0.25 * total, (moved, total)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_engines_get_the_masters_rounded(name, trained):
-    _, pushed, masters = trained(name)
-    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
-    for tensor, master in masters.items():
-        assert torch.equal(pushed[-1][tensor], master.bfloat16()), tensor
+def test_synced_weights_are_main_params_rounded_to_bfloat16(name, trained):
+    _, pushed, main_params = trained(name)
+    assert {tensor.dtype for tensor in main_params.values()} == {torch.float32}
+    for tensor, main_param in main_params.items():
+        assert torch.equal(pushed[-1][tensor], main_param.bfloat16()), tensor
 
 
-def test_what_is_not_trained_stays_as_it_came(trained):
-    disk, pushed, masters = trained("deepseek_v3")
+def test_untrained_tensors_stay_unchanged(trained):
+    disk, pushed, main_params = trained("deepseek_v3")
     biases = [name for name in disk if name.endswith("e_score_correction_bias")]
     assert biases
-    assert not masters.keys() & set(biases)
-    untrained = pushed[-1].keys() - masters.keys()
+    assert not main_params.keys() & set(biases)
+    untrained = pushed[-1].keys() - main_params.keys()
     assert untrained >= set(biases)
-    assert any(name.startswith("model.layers.4.") for name in untrained), "the layer that predicts further tokens"
+    assert any(name.startswith("model.layers.4.") for name in untrained), "the multi-token-prediction layer"
     for name in untrained:
         kept = torch.float32 if name in biases else torch.bfloat16
         assert pushed[-1][name].dtype == kept, name
@@ -101,22 +103,22 @@ def test_what_is_not_trained_stays_as_it_came(trained):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3_moe", "deepseek_v3"])
-def test_log_probabilities_are_near_those_in_float32(name, model_folder, tmp_path):
+def test_bfloat16_logprobs_are_close_to_float32(name, model_folder, tmp_path):
     folder = model_folder(name)
     measured = measure(folder, SEQUENCES, tmp_path, dtype="bfloat16")
     got = torch.cat([measured.logprobs[i] for i in range(len(SEQUENCES))])
     want = torch.cat(list(score(folder, SEQUENCES)))
     assert got.dtype == torch.float32
-    # Measured: 0.009 to 0.015. Single tokens are 0.6 off where rounding moves them to another expert.
+    # Measured: 0.009 to 0.015. Single tokens differ by 0.6 if rounding routes them to another expert.
     assert 1e-4 < (got - want).abs().mean() < 0.03
 
 
-def test_gradients_are_summed_up_and_reduced_in_float32(model_folder, tmp_path):
+def test_gradients_are_accumulated_and_reduced_in_float32(model_folder, tmp_path):
     measured = measure(model_folder("qwen3"), SEQUENCES, tmp_path, max_tokens=64, dtype="bfloat16", world=2)
     gradients = torch.cat([gradient.flatten() for gradient in measured.gradients.values()])
     assert gradients.dtype == torch.float32
     coarse = gradients == gradients.bfloat16()
-    assert coarse.float().mean() < 0.3, "a sum in bfloat16 is what bfloat16 can hold"
+    assert coarse.float().mean() < 0.3, "gradients summed in bfloat16 would all be representable in bfloat16"
 
 
 SHARDED = [
@@ -129,7 +131,7 @@ SHARDED = [
 
 
 def step_on_rank(spec, sequences):
-    """Two optimizer steps: the last gradient norm, and the weights of all ranks."""
+    """Take two optimizer steps; returns the last gradient norm and the full weights."""
     import torch.distributed as dist
 
     from megarl.megatron.runtime import platform
@@ -139,17 +141,17 @@ def step_on_rank(spec, sequences):
 
     trainer = MegatronTrainer(spec)
     grid = RankGrid.of(spec.model.parallel, dist.get_world_size())
-    work = split_by_dp(nll_work(sequences, 64), grid)[dist.get_rank()]
+    request = split_by_dp(nll_request(sequences, 64), grid)[dist.get_rank()]
     for _ in range(2):
-        stats = trainer.train_step(work)
-    everyone = [None] * grid.size
-    dist.all_gather_object(everyone, (stats.metrics, trainer.rank.layout, trainer.rank.tensors()))
-    _, layouts, tensors = zip(*everyone, strict=True)
-    return everyone[grid.output_rank(0)][0]["grad_norm"], assemble(list(layouts), list(tensors))
+        stats = trainer.train_step(request)
+    gathered = [None] * grid.size
+    dist.all_gather_object(gathered, (stats.metrics, trainer.model.layout, trainer.model.tensors()))
+    _, layouts, tensors = zip(*gathered, strict=True)
+    return gathered[grid.output_rank(0)][0]["grad_norm"], assemble(list(layouts), list(tensors))
 
 
 @pytest.mark.parametrize(("name", "world", "dtype", "parallel"), SHARDED)
-def test_the_distributed_optimizer_steps_as_the_replicated_one(name, world, dtype, parallel, model_folder, tmp_path):
+def test_distributed_optimizer_matches_replicated_optimizer(name, world, dtype, parallel, model_folder, tmp_path):
     model = ModelSpec(model_path=model_folder(name), dtype=dtype, parallel=ParallelConfig(**parallel))
     steps = {}
     for distributed in (True, False):

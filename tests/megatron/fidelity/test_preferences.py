@@ -1,4 +1,4 @@
-"""Losses of pairs: value, metrics and every gradient against transformers, on one rank and in every layout."""
+"""Preference losses: value, metrics and gradients compared with transformers, on one rank and in all layouts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,10 @@ from torch.nn.functional import logsigmoid
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.data.preference_pairs import PreferencePair
-from megarl.megatron.requests import (
-    DirectPreferenceLoss,
-    ModelSpec,
-    PairLoss,
-    TrainerSpec,
-    split_by_dp,
-    split_evaluation,
-)
+from megarl.megatron.loss_specs import BradleyTerryLoss, DpoLoss
+from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp, split_forward_by_dp
 from megarl.placement.rank_grid import RankGrid
-from megarl.stages.pairwise import answers_of, evaluation_work, pair_work
+from megarl.stages.pairwise import flatten_pairs, make_forward_request, make_pair_request
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
@@ -37,11 +31,11 @@ TOLERANCE = 1e-5
 MAX_TOKENS = 150
 
 LOSSES = {
-    "reward": PairLoss(kind="reward"),
-    "cost": PairLoss(kind="cost"),
-    "cost with signs": PairLoss(kind="cost"),
-    "dpo": DirectPreferenceLoss(beta=0.3),
-    "rpo": DirectPreferenceLoss(beta=0.3, nll=0.7),
+    "reward": BradleyTerryLoss(kind="reward"),
+    "cost": BradleyTerryLoss(kind="cost"),
+    "cost with signs": BradleyTerryLoss(kind="cost"),
+    "dpo": DpoLoss(beta=0.3),
+    "rpo": DpoLoss(beta=0.3, nll=0.7),
 }
 LAYOUTS = [
     ("reward", {"world": 2, "cp": 2}),
@@ -59,16 +53,16 @@ OTHER_LAYOUTS = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step on the pairs, and what was found of them before."""
+    """Result of one step on the pairs, and of a forward pass before it."""
 
-    found: list[Any]
-    """By answer: its score, or its log-probabilities [n]."""
+    outputs: list[Any]
+    """By answer: its score, or its log-probabilities, float32 [n]."""
     metrics: dict[str, float]
     gradients: dict[str, torch.Tensor]
 
 
 def make_pairs(seed: int = 0) -> list[PreferencePair]:
-    """An odd number of pairs, of lengths that pack into several micro-batches; margins and signs of all kinds."""
+    """Make an odd number of pairs that fill several micro-batches, with all margins and signs."""
     rng = np.random.default_rng(seed)
     pairs = []
     for i in range(7):
@@ -95,9 +89,9 @@ def make_answer(rng, prompt, number) -> Trajectory:
 PAIRS = make_pairs()
 REF_LOGPROBS = [
     np.random.default_rng(i).normal(-3, 1, answer.num_tokens).astype(np.float32)
-    for i, answer in enumerate(answers_of(PAIRS))
+    for i, answer in enumerate(flatten_pairs(PAIRS))
 ]
-"""What a reference might have said."""
+"""Random log-probabilities of a reference model."""
 
 
 def pairs_for(name: str) -> list[PreferencePair]:
@@ -105,7 +99,7 @@ def pairs_for(name: str) -> list[PreferencePair]:
 
 
 def step(name: str, folder: str, tmp_path, *, world: int = 1, **parallel: Any) -> Step:
-    head = "value" if isinstance(LOSSES[name], PairLoss) else "lm"
+    head = "value" if isinstance(LOSSES[name], BradleyTerryLoss) else "lm"
     model = ModelSpec(model_path=folder, dtype="float32", parallel=ParallelConfig(**parallel), head=head)
     optimizer = OptimizerConfig(lr=1e-3, distributed=False)
     return run_ranks(
@@ -120,9 +114,11 @@ def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
 
     worker, rank = TrainerWorker(spec), dist.get_rank()
     grid = RankGrid.of(spec.model.parallel, dist.get_world_size())
-    here: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload, grid=grid))
-    evaluation = split_evaluation(evaluation_work(answers_of(PAIRS), here, MAX_TOKENS), grid)[rank]
-    found = worker.scores(evaluation) if spec.model.head == "value" else worker.logprobs(evaluation)
+    fake_trainer: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload, grid=grid))
+    forward_request = split_forward_by_dp(make_forward_request(flatten_pairs(PAIRS), fake_trainer, MAX_TOKENS), grid)[
+        rank
+    ]
+    outputs = worker.scores(forward_request) if spec.model.head == "value" else worker.logprobs(forward_request)
     gradients: dict[str, torch.Tensor] = {}
     prepare = worker._trainer._optimizer.prepare_grads
 
@@ -132,25 +128,25 @@ def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
 
     worker._trainer._optimizer.prepare_grads = keep_gradients_then_prepare
     refs = None if spec.model.head == "value" else REF_LOGPROBS
-    work = pair_work(pairs_for(name), here, LOSSES[name], max_tokens=MAX_TOKENS, ref_logprobs=refs)
-    stats = worker.train_step(split_by_dp(work, grid)[rank])
-    everyone: list[Any] = [None] * grid.size
-    dist.all_gather_object(everyone, (found, stats.metrics, worker._rank.layout, gradients))
+    request = make_pair_request(pairs_for(name), fake_trainer, LOSSES[name], max_tokens=MAX_TOKENS, ref_logprobs=refs)
+    stats = worker.train_step(split_by_dp(request, grid)[rank])
+    gathered: list[Any] = [None] * grid.size
+    dist.all_gather_object(gathered, (outputs, stats.metrics, worker._model.layout, gradients))
     if rank != 0:
         return None
-    merged = {key: value for each in everyone for key, value in each[0].items()}
+    merged = {key: value for each in gathered for key, value in each[0].items()}
     return Step(
-        found=[merged[0, i] for i in range(2 * len(PAIRS))],
-        metrics=everyone[grid.output_rank(0)][1],
-        gradients=assemble([each[2] for each in everyone], [each[3] for each in everyone]),
+        outputs=[merged[0, i] for i in range(2 * len(PAIRS))],
+        metrics=gathered[grid.output_rank(0)][1],
+        gradients=assemble([each[2] for each in gathered], [each[3] for each in gathered]),
     )
 
 
 @functools.cache
 def reference(name: str, folder: str) -> Step:
-    """By transformers, one answer at a time, and the formulas of the papers written out."""
+    """Compute the step with transformers, one answer at a time, by the papers' formulas."""
     loss = LOSSES[name]
-    if isinstance(loss, PairLoss):
+    if isinstance(loss, BradleyTerryLoss):
         return scores_of_transformers(name, loss.kind, folder)
     model = _load(folder)
     losses, metrics = [], []
@@ -173,47 +169,51 @@ def reference(name: str, folder: str) -> Step:
         )
     total = torch.stack(losses).mean()
     total.backward()
-    tokens = tuple(tuple(answer.token_ids.tolist()) for answer in answers_of(PAIRS))
-    return Step(found=list(score(folder, tokens)), metrics=means(metrics, total), gradients=_gradients_on_disk(model))
+    tokens = tuple(tuple(answer.token_ids.tolist()) for answer in flatten_pairs(PAIRS))
+    return Step(
+        outputs=list(score(folder, tokens)),
+        metrics=average_metrics(metrics, total),
+        gradients=_gradients_on_disk(model),
+    )
 
 
 def scores_of_transformers(name: str, kind: str, folder: str) -> Step:
     from transformers import AutoModelForSequenceClassification
 
     model = _load(folder, AutoModelForSequenceClassification)
-    losses, metrics, found = [], [], []
+    losses, metrics, outputs = [], [], []
     for pair in PAIRS:
-        better, worse = (
+        chosen_score, rejected_score = (
             model(torch.from_numpy(answer.token_ids).long()[None]).logits[0, 0]
             for answer in (pair.chosen, pair.rejected)
         )
-        gap = better - worse if kind == "reward" else worse - better
+        gap = chosen_score - rejected_score if kind == "reward" else rejected_score - chosen_score
         loss = -logsigmoid(gap - pair.margin)
         if name == "cost with signs":
             assert pair.safe is not None
-            for cost, safe in zip((better, worse), pair.safe, strict=True):
+            for cost, safe in zip((chosen_score, rejected_score), pair.safe, strict=True):
                 loss = loss - logsigmoid(-cost if safe else cost)
         losses.append(loss)
-        found += [float(better.detach()), float(worse.detach())]
-        mean = float((better + worse).detach()) / 2
+        outputs += [float(chosen_score.detach()), float(rejected_score.detach())]
+        mean = float((chosen_score + rejected_score).detach()) / 2
         metrics.append({"accuracy": float(gap > 0), "gap": float(gap.detach()), "score": mean})
     total = torch.stack(losses).mean()
     total.backward()
-    return Step(found=found, metrics=means(metrics, total), gradients=_gradients_on_disk(model))
+    return Step(outputs=outputs, metrics=average_metrics(metrics, total), gradients=_gradients_on_disk(model))
 
 
-def means(metrics: list[dict[str, float]], loss: torch.Tensor) -> dict[str, float]:
+def average_metrics(metrics: list[dict[str, float]], loss: torch.Tensor) -> dict[str, float]:
     return {"loss": float(loss)} | {name: sum(each[name] for each in metrics) / len(metrics) for name in metrics[0]}
 
 
 def check(name: str, folder: str, got: Step) -> None:
     want = reference(name, folder)
-    for mine, theirs in zip(got.found, want.found, strict=True):
-        if isinstance(theirs, float):
-            assert mine == pytest.approx(theirs, abs=TOLERANCE)
+    for actual_output, expected_output in zip(got.outputs, want.outputs, strict=True):
+        if isinstance(expected_output, float):
+            assert actual_output == pytest.approx(expected_output, abs=TOLERANCE)
         else:
-            assert mine[0] == 0
-            torch.testing.assert_close(torch.from_numpy(mine[1:]), theirs, rtol=0, atol=TOLERANCE)
+            assert actual_output[0] == 0
+            torch.testing.assert_close(torch.from_numpy(actual_output[1:]), expected_output, rtol=0, atol=TOLERANCE)
     for metric, value in want.metrics.items():
         assert got.metrics[metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
     assert got.gradients.keys() == want.gradients.keys()
@@ -224,23 +224,23 @@ def check(name: str, folder: str, got: Step) -> None:
 
 
 def folder_for(name: str, model_folder, value_folder) -> str:
-    return value_folder(NAME) if isinstance(LOSSES[name], PairLoss) else model_folder(NAME)
+    return value_folder(NAME) if isinstance(LOSSES[name], BradleyTerryLoss) else model_folder(NAME)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_metrics_and_gradients_are_those_of_transformers(name, model_folder, value_folder, tmp_path):
+def test_loss_metrics_and_gradients_match_transformers(name, model_folder, value_folder, tmp_path):
     folder = folder_for(name, model_folder, value_folder)
     check(name, folder, step(name, folder, tmp_path))
 
 
 @pytest.mark.parametrize(("name", "sizes"), LAYOUTS, ids=str)
-def test_a_layout_changes_nothing(name, sizes, model_folder, value_folder, tmp_path):
+def test_layouts_match_one_rank(name, sizes, model_folder, value_folder, tmp_path):
     folder = folder_for(name, model_folder, value_folder)
     check(name, folder, step(name, folder, tmp_path, **sizes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), OTHER_LAYOUTS, ids=str)
-def test_no_other_layout_does_either(name, sizes, model_folder, value_folder, tmp_path):
+def test_remaining_layouts_match_one_rank(name, sizes, model_folder, value_folder, tmp_path):
     folder = folder_for(name, model_folder, value_folder)
     check(name, folder, step(name, folder, tmp_path, **sizes))

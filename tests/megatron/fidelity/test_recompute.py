@@ -1,4 +1,4 @@
-"""Activations that the backward pass computes anew: which modules run twice, and that gradients are the same bits."""
+"""Activation recompute: which modules run twice, and that gradients are bitwise equal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
 from megarl.placement.rank_grid import RankGrid
-from tests.megatron.fidelity.measure import collect_gradients, measure, nll_work
+from tests.megatron.fidelity.measure import collect_gradients, measure, nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import run_ranks
 
 SEQUENCES = draw((3, 21, 34, 60), 331)
 
-TWICE = {
+RECOMPUTED_SUFFIXES = {
     "core_attn": (".core_attention",),
     "mla_up_proj": (".linear_q_up_proj", ".linear_kv_up_proj"),
     "mlp": (".mlp", ".mlp.linear_fc1", ".mlp.linear_fc2"),
     "moe": (".mlp.router", ".mlp.experts", ".mlp.shared_experts"),
     "shared_experts": (".mlp.shared_experts", ".shared_experts.linear_fc1", ".shared_experts.linear_fc2"),
 }
-"""By module to compute anew, how names of what must run twice end, in layers that have it."""
+"""By recompute module: name suffixes of the submodules that must run twice, in layers that have them."""
 
 MODELS = ("qwen3", "gemma2", "qwen3_moe", "deepseek_v3")
 
 
 def train_on_rank(path, recompute):
-    """Gradients, and how often each module has run, in one step of one micro-batch."""
+    """Run one step of one micro-batch; returns gradients and the number of forward calls per module."""
     from megarl.megatron.runtime import platform
 
     platform.prepare()
@@ -39,16 +39,16 @@ def train_on_rank(path, recompute):
     model = ModelSpec(model_path=path, dtype="float32", parallel=ParallelConfig(), recompute=recompute)
     trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=OptimizerConfig(), optimizer_steps=1))
     calls = Counter()
-    for name, module in trainer.rank.chunks[0].module.named_modules():
+    for name, module in trainer.model.chunks[0].module.named_modules():
         module.register_forward_hook(lambda *_, name=name: calls.update([name]))
-    (work,) = split_by_dp(nll_work(SEQUENCES, 256), RankGrid())
-    trainer.train_step(work)
+    (request,) = split_by_dp(nll_request(SEQUENCES, 256), RankGrid())
+    trainer.train_step(request)
     return collect_gradients(trainer), calls
 
 
 @pytest.fixture(scope="module")
 def train(model_folder, tmp_path_factory):
-    """(gradients, calls) of a model of this name."""
+    """Function from model name and recompute options to (gradients, forward calls per module)."""
     folder = tmp_path_factory.mktemp("recompute")
 
     @cache
@@ -63,28 +63,28 @@ def assert_same(got, want):
     assert [name for name in want if not torch.equal(got[name], want[name])] == []
 
 
-def repeated(calls, baseline):
+def find_recomputed(calls, baseline):
     assert all(baseline[name] == 1 for name in baseline if name.startswith("decoder.layers."))
     return {name for name, count in calls.items() if count == 2 * baseline[name] and ".experts." not in name}
 
 
-def modules_to_repeat(calls, module):
-    """Names of what computing `module` anew repeats; at least one layer has it."""
+def expected_recomputed(calls, module):
+    """Return the names of submodules that run again if `module` is recomputed; at least one layer must have it."""
     routed = tuple(name.removesuffix("router") for name in calls if name.endswith(".mlp.router"))
-    found = {name for name in calls if name.endswith(TWICE[module])}
+    outputs = {name for name in calls if name.endswith(RECOMPUTED_SUFFIXES[module])}
     if module == "mlp":
-        found = {name for name in found if not f"{name}.".startswith(routed)}
-    assert found, f"no layer has {module}"
-    return found
+        outputs = {name for name in outputs if not f"{name}.".startswith(routed)}
+    assert outputs, f"no layer has {module}"
+    return outputs
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_layers(name, layers, train):
+def test_full_recompute_of_layers(name, layers, train):
     want, baseline = train(name)
     gradients, calls = train(name, granularity="full", layers=layers)
     assert_same(gradients, want)
-    assert repeated(calls, baseline) >= {f"decoder.layers.{i}" for i in range(4)}
+    assert find_recomputed(calls, baseline) >= {f"decoder.layers.{i}" for i in range(4)}
 
 
 @pytest.mark.parametrize(
@@ -97,14 +97,14 @@ def test_whole_layers(name, layers, train):
         ("deepseek_v3", ("mlp", "mla_up_proj", "shared_experts")),
     ],
 )
-def test_selected_modules(name, modules, train):
+def test_selective_recompute_of_modules(name, modules, train):
     want, baseline = train(name)
     gradients, calls = train(name, granularity="selective", modules=modules)
     assert_same(gradients, want)
-    expected = {of for module in modules for of in modules_to_repeat(baseline, module)}
-    twice = repeated(calls, baseline)
-    assert twice >= expected
-    assert {of for of in twice if not any(f"{of}.".startswith(f"{each}.") for each in expected)} == set()
+    expected = {of for module in modules for of in expected_recomputed(baseline, module)}
+    recomputed = find_recomputed(calls, baseline)
+    assert recomputed >= expected
+    assert {of for of in recomputed if not any(f"{of}.".startswith(f"{each}.") for each in expected)} == set()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_selected_modules(name, modules, train):
         ("gemma2", {"granularity": "full"}, {"pp": 2, "vpp": 2}),
     ],
 )
-def test_over_ranks(name, recompute, parallel, model_folder, tmp_path):
+def test_recompute_on_several_ranks(name, recompute, parallel, model_folder, tmp_path):
     got = measure(model_folder(name), SEQUENCES, tmp_path, world=2, max_tokens=64, recompute=recompute, **parallel)
     want = measure(model_folder(name), SEQUENCES, tmp_path, world=2, max_tokens=64, **parallel)
     assert_same(got.gradients, want.gradients)

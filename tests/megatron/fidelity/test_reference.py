@@ -1,4 +1,4 @@
-"""The tiny models show what they are for: each setting of each changes what the model says."""
+"""Tests of the tiny models and of the reference: every special setting of a model changes its log-probabilities."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES, ids=str)
-def test_every_setting_shows(name, change, model_folder, tmp_path):
+def test_every_model_setting_changes_logprobs(name, change, model_folder, tmp_path):
     folder = model_folder(name)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -47,7 +47,7 @@ def test_every_setting_shows(name, change, model_folder, tmp_path):
 
 
 def arguments(name, model_folder):
-    """Of `differentiate`: some tokens of some sequences, with advantages."""
+    """Return arguments of `differentiate`: partly masked sequences with advantages."""
     sequences = draw(SHORT[:8], CONFIGS[name]["vocab_size"])
     masks = tuple(tuple(i % 3 > 0 for i in range(len(s))) for s in sequences)
     return model_folder(name), sequences, masks, tuple(np.random.default_rng(0).normal(size=len(sequences)).tolist())
@@ -56,25 +56,25 @@ def arguments(name, model_folder):
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_every_tensor_on_disk_has_a_gradient(name, model_folder):
     folder, sequences, *how = arguments(name, model_folder)
-    found = differentiate(folder, sequences, *how)
+    result = differentiate(folder, sequences, *how)
     disk = load_file(f"{folder}/model.safetensors")
     trained = {n for n in disk if not n.startswith("model.layers.4.") and not n.endswith("e_score_correction_bias")}
-    assert found.gradients.keys() == trained
-    assert all(found.gradients[n].shape == disk[n].shape for n in trained)
-    assert torch.equal(found.logprobs[3], score(folder, sequences[3:4])[0])
+    assert result.gradients.keys() == trained
+    assert all(result.gradients[n].shape == disk[n].shape for n in trained)
+    assert torch.equal(result.logprobs[3], score(folder, sequences[3:4])[0])
 
 
 @pytest.mark.parametrize(
     ("name", "experts"),
     [("qwen3", False), ("qwen3_moe", False), ("qwen3_moe", True), ("deepseek_v3", False), ("deepseek_v3", True)],
 )
-def test_the_loss_falls_along_the_gradient_as_it_says(name, experts, model_folder, tmp_path):
-    """(L(w + e g) - L(w - e g)) / 2 e = |g|^2, g of all experts or of all else, w and g as on disk."""
+def test_gradient_matches_finite_difference_of_the_loss(name, experts, model_folder, tmp_path):
+    """Check (L(w + e g) - L(w - e g)) / 2 e = |g|^2, with g of all experts or of all other tensors on disk."""
     folder, *how = arguments(name, model_folder)
     gradients = differentiate(folder, *how).gradients
     direction = {n: g for n, g in gradients.items() if (".experts." in n) == experts}
     slope = sum(float(g.double().square().sum()) for g in direction.values())
-    step = 2e-4 / slope  # large against rounding, small against what moves a token to another expert
+    step = 2e-4 / slope  # large compared with rounding, too small to route a token to another expert
     disk = load_file(f"{folder}/model.safetensors")
     losses = []
     for sign in (1, -1):

@@ -1,4 +1,4 @@
-"""Value models: each token's value and each gradient against transformers, and in every layout against one rank."""
+"""Value models: values and gradients compared with transformers, and all layouts compared with one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
 from megarl.placement.rank_grid import RankGrid
-from tests.megatron.fidelity.measure import as_trajectory, assemble, collect_gradients, nll_work, worst_gradient
+from tests.megatron.fidelity.measure import as_trajectory, assemble, collect_gradients, nll_request, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import SHORT, differentiate_values, draw, draw_weights
 from tests.megatron.ranks import run_ranks
@@ -49,7 +49,7 @@ OTHER_LAYOUTS = [
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     values: dict[int, torch.Tensor]
-    """By sequence, [T]; the same bits on all ranks that have them."""
+    """By sequence index, float32 [T]; bitwise equal on all ranks that return them."""
     grad_norm: float
     gradients: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(folder, sequences, tmp_path, *, world=1, dtype="float32", distributed=False, **parallel) -> Measured:
-    """One step along the gradient of the values' sum under `draw_weights`, on `world` gloo ranks."""
+    """Take one optimizer step on the sum of values weighted by `draw_weights`, on `world` gloo ranks."""
     model = ModelSpec(model_path=folder, dtype=dtype, parallel=ParallelConfig(**parallel), head="value")
     spec = TrainerSpec(
         model=model, optimizer=OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=distributed), optimizer_steps=1
@@ -74,12 +74,12 @@ def step_on_rank(spec, sequences):
     from megarl.megatron.training.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(spec)
-    rank, grid = trainer.rank, RankGrid.of(spec.model.parallel, dist.get_world_size())
-    (batch,) = split_by_dp(nll_work(sequences, 256), grid)[dist.get_rank()].mini_batches
+    model, grid = trainer.model, RankGrid.of(spec.model.parallel, dist.get_world_size())
+    (batch,) = split_by_dp(nll_request(sequences, 256), grid)[dist.get_rank()].mini_batches
     packs = []
     for micro_batch in batch.micro_batches:
-        packs.append(rank.pack([as_trajectory(sequences[i]) for i in micro_batch]))
-    values = values_of(rank, packs, batch.micro_batches, sequences)
+        packs.append(model.pack([as_trajectory(sequences[i]) for i in micro_batch]))
+    values = values_of(model, packs, batch.micro_batches, sequences)
     weights = draw_weights(sequences)
     weights_of = {
         id(packed): weights_of_pack(packed, [weights[i] for i in micro_batch])
@@ -88,27 +88,29 @@ def step_on_rank(spec, sequences):
 
     def loss(values_1t1, packed):
         assert values_1t1.dtype == torch.float32
-        # DDP averages over data-parallel ranks, the loss is a sum
-        return (values_1t1[0, :, 0] * weights_of[id(packed)]).sum() * rank.groups.dp.size(), {}
+        # DDP averages over data-parallel ranks, but the loss is a sum
+        return (values_1t1[0, :, 0] * weights_of[id(packed)]).sum() * model.groups.dp.size(), {}
 
-    rank.run(packs, loss, modules=trainer._ddp)
+    model.forward_backward(packs, loss, ddp_chunks=trainer._ddp_chunks)
     gradients = {name: grad.clone() for name, grad in collect_gradients(trainer).items()}
     _, grad_norm, _ = trainer._optimizer.step()
-    everyone: list[Any] = [None] * grid.size
-    dist.all_gather_object(everyone, (values, float(grad_norm), rank.layout, gradients, rank.tensors()))
-    together, norms, layouts, all_gradients, tensors = zip(*everyone, strict=True)
+    gathered: list[Any] = [None] * grid.size
+    dist.all_gather_object(gathered, (values, float(grad_norm), model.layout, gradients, model.tensors()))
+    rank_values, norms, layouts, all_gradients, tensors = zip(*gathered, strict=True)
     assert len(set(norms)) == 1, norms
     merged: dict[int, torch.Tensor] = {}
-    for each in together:
+    for each in rank_values:
         for i, values_T in each.items():
             assert torch.equal(merged.setdefault(i, values_T), values_T), f"ranks disagree about sequence {i}"
-    # of what the distributed optimizer shards, each rank has the gradient of its part alone
-    whole = {} if spec.optimizer.distributed else assemble(list(layouts), list(all_gradients))
-    return Measured(values=merged, grad_norm=norms[0], gradients=whole, weights=assemble(list(layouts), list(tensors)))
+    # with the distributed optimizer each rank has the reduced gradient of its shard only
+    full_gradients = {} if spec.optimizer.distributed else assemble(list(layouts), list(all_gradients))
+    return Measured(
+        values=merged, grad_norm=norms[0], gradients=full_gradients, weights=assemble(list(layouts), list(tensors))
+    )
 
 
 def weights_of_pack(packed, weights):
-    """[t] of this rank's tokens; 0 on padding."""
+    """Return the weights of this rank's tokens, [t]; 0 for padding."""
     starts = packed.batch.cu_seqlens_S.tolist()
     weights_T = torch.zeros(starts[-1])
     for start, of in zip(starts, weights, strict=False):
@@ -116,18 +118,18 @@ def weights_of_pack(packed, weights):
     return weights_T[packed.index_t]
 
 
-def values_of(rank, packs, micro_batches, sequences):
-    """By sequence of this replica, its values; empty on all stages but the last."""
+def values_of(model, packs, micro_batches, sequences):
+    """Return values by sequence index of this replica; empty except on the last pipeline stage."""
     import torch.distributed as dist
 
     values = {}
-    for values_t, packed, micro_batch in zip(rank.values(packs), packs, micro_batches, strict=False):
+    for values_t, packed, micro_batch in zip(model.values(packs), packs, micro_batches, strict=False):
         assert values_t.dtype == torch.float32
         assert not values_t.requires_grad
         starts = packed.batch.cu_seqlens_S.tolist()
         values_T = torch.zeros(starts[-1])
         values_T[packed.index_t] = values_t
-        dist.all_reduce(values_T, group=rank.groups.cp)
+        dist.all_reduce(values_T, group=model.groups.cp)
         for start, i in zip(starts, micro_batch, strict=False):
             values[i] = values_T[start : start + len(sequences[i])].clone()
     return values
@@ -146,13 +148,13 @@ def check_family(name, value_folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_gradients_are_those_of_transformers(name, value_folder, tmp_path):
+def test_values_and_gradients_match_transformers(name, value_folder, tmp_path):
     check_family(name, value_folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
-def test_values_and_gradients_of_the_other_families(name, value_folder, tmp_path):
+def test_values_and_gradients_of_other_families_match_transformers(name, value_folder, tmp_path):
     check_family(name, value_folder, tmp_path)
 
 
@@ -178,17 +180,17 @@ def check_layout(name, sizes, value_folder, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "sizes"), LAYOUTS, ids=str)
-def test_a_layout_changes_nothing(name, sizes, value_folder, tmp_path):
+def test_layouts_match_one_rank(name, sizes, value_folder, tmp_path):
     check_layout(name, sizes, value_folder, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), OTHER_LAYOUTS, ids=str)
-def test_a_layout_changes_nothing_elsewhere_either(name, sizes, value_folder, tmp_path):
+def test_remaining_layouts_match_one_rank(name, sizes, value_folder, tmp_path):
     check_layout(name, sizes, value_folder, tmp_path)
 
 
-def test_the_distributed_optimizer_steps_as_the_replicated_one(value_folder, tmp_path):
+def test_distributed_optimizer_matches_replicated_optimizer(value_folder, tmp_path):
     folder, sequences = value_folder("qwen2"), draw(SHORT, CONFIGS["qwen2"]["vocab_size"])
     want, got = (measure(folder, sequences, tmp_path, world=2, distributed=shards) for shards in (False, True))
     assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-6)
@@ -196,7 +198,7 @@ def test_the_distributed_optimizer_steps_as_the_replicated_one(value_folder, tmp
     assert max(worst.values()) <= 1e-6, max(worst, key=worst.get)
 
 
-def test_values_of_a_model_in_bfloat16_are_float32(value_folder, tmp_path):
+def test_values_of_bfloat16_models_are_float32(value_folder, tmp_path):
     folder, sequences = value_folder("qwen2"), draw(SHORT, CONFIGS["qwen2"]["vocab_size"])
     got, want = measure(folder, sequences, tmp_path, dtype="bfloat16"), differentiate_values(folder, sequences)
     values, exact = torch.cat([got.values[i] for i in range(len(sequences))]), torch.cat(want.values)

@@ -1,4 +1,4 @@
-"""Stretched rotary embeddings against those of transformers' own models."""
+"""RoPE frequencies with scaling, compared with transformers' own models."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 KINDS = [{}, LLAMA3, {"rope_type": "linear", "factor": 4.0}, YARN, YARN | {"beta_fast": 16.0, "attention_factor": 0.9}]
 
 
-@pytest.mark.parametrize("stated", KINDS, ids=lambda stated: stated.get("rope_type", "default"))
-def test_frequencies_are_those_of_a_model(stated):
+@pytest.mark.parametrize("scaling", KINDS, ids=lambda scaling: scaling.get("rope_type", "default"))
+def test_frequencies_match_transformers(scaling):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rope = Rope.read(stated, theta=5e5, max_positions=512, origin="test")
+    rope = Rope.read(scaling, theta=5e5, max_positions=512, origin="test")
     config = LlamaConfig(
         hidden_size=96,
         num_attention_heads=6,
         max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5, **stated},
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5, **scaling},
     )
-    theirs = LlamaRotaryEmbedding(config)
-    assert torch.equal(inverse_frequencies(rope, 16), theirs.inv_freq)
-    assert attention_factor(rope, 16) == theirs.attention_scaling
+    expected = LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(rope, 16), expected.inv_freq)
+    assert attention_factor(rope, 16) == expected.attention_scaling

@@ -1,4 +1,4 @@
-"""State that leaves the device between phases: what is freed, and that training goes on as if it had stayed."""
+"""Offloading of training state between phases: what is freed, and that it does not change training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megarl.config.weight_sync import WeightSyncConfig
 from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
 from megarl.megatron.runtime.offload import OffloadedTensors
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.planning.strategy import Outlets
-from tests.megatron.fidelity.measure import nll_work
+from megarl.reshard.planning.strategy import Sinks
+from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import CollectingSink, run_ranks
 
@@ -46,39 +46,41 @@ def num_bytes(tensors):
 
 
 def held_tensors(worker):
-    """By kind."""
+    """Return all tensors of the worker by kind of state."""
     trainer = worker._trainer
     state = [p for group in trainer._optimizer.param_groups for p in group["params"]]
     state += [t for _, of in trainer._optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
-    weights = list(trainer.rank.tensors().values())
+    weights = list(trainer.model.tensors().values())
     ids = {s._cdata for s in storages(weights)}
     return {
         "optimizer": [t for t in state if t.untyped_storage()._cdata not in ids],
-        "gradients": [b.grad_data for chunk in trainer._ddp for b in chunk.buffers + chunk.expert_parallel_buffers],
+        "gradients": [
+            b.grad_data for chunk in trainer._ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers
+        ],
         "weights": weights,
     }
 
 
 def check_offload(worker, kinds, held_before):
-    """Offload `kinds`, twice; what they name is gone and counted, the rest stays."""
-    away = [kind for kind in held_before if getattr(kinds, kind)]
+    """Offload `kinds` twice; checks that they are freed and counted, and that all other state stays."""
+    offloaded = [kind for kind in held_before if getattr(kinds, kind)]
     expected = {kind: num_bytes(tensors) for kind, tensors in held_before.items()}
     assert expected["weights"] > 0
     assert expected["gradients"] > 0
     stats, again = worker.offload(kinds), worker.offload(kinds)
     for kind, tensors in held_before.items():
-        assert num_bytes(tensors) == (0 if kind in away else expected[kind]), kind
-    assert stats.device_bytes == sum(expected[kind] for kind in away)
-    assert stats.host_bytes == sum(expected[kind] for kind in away if kind != "gradients")
+        assert num_bytes(tensors) == (0 if kind in offloaded else expected[kind]), kind
+    assert stats.device_bytes == sum(expected[kind] for kind in offloaded)
+    assert stats.host_bytes == sum(expected[kind] for kind in offloaded if kind != "gradients")
     assert again.device_bytes == 0
-    # freed memory must not come back with the bytes that it had
+    # overwrite freed memory, so that restored tensors cannot reuse their old bytes
     waste = [torch.full((n,), 0x7F, dtype=torch.uint8) for n in expected.values() for _ in range(3)]
     del waste
     return stats
 
 
 def train_on_rank(path, dtype, distributed, parallel, kinds):
-    """Steps with `kinds` away before each; weights and optimizer state of all ranks after the last."""
+    """Train with `kinds` offloaded before each step; returns the final weights and optimizer state of all ranks."""
     import torch.distributed as dist
 
     worker = make_worker(path, dtype, distributed, parallel)
@@ -90,18 +92,18 @@ def train_on_rank(path, dtype, distributed, parallel, kinds):
             assert worker.onload(None).device_bytes == stats.device_bytes
             assert worker.onload(None).device_bytes == 0
             assert not kinds.gradients or not any(t.any() for t in held["gradients"])
-        # later, the step itself brings everything back
-        worker.train_step(split_by_dp(nll_work(draw(LENGTHS, 331, seed=step), 64), grid)[dist.get_rank()])
-    everyone = [None] * dist.get_world_size()
+        # in later steps, train_step itself onloads everything
+        worker.train_step(split_by_dp(nll_request(draw(LENGTHS, 331, seed=step), 64), grid)[dist.get_rank()])
+    gathered = [None] * dist.get_world_size()
     held = held_tensors(worker)
     assert num_bytes(held["optimizer"]) > 0
-    dist.all_gather_object(everyone, {kind: [t.clone() for t in held[kind]] for kind in ("weights", "optimizer")})
-    return everyone
+    dist.all_gather_object(gathered, {kind: [t.clone() for t in held[kind]] for kind in ("weights", "optimizer")})
+    return gathered
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_goes_on_as_if_nothing_had_left(layout, dtype, model_folder, tmp_path):
+def test_offloading_everything_does_not_change_training(layout, dtype, model_folder, tmp_path):
     name, world, options = LAYOUTS[layout]
     parallel = {k: v for k, v in options.items() if k != "distributed"}
     arguments = (model_folder(name), dtype, options.get("distributed", True), parallel)
@@ -114,35 +116,35 @@ def test_training_goes_on_as_if_nothing_had_left(layout, dtype, model_folder, tm
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "gradients", "weights"])
-def test_each_kind_leaves_alone(kind, model_folder, tmp_path):
+def test_each_kind_of_state_can_be_offloaded_alone(kind, model_folder, tmp_path):
     run_ranks(train_on_rank, 1, tmp_path, model_folder("qwen3"), "bfloat16", True, {}, OffloadConfig(**{kind: True}))
 
 
 def push_on_rank(path, folder):
-    """Push and save while everything is away; what the sink got, before and after a step."""
+    """Sync and export while everything is offloaded; returns the synced weights of two steps."""
     import torch.distributed as dist
 
     worker = make_worker(path, "bfloat16", True, {"tp": 2})
     grid = RankGrid(tp=2)
     received = []
     sink = CollectingSink()
-    outlets = {0: Outlets(whole=(sink,))}
-    worker.prepare_sync(SyncSetup(config=WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000), outlets=outlets))
-    for away in (False, True):
-        worker.train_step(split_by_dp(nll_work(draw(LENGTHS, 331), 64), grid)[dist.get_rank()])
-        if away:
+    sinks = {0: Sinks(full_tensors=(sink,))}
+    worker.prepare_sync(SyncSetup(config=WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000), sinks=sinks))
+    for offloaded in (False, True):
+        worker.train_step(split_by_dp(nll_request(draw(LENGTHS, 331), 64), grid)[dist.get_rank()])
+        if offloaded:
             worker.offload(EVERYTHING)
         worker.push_weights(None)
         received.append(dict(sink.tensors))
     held = held_tensors(worker)
     assert num_bytes(held["weights"])
-    assert not num_bytes(held["optimizer"] + held["gradients"]), "a push needs weights alone"
+    assert not num_bytes(held["optimizer"] + held["gradients"]), "a weight sync must onload only the weights"
     worker.offload(EVERYTHING)
     worker.save_hf(folder)
     return received
 
 
-def test_a_push_and_an_export_bring_the_weights_back(model_folder, tmp_path):
+def test_weight_sync_and_export_onload_the_weights(model_folder, tmp_path):
     from safetensors.torch import load_file
 
     before, after = run_ranks(push_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path / "export"))
@@ -154,11 +156,11 @@ def test_a_push_and_an_export_bring_the_weights_back(model_folder, tmp_path):
     assert all(torch.equal(saved[name], after[name]) for name in saved)
 
 
-def test_storages_are_moved_once_and_fill_every_view():
+def test_shared_storages_are_moved_once():
     buffer = torch.arange(100, dtype=torch.float32)
     views = [buffer[:40].view(5, 8), buffer[30:]]
     other, empty = torch.arange(7, dtype=torch.int16), torch.empty(0)
-    tensors, moved = [buffer, *views, other, empty], OffloadedTensors(piece_bytes=64)
+    tensors, moved = [buffer, *views, other, empty], OffloadedTensors(block_bytes=64)
     assert moved.offload(tensors) == 400 + 14
     assert [t.untyped_storage().nbytes() for t in tensors] == [0] * 5
     assert moved.host_bytes == 414
@@ -170,10 +172,10 @@ def test_storages_are_moved_once_and_fill_every_view():
     assert buffer[30:].sum() == 0
 
 
-def test_storages_of_others_stay_and_new_ones_are_found():
+def test_excluded_storages_stay_and_new_storages_are_moved():
     kept, first, second = torch.ones(4), torch.full((5,), 2.0), torch.full((60,), 3.0)
-    moved = OffloadedTensors(piece_bytes=16)
-    assert moved.offload([kept[:2], first], apart_from=[kept]) == 20
+    moved = OffloadedTensors(block_bytes=16)
+    assert moved.offload([kept[:2], first], exclude=[kept]) == 20
     assert kept.untyped_storage().nbytes() == 16
     moved.onload()
     assert moved.offload([first, second]) == 20 + 240
@@ -183,11 +185,11 @@ def test_storages_of_others_stay_and_new_ones_are_found():
     assert moved.host_bytes == 260
 
 
-def test_by_default_cuda_alone_offloads_optimizer_and_gradients():
+def test_default_offloads_optimizer_and_gradients_only_on_shared_cuda_devices():
     assert OffloadConfig().resolved("cuda") == OffloadConfig(optimizer=True, gradients=True)
-    assert not OffloadConfig().resolved("cpu").anything
-    assert not OffloadConfig().resolved("cuda", shared=False).anything
-    assert OffloadConfig(weights=True).resolved("cuda", shared=False).anything
+    assert not OffloadConfig().resolved("cpu").is_enabled
+    assert not OffloadConfig().resolved("cuda", shared=False).is_enabled
+    assert OffloadConfig(weights=True).resolved("cuda", shared=False).is_enabled
     chosen = OffloadConfig(optimizer=False, weights=True)
     assert chosen.resolved("cuda") == OffloadConfig(optimizer=False, gradients=True, weights=True)
-    assert chosen.resolved("cpu").anything
+    assert chosen.resolved("cpu").is_enabled

@@ -1,4 +1,4 @@
-"""Models of several layouts in the same processes: each gives, bit by bit, what it gives in processes of its own."""
+"""Models of several layouts in the same processes: results are bitwise equal to those in separate processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainWork, split_by_dp
+from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainRequest, split_by_dp
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.ranks import run_ranks
@@ -17,8 +17,8 @@ from tests.megatron.ranks import run_ranks
 STEPS = 2
 
 
-def make_work(seed):
-    """One optimizer step on eight sequences."""
+def make_request(seed):
+    """Request one optimizer step on eight sequences."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(5, 60, 8)
     rows = [
@@ -36,14 +36,14 @@ def make_work(seed):
         samples=tuple(SampleRef(payload=0, index=i, num_tokens=row.num_tokens) for i, row in enumerate(rows)),
         denominators=Denominators(num_tokens=int(sum(lengths - 1)), num_sequences=len(rows)),
     )
-    return TrainWork(mini_batches=(batch,), payloads=(LocalPayload(rows),), max_tokens_per_micro_batch=100)
+    return TrainRequest(mini_batches=(batch,), payloads=(LocalPayload(rows),), max_tokens_per_micro_batch=100)
 
 
-def train_in_turns(paths, layouts):
-    """Of every rank, by model what each of its steps left: metrics, weights and random numbers.
+def train_alternately(paths, layouts):
+    """Train several models alternately; returns for each rank, model and step: metrics, weights, random numbers.
 
     Args:
-        layouts: by model, of those of `paths`.
+        layouts: parallel layout by model; only these models of `paths` are trained.
     """
     import torch.distributed as dist
 
@@ -59,28 +59,30 @@ def train_in_turns(paths, layouts):
         spec = ModelSpec(model_path=paths[name], dtype="float32", parallel=parallel, seed=len(name))
         optimizer = OptimizerConfig(lr=1e-2)
         trainers[name] = MegatronTrainer(TrainerSpec(model=spec, optimizer=optimizer, optimizer_steps=10))
-    left = {name: [] for name in trainers}
+    results = {name: [] for name in trainers}
     for step in range(STEPS):
         for name, trainer in trainers.items():
             grid = RankGrid.of(layouts[name], dist.get_world_size())
-            stats = trainer.train_step(split_by_dp(make_work(step), grid)[dist.get_rank()])
-            assert parallel_state.get_tensor_model_parallel_group() is trainer.rank.groups.tp
-            assert parallel_state.get_expert_data_parallel_group() is trainer.rank.groups.expt_dp
-            weights = {key: tensor.clone() for key, tensor in trainer.rank.tensors().items()}
+            stats = trainer.train_step(split_by_dp(make_request(step), grid)[dist.get_rank()])
+            assert parallel_state.get_tensor_model_parallel_group() is trainer.model.groups.tp
+            assert parallel_state.get_expert_data_parallel_group() is trainer.model.groups.expt_dp
+            weights = {key: tensor.clone() for key, tensor in trainer.model.tensors().items()}
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 tracked = torch.rand(3)
-            left[name].append((stats.metrics, weights, tracked, torch.rand(3)))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, left)
-    return everyone
+            results[name].append((stats.metrics, weights, tracked, torch.rand(3)))
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results)
+    return gathered
 
 
 def assert_same_as_alone(paths, layouts, world, tmp_path):
-    together = run_ranks(train_in_turns, world, tmp_path, paths, layouts)
+    models_together = run_ranks(train_alternately, world, tmp_path, paths, layouts)
     for name, parallel in layouts.items():
-        alone = run_ranks(train_in_turns, world, tmp_path, paths, {name: parallel})
+        model_alone = run_ranks(train_alternately, world, tmp_path, paths, {name: parallel})
         for rank in range(world):
-            for (metrics, weights, *drawn), expected in zip(together[rank][name], alone[rank][name], strict=True):
+            for (metrics, weights, *drawn), expected in zip(
+                models_together[rank][name], model_alone[rank][name], strict=True
+            ):
                 assert metrics == expected[0], name
                 assert weights.keys() == expected[1].keys()
                 assert all(torch.equal(weights[key], tensor) for key, tensor in expected[1].items()), name
@@ -102,14 +104,14 @@ def test_four_ranks_alternate_between_models(model_folder, tmp_path):
 
 
 def draw_with_equal_layouts(path):
-    """Whether two models share groups, and what the second draws before and after the first has drawn."""
+    """Return whether two models share groups, the second's draws before and after the first draws, the first's draw."""
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
     first, second = (
-        ModelRank(ModelSpec(model_path=path, dtype="float32", parallel=ParallelConfig(tp=2), seed=seed))
+        MegatronModel(ModelSpec(model_path=path, dtype="float32", parallel=ParallelConfig(tp=2), seed=seed))
         for seed in (3, 4)
     )
     draws = [torch.rand(2)]
@@ -119,7 +121,7 @@ def draw_with_equal_layouts(path):
     return first.groups is second.groups, [*draws, torch.rand(2)], other
 
 
-def test_equal_layouts_share_groups_but_not_random_numbers(model_folder, tmp_path):
+def test_equal_layouts_share_groups_but_not_rng_states(model_folder, tmp_path):
     shared, draws, other = run_ranks(draw_with_equal_layouts, 2, tmp_path, model_folder("qwen3"))
     assert shared
     torch.manual_seed(3)

@@ -1,6 +1,6 @@
-"""Every loss: against transformers and the papers' formulas, and in every layout against one rank.
+"""All losses: compared with transformers and the papers' formulas, and every parallel layout with one rank.
 
-Formulas are written out one trajectory at a time. Legend: n tokens of a trajectory, K of them sampled.
+Reference formulas are computed per trajectory. Legend: n tokens of a trajectory, K of them sampled.
 """
 
 from __future__ import annotations
@@ -17,32 +17,28 @@ import torch
 from torch import Tensor
 
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithms.algorithm import (
-    CispoConfig,
-    CorrectionConfig,
-    GmpoConfig,
-    GrpoConfig,
-    GspoConfig,
-    KlConfig,
-)
+from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
+from megarl.config.algorithms.policy import KlConfig, RolloutIsConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
+from megarl.megatron.loss_specs import (
+    BradleyTerryLoss,
+    DpoLoss,
+    ImplicitPrmLoss,
+    LossSpec,
+    PolicyLoss,
+    SftLoss,
+    ValueLoss,
+)
 from megarl.megatron.requests import (
-    DirectPreferenceLoss,
-    EvaluationWork,
-    ImplicitRewardLoss,
-    LikelihoodLoss,
-    Loss,
+    ForwardRequest,
     MiniBatch,
     ModelSpec,
-    PairLoss,
-    ReturnsLoss,
     SampleRef,
-    SurrogateLoss,
     TrainerSpec,
-    TrainWork,
+    TrainRequest,
     split_by_dp,
-    split_evaluation,
+    split_forward_by_dp,
 )
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
@@ -52,10 +48,10 @@ from tests.megatron.ranks import run_ranks
 
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 2e-5
-"""Of a tensor's largest gradient: where two answers' cancel, another order of addition shows."""
+"""Relative to the largest gradient of the tensor. Larger than TOLERANCE, because gradients of a pair partly cancel."""
 LENGTHS = (2, 34, 90, 5, 21, 13, 55, 3, 8, 47, 17, 30)
-NOTHING_SAMPLED = 5
-"""Which trajectory has no sampled token."""
+UNSAMPLED_INDEX = 5
+"""Index of the trajectory without sampled tokens."""
 MAX_TOKENS = 110
 LENGTH_NORM = 40
 COUNT = len(LENGTHS)
@@ -69,12 +65,12 @@ def make_trajectories() -> list[Trajectory]:
     out = []
     for i, n in enumerate(LENGTHS):
         mask = np.zeros(n, bool)
-        if i != NOTHING_SAMPLED:
+        if i != UNSAMPLED_INDEX:
             mask[int(rng.integers(1, n // 3 + 2)) :] = True
         if n > 12:
-            mask[n // 2 + 2 : n // 2 + 4] = False  # as a tool's answer leaves it
+            mask[n // 2 + 2 : n // 2 + 4] = False  # tool output within the sequence
         if n == 21:
-            mask[-2:] = False  # it ends with one
+            mask[-2:] = False  # tool output at the end
         out.append(
             Trajectory(
                 prompt_id=str(i),
@@ -113,20 +109,20 @@ COLUMNS = {"advantages": draw(2), "values": draw(5, 0.5), "returns": draw(6)}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    loss: Loss
+    loss: LossSpec
     columns: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
-    together: int = 1
+    sequences_per_unit: int = 1
 
     @property
     def head(self) -> str:
-        return "value" if isinstance(self.loss, ReturnsLoss | PairLoss) else "lm"
+        return "value" if isinstance(self.loss, ValueLoss | BradleyTerryLoss) else "lm"
 
 
-def surrogate(algorithm: Any, *columns: str, nll: float = 0.0, old: bool = True) -> Case:
-    """With an advantage a token where `columns` have them, else one a trajectory."""
+def policy_case(algorithm: Any, *columns: str, nll: float = 0.0, old: bool = True) -> Case:
+    """Policy loss with per-token advantages if `columns` names them, else one advantage per trajectory."""
     return Case(
-        loss=SurrogateLoss(algorithm=algorithm, length_norm=LENGTH_NORM, nll=nll),
+        loss=PolicyLoss(algorithm=algorithm, length_norm=LENGTH_NORM, nll=nll),
         columns=(*columns, *(["old_logprobs"] if old else [])),
         scalars=(*([] if "advantages" in columns else ["advantages"]), *(["positive"] if nll else [])),
     )
@@ -137,50 +133,50 @@ def grpo(**fields: Any) -> GrpoConfig:
 
 
 CORRECTIONS = {
-    "token_tis": CorrectionConfig(kind="token_tis", high=1.1),
-    "sequence_tis": CorrectionConfig(kind="sequence_tis", high=1.5),
-    "icepop": CorrectionConfig(kind="icepop", low=0.9, high=1.1),
-    "geometric_mask": CorrectionConfig(kind="geometric_mask", low=0.97, high=1.03),
+    "token_tis": RolloutIsConfig(kind="token_tis", high=1.1),
+    "sequence_tis": RolloutIsConfig(kind="sequence_tis", high=1.5),
+    "icepop": RolloutIsConfig(kind="icepop", low=0.9, high=1.1),
+    "geometric_mask": RolloutIsConfig(kind="geometric_mask", low=0.97, high=1.03),
 }
-GSPO = {"clip_low": 0.03, "clip_high": 0.05}
+GSPO = {"clip_ratio_low": 0.03, "clip_ratio_high": 0.05}
 CASES = {
-    "likelihood": Case(loss=LikelihoodLoss()),
-    "clip": surrogate(grpo(clip_high=0.28, dual_clip=1.5)),
-    "clip of tokens": surrogate(grpo(), "advantages"),
-    "on policy": surrogate(grpo(), old=False),
+    "sft": Case(loss=SftLoss()),
+    "ppo_clip": policy_case(grpo(clip_ratio_high=0.28, dual_clip=1.5)),
+    "ppo_clip of token advantages": policy_case(grpo(), "advantages"),
+    "on policy": policy_case(grpo(), old=False),
     **{
-        f"kl {kind}": surrogate(grpo(kl_loss=KlConfig(kind=kind, coefficient=0.3)), "ref_logprobs")
+        f"kl {kind}": policy_case(grpo(kl_loss=KlConfig(kind=kind, coefficient=0.3)), "ref_logprobs")
         for kind in ("k1", "k2", "k3")
     },
-    **{name: surrogate(grpo(correction=correction)) for name, correction in CORRECTIONS.items()},
+    **{name: policy_case(grpo(rollout_is=correction)) for name, correction in CORRECTIONS.items()},
     **{
-        mode: surrogate(grpo(aggregation=mode))
+        mode: policy_case(grpo(aggregation=mode))
         for mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     },
-    "gspo": surrogate(GspoConfig(**GSPO)),
-    "cispo": surrogate(CispoConfig(clip_high=0.2), "advantages"),
-    "gmpo": surrogate(GmpoConfig(clip_low=0.3, clip_high=0.2)),
-    "nll": surrogate(grpo(), nll=0.4),
-    "everything": surrogate(
-        GspoConfig(**GSPO, kl_loss=KlConfig(coefficient=0.3), correction=CORRECTIONS["sequence_tis"]),
+    "gspo": policy_case(GspoConfig(**GSPO)),
+    "cispo": policy_case(CispoConfig(clip_ratio_high=0.2), "advantages"),
+    "gmpo": policy_case(GmpoConfig(clip_log_ratio_low=0.3, clip_log_ratio_high=0.2)),
+    "nll": policy_case(grpo(), nll=0.4),
+    "all options": policy_case(
+        GspoConfig(**GSPO, kl_loss=KlConfig(coefficient=0.3), rollout_is=CORRECTIONS["sequence_tis"]),
         "ref_logprobs",
         nll=0.4,
     ),
-    "returns": Case(loss=ReturnsLoss(clip=None), columns=("values", "returns")),
-    "clipped returns": Case(loss=ReturnsLoss(clip=0.5), columns=("values", "returns")),
-    "reward pairs": Case(loss=PairLoss(kind="reward"), scalars=("margins",), together=2),
-    "cost pairs": Case(loss=PairLoss(kind="cost"), scalars=("margins", "signs"), together=2),
-    "dpo": Case(loss=DirectPreferenceLoss(beta=0.3), columns=("ref_logprobs",), together=2),
-    "rpo": Case(loss=DirectPreferenceLoss(beta=0.3, nll=0.7), columns=("ref_logprobs",), together=2),
-    "implicit reward": Case(loss=ImplicitRewardLoss(beta=0.2), columns=("ref_logprobs",), scalars=("outcomes",)),
+    "value": Case(loss=ValueLoss(clip=None), columns=("values", "returns")),
+    "clipped value": Case(loss=ValueLoss(clip=0.5), columns=("values", "returns")),
+    "bradley-terry reward": Case(loss=BradleyTerryLoss(kind="reward"), scalars=("margins",), sequences_per_unit=2),
+    "bradley-terry cost": Case(loss=BradleyTerryLoss(kind="cost"), scalars=("margins", "signs"), sequences_per_unit=2),
+    "dpo": Case(loss=DpoLoss(beta=0.3), columns=("ref_logprobs",), sequences_per_unit=2),
+    "rpo": Case(loss=DpoLoss(beta=0.3, nll=0.7), columns=("ref_logprobs",), sequences_per_unit=2),
+    "implicit prm": Case(loss=ImplicitPrmLoss(beta=0.2), columns=("ref_logprobs",), scalars=("outcomes",)),
 }
 
-EVALUATED = "clip, old log-probabilities evaluated before"
+PRECOMPUTED = "ppo_clip, precomputed old log-probabilities"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a first step found, before it changed anything."""
+    """Metrics and gradients of one step; the weights are not updated."""
 
     metrics: dict[str, float]
     gradients: dict[str, Tensor]
@@ -192,25 +188,25 @@ class Measured:
     logprobs: dict[int, np.ndarray]
     values: dict[int, np.ndarray]
     scores: dict[int, float]
-    answers: list[bool]
-    """By rank: whether it answered evaluations."""
+    has_results: list[bool]
+    """By rank: whether it returned forward results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The trajectories as the engine gave them, and what a loss may be given of them."""
+    """Trajectories with engine log-probabilities, and the columns that losses read."""
 
     trajectories: list[Trajectory]
     columns: Mapping[str, list[np.ndarray]] = field(default_factory=dict)
 
 
-def make_work(case: Case, data: Data) -> TrainWork:
+def make_request(case: Case, data: Data) -> TrainRequest:
     parts = {
         name: [{(0, i): data.columns[name][i] for i in of} for of in (range(0, COUNT, 2), range(1, COUNT, 2))]
         for name in case.columns
     }
     count = Denominators(num_tokens=NUM_TOKENS, num_sequences=COUNT, num_positive_tokens=NUM_POSITIVE_TOKENS)
-    return TrainWork(
+    return TrainRequest(
         mini_batches=(
             MiniBatch(
                 samples=tuple(
@@ -229,7 +225,7 @@ def make_work(case: Case, data: Data) -> TrainWork:
         max_tokens_per_micro_batch=MAX_TOKENS,
         loss=case.loss,
         columns={name: LocalPayload(column) for name, column in parts.items()},
-        together=case.together,
+        sequences_per_unit=case.sequences_per_unit,
     )
 
 
@@ -244,43 +240,47 @@ def measure_on_rank(folders: Mapping[str, str], parallel: ParallelConfig, data: 
         model = ModelSpec(model_path=folder, dtype="float32", parallel=parallel, head=head)
         optimizer = OptimizerConfig(distributed=False)
         workers[head] = TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=1))
-    evaluation = EvaluationWork(
+    forward_request = ForwardRequest(
         samples=tuple(SampleRef(payload=0, index=i, num_tokens=n) for i, n in enumerate(LENGTHS)),
         payloads=(LocalPayload(data.trajectories),),
         max_tokens_per_micro_batch=MAX_TOKENS,
     )
-    mine = split_evaluation(evaluation, grid)[rank]
-    evaluated = (workers["lm"].logprobs(mine), workers["value"].values(mine), workers["value"].scores(mine))
-    all_evaluated: list[Any] = [None] * grid.size
-    dist.all_gather_object(all_evaluated, evaluated)
-    logprobs, values, scores = ({k[1]: v for each in all_evaluated for k, v in each[i].items()} for i in range(3))
+    rank_request = split_forward_by_dp(forward_request, grid)[rank]
+    forward_results = (
+        workers["lm"].logprobs(rank_request),
+        workers["value"].values(rank_request),
+        workers["value"].scores(rank_request),
+    )
+    gathered_results: list[Any] = [None] * grid.size
+    dist.all_gather_object(gathered_results, forward_results)
+    logprobs, values, scores = ({k[1]: v for each in gathered_results for k, v in each[i].items()} for i in range(3))
 
     def step(name: str, given: Data) -> tuple[dict[str, float], dict[str, Tensor]]:
-        return step_on_rank(workers[CASES[name].head], split_by_dp(make_work(CASES[name], given), grid)[rank])
+        return step_on_rank(workers[CASES[name].head], split_by_dp(make_request(CASES[name], given), grid)[rank])
 
     steps = {name: step(name, data) for name in names}
     if names:
         columns = {**data.columns, "old_logprobs": [logprobs[i] for i in range(COUNT)]}
-        steps[EVALUATED] = step("clip", replace(data, columns=columns))
-    layouts = {head: worker._rank.layout for head, worker in workers.items()}
-    everyone: list[Any] = [None] * grid.size
-    dist.all_gather_object(everyone, (steps, layouts))
+        steps[PRECOMPUTED] = step("ppo_clip", replace(data, columns=columns))
+    layouts = {head: worker._model.layout for head, worker in workers.items()}
+    gathered: list[Any] = [None] * grid.size
+    dist.all_gather_object(gathered, (steps, layouts))
     if rank:
         return None
     measured = {}
     for name in steps:
         head = CASES[name].head if name in CASES else "lm"
-        parts = [of_rank[name][1] for of_rank, _ in everyone]
+        parts = [rank_steps[name][1] for rank_steps, _ in gathered]
         measured[name] = Step(
-            metrics=everyone[grid.output_rank(0)][0][name][0],
-            gradients=assemble([layouts[head] for _, layouts in everyone], parts),
+            metrics=gathered[grid.output_rank(0)][0][name][0],
+            gradients=assemble([layouts[head] for _, layouts in gathered], parts),
         )
-    answers = [any(each) for each in all_evaluated]
-    return Measured(steps=measured, logprobs=logprobs, values=values, scores=scores, answers=answers)
+    has_results = [any(each) for each in gathered_results]
+    return Measured(steps=measured, logprobs=logprobs, values=values, scores=scores, has_results=has_results)
 
 
-def step_on_rank(worker: Any, work: TrainWork) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Its metrics, and this rank's part of the gradient; the weights stay as they are."""
+def step_on_rank(worker: Any, request: TrainRequest) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return metrics and this rank's shard of the gradients; the weights are not updated."""
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> bool:
@@ -289,9 +289,9 @@ def step_on_rank(worker: Any, work: TrainWork) -> tuple[dict[str, float], dict[s
 
     worker._trainer._optimizer.prepare_grads = keep_gradients
     worker._trainer._optimizer.step_with_ready_grads = lambda: True
-    (batch,) = work.mini_batches
+    (batch,) = request.mini_batches
     assert len(batch.micro_batches) > 1
-    stats = worker.train_step(work)
+    stats = worker.train_step(request)
     return {k: v for k, v in stats.metrics.items() if not k.startswith(("grad_norm", "learning_rate"))}, gradients
 
 
@@ -302,15 +302,15 @@ def folders(model_folder: Any, value_folder: Any) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What transformers says of the trajectories, differentiable, and all that it follows from."""
+    """Differentiable outputs of a transformers model on the trajectories, and its parameters."""
 
     outputs: list[Tensor]
-    """Of a language model [n - 1] log-probabilities of tokens 1 on; of a value model [n] values."""
+    """Language model: log-probabilities [n - 1] of tokens 1 to n - 1. Value model: values [n]."""
     parameters: dict[str, Tensor]
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        found = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True, materialize_grads=True)
-        return dict(zip(self.parameters, found, strict=True))
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True, materialize_grads=True)
+        return dict(zip(self.parameters, gradients, strict=True))
 
 
 @cache
@@ -329,7 +329,7 @@ def graph(folder: str, head: str) -> Graph:
 
 @pytest.fixture(scope="module")
 def data(folders: dict[str, str]) -> Data:
-    """The policy was a little different when it sampled, and the engine a little different from the policy."""
+    """Old and reference log-probabilities near the policy's, and engine log-probabilities near the old ones."""
     exact = [np.append(0.0, lp.detach().numpy()) for lp in graph(folders["lm"], "lm").outputs]
     old, ref = ([(x + d).astype(np.float32) for x, d in zip(exact, draw(s, 0.3), strict=True)] for s in (3, 4))
     rollout = [np.where(t.loss_mask, x + d, 0.0) for t, x, d in zip(TRAJECTORIES, old, draw(7, 0.15), strict=True)]
@@ -344,7 +344,7 @@ Measure = Callable[..., Measured]
 
 @pytest.fixture(scope="module")
 def measure(folders: dict[str, str], data: Data, tmp_path_factory: pytest.TempPathFactory) -> Measure:
-    """By layout, once."""
+    """Function that measures a layout; results are cached."""
 
     @cache
     def run(world: int = 1, names: tuple[str, ...] = tuple(CASES), **parallel: int) -> Measured:
@@ -354,36 +354,38 @@ def measure(folders: dict[str, str], data: Data, tmp_path_factory: pytest.TempPa
     return run
 
 
-def of_sampled(values: list[np.ndarray], i: int) -> Tensor:
-    """[K]"""
+def select_sampled(values: list[np.ndarray], i: int) -> Tensor:
+    """Return the values of trajectory i's sampled tokens, [K]."""
     return torch.from_numpy(values[i][1:])[SAMPLED[i]]
 
 
-def surrogate_of_one(algorithm: Any, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    """[K] losses."""
+def policy_loss_of_sequence(algorithm: Any, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+    """Return the loss of each sampled token, [K]."""
     ratio = (logprobs - old).exp()
     match algorithm.type:
         case "grpo":
             gain = torch.minimum(
-                advantages * ratio, advantages * ratio.clip(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+                advantages * ratio, advantages * ratio.clip(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
             )
             if algorithm.dual_clip:
                 gain = torch.where(advantages < 0, torch.maximum(gain, algorithm.dual_clip * advantages), gain)
             return -gain
-        case "gspo":  # the objective itself, arXiv 2507.18071, equation 5
-            whole = (logprobs - old).mean().exp()
-            bounded = whole.clip(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-            return -torch.minimum(advantages * whole, advantages * bounded)
+        case "gspo":  # arXiv 2507.18071, equation 5
+            sequence_ratio = (logprobs - old).mean().exp()
+            bounded = sequence_ratio.clip(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
+            return -torch.minimum(advantages * sequence_ratio, advantages * bounded)
         case "cispo":
-            return -ratio.detach().clip(max=1 + algorithm.clip_high) * advantages * logprobs
+            return -ratio.detach().clip(max=1 + algorithm.clip_ratio_high) * advantages * logprobs
         case "gmpo":
             sign, log_ratio = advantages[0].sign(), logprobs - old  # arXiv 2507.20673, equation 4
-            kept = torch.minimum(sign * log_ratio, sign * log_ratio.clip(-algorithm.clip_low, algorithm.clip_high))
+            kept = torch.minimum(
+                sign * log_ratio, sign * log_ratio.clip(-algorithm.clip_log_ratio_low, algorithm.clip_log_ratio_high)
+            )
             return -advantages * (sign * kept).mean().exp()
 
 
-def weights_of_one(correction: CorrectionConfig, old: Tensor, rollout: Tensor) -> Tensor:
-    """[K]"""
+def importance_weights_of_sequence(correction: RolloutIsConfig, old: Tensor, rollout: Tensor) -> Tensor:
+    """Return the importance weight of each sampled token, [K]."""
     ratio, (low, high) = (old - rollout).exp(), correction.bounds
     match correction.kind:
         case "token_tis":
@@ -397,34 +399,36 @@ def weights_of_one(correction: CorrectionConfig, old: Tensor, rollout: Tensor) -
             return torch.full_like(ratio, float(low <= mean <= high))
 
 
-def reference_of_surrogate(case: Case, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     loss: Any = case.loss
     algorithm, total = loss.algorithm, torch.zeros(())
     token_sums: dict[str, float] = {}
     largest, likelihood = 0.0, torch.zeros(())
     for i in range(COUNT):
-        if i == NOTHING_SAMPLED:
+        if i == UNSAMPLED_INDEX:
             continue
         logprobs = outputs[i][SAMPLED[i]]
-        old = of_sampled(data.columns["old_logprobs"], i) if "old_logprobs" in case.columns else logprobs.detach()
+        old = select_sampled(data.columns["old_logprobs"], i) if "old_logprobs" in case.columns else logprobs.detach()
         if "advantages" in case.columns:
-            advantages = of_sampled(data.columns["advantages"], i)
+            advantages = select_sampled(data.columns["advantages"], i)
         else:
             advantages = torch.full_like(old, SCALARS["advantages"][i])
-        losses = surrogate_of_one(algorithm, logprobs, old, advantages)
+        losses = policy_loss_of_sequence(algorithm, logprobs, old, advantages)
         ratio = (logprobs - old).detach().exp()
         if algorithm.type in ("gspo", "gmpo"):
             ratio = (ratio.prod() ** (1 / len(ratio))).expand(len(ratio))
-        found = {"policy/ratio": ratio, "policy/kl_old": (old - logprobs).detach()}
-        if algorithm.correction is not None:
-            weights = weights_of_one(algorithm.correction, old, of_sampled([t.logprobs for t in data.trajectories], i))
+        token_metrics = {"policy/ratio": ratio, "policy/kl_old": (old - logprobs).detach()}
+        if algorithm.rollout_is is not None:
+            weights = importance_weights_of_sequence(
+                algorithm.rollout_is, old, select_sampled([t.logprobs for t in data.trajectories], i)
+            )
             losses = losses * weights
-            found |= {"correction/weight": weights, "correction/kept": (weights > 0).float()}
+            token_metrics |= {"correction/weight": weights, "correction/kept": (weights > 0).float()}
         if algorithm.kl_loss is not None:
-            d = logprobs - of_sampled(data.columns["ref_logprobs"], i)
+            d = logprobs - select_sampled(data.columns["ref_logprobs"], i)
             kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[algorithm.kl_loss.kind]
             losses = losses + algorithm.kl_loss.coefficient * kl
-            found["policy/kl_reference"] = kl.detach()
+            token_metrics["policy/kl_reference"] = kl.detach()
         match algorithm.aggregation:
             case "token-mean":
                 total = total + losses.sum() / NUM_TOKENS
@@ -437,7 +441,7 @@ def reference_of_surrogate(case: Case, data: Data, outputs: list[Tensor]) -> tup
         if loss.nll and SCALARS["positive"][i]:
             likelihood = likelihood - logprobs.sum() / NUM_POSITIVE_TOKENS
         largest = max(largest, float(ratio.max()))
-        for name, values in found.items():
+        for name, values in token_metrics.items():
             token_sums[name] = token_sums.get(name, 0.0) + float(values.sum())
     metrics = {name: value / NUM_TOKENS for name, value in token_sums.items()} | {"policy/ratio_max": largest}
     if loss.nll:
@@ -445,11 +449,11 @@ def reference_of_surrogate(case: Case, data: Data, outputs: list[Tensor]) -> tup
     return total + loss.nll * likelihood, metrics
 
 
-def reference_of_returns(clip: float | None, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def reference_value_loss(clip: float | None, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     losses, values = [], []
     for i in range(COUNT):
-        before = outputs[i][:-1][SAMPLED[i]]  # a token's value is that of what stands before it
-        old, returns = (of_sampled(data.columns[name], i) for name in ("values", "returns"))
+        before = outputs[i][:-1][SAMPLED[i]]  # the value of a token is the model's output at the token before it
+        old, returns = (select_sampled(data.columns[name], i) for name in ("values", "returns"))
         squares = (before - returns) ** 2
         if clip is not None:
             squares = torch.maximum(squares, (old + (before - old).clip(-clip, clip) - returns) ** 2)
@@ -458,39 +462,39 @@ def reference_of_returns(clip: float | None, data: Data, outputs: list[Tensor]) 
     return torch.cat(losses).sum() / NUM_TOKENS, {"values": float(torch.cat(values).sum() / NUM_TOKENS)}
 
 
-def reference_of_implicit_reward(beta: float, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def reference_implicit_prm_loss(beta: float, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     losses, right = [], []
     for i in range(COUNT):
-        if i == NOTHING_SAMPLED:
+        if i == UNSAMPLED_INDEX:
             continue
         outcome = SCALARS["outcomes"][i]
-        logit = beta * (outputs[i][SAMPLED[i]] - of_sampled(data.columns["ref_logprobs"], i)).sum()
+        logit = beta * (outputs[i][SAMPLED[i]] - select_sampled(data.columns["ref_logprobs"], i)).sum()
         probability = logit.sigmoid()
         losses.append(-(outcome * probability.log() + (1 - outcome) * (1 - probability).log()))
         right.append((float(probability) > 0.5) == bool(outcome))
-    # of what was not sampled the reward is 0, which is no success
-    right.append(not SCALARS["outcomes"][NOTHING_SAMPLED])
+    # without sampled tokens the implicit reward is 0, which predicts failure
+    right.append(not SCALARS["outcomes"][UNSAMPLED_INDEX])
     return torch.stack(losses).sum() / COUNT, {"accuracy": sum(right) / COUNT}
 
 
 def reference(case: Case, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
     match case.loss:
-        case SurrogateLoss():
-            return reference_of_surrogate(case, data, outputs)
-        case ReturnsLoss(clip=clip):
-            return reference_of_returns(clip, data, outputs)
-        case ImplicitRewardLoss(beta=beta):
-            return reference_of_implicit_reward(beta, data, outputs)
+        case PolicyLoss():
+            return reference_policy_loss(case, data, outputs)
+        case ValueLoss(clip=clip):
+            return reference_value_loss(clip, data, outputs)
+        case ImplicitPrmLoss(beta=beta):
+            return reference_implicit_prm_loss(beta, data, outputs)
     raise AssertionError(case)
 
 
 WITH_REFERENCE = [
-    name for name, case in CASES.items() if isinstance(case.loss, SurrogateLoss | ReturnsLoss | ImplicitRewardLoss)
+    name for name, case in CASES.items() if isinstance(case.loss, PolicyLoss | ValueLoss | ImplicitPrmLoss)
 ]
 
 
 @pytest.mark.parametrize("name", WITH_REFERENCE)
-def test_loss_metrics_and_gradients_are_those_of_transformers(
+def test_loss_metrics_and_gradients_match_transformers(
     name: str, measure: Measure, data: Data, folders: dict[str, str]
 ) -> None:
     case, got = CASES[name], measure().steps[name]
@@ -515,37 +519,37 @@ def assert_same_step(got: Step, want: Step) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_changes_nothing(layout: str, name: str, measure: Measure) -> None:
+def test_layouts_match_one_rank(layout: str, name: str, measure: Measure) -> None:
     assert_same_step(measure(2, **LAYOUTS[layout]).steps[name], measure().steps[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
-def test_no_other_layout_does_either(layout: str, name: str, measure: Measure) -> None:
+def test_remaining_layouts_match_one_rank(layout: str, name: str, measure: Measure) -> None:
     world = 8 if layout.startswith("dp2") else 2
     assert_same_step(measure(world, **OTHER_LAYOUTS[layout]).steps[name], measure().steps[name])
 
 
-def test_clips_and_corrections_decide_some_tokens_and_not_others(measure: Measure) -> None:
-    """What the tests above compare has both kinds."""
+def test_clipping_and_corrections_affect_only_some_tokens(measure: Measure) -> None:
+    """The cases above contain both clipped and unclipped, corrected and uncorrected tokens."""
     steps = measure().steps
-    for name in ("clip", "clip of tokens", "gspo", "cispo", "gmpo"):
+    for name in ("ppo_clip", "ppo_clip of token advantages", "gspo", "cispo", "gmpo"):
         assert 0.03 < steps[name].metrics["policy/clip_fraction"] < 0.97, name
-    assert 0.03 < steps["clipped returns"].metrics["clip_fraction"] < 0.97
+    assert 0.03 < steps["clipped value"].metrics["clip_fraction"] < 0.97
     for name in ("icepop", "geometric_mask"):
         assert 0.1 < steps[name].metrics["correction/kept"] < 0.9, name
-    assert steps["clip"].metrics["policy/ratio_max"] > 1.5
+    assert steps["ppo_clip"].metrics["policy/ratio_max"] > 1.5
 
 
 @pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
-def test_old_logprobs_that_were_evaluated_before_are_those_that_a_step_computes(layout: str, measure: Measure) -> None:
+def test_precomputed_old_logprobs_match_those_computed_in_the_step(layout: str, measure: Measure) -> None:
     measured = measure() if layout == "one rank" else measure(2, **LAYOUTS[layout])
-    assert_same_step(measured.steps[EVALUATED], measured.steps["on policy"])
+    assert_same_step(measured.steps[PRECOMPUTED], measured.steps["on policy"])
 
 
-def check_evaluations(got: Measured, folders: dict[str, str]) -> None:
-    """Each entry is about its token, given those before it; a score is of the whole."""
+def check_forward_results(got: Measured, folders: dict[str, str]) -> None:
+    """Check per-token results, each of token i given the tokens before it, and scores, of the full sequence."""
     assert len(got.logprobs) == len(got.values) == len(got.scores) == COUNT
     for i in range(COUNT):
         assert got.logprobs[i][0] == got.values[i][0] == 0
@@ -556,16 +560,16 @@ def check_evaluations(got: Measured, folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
-def test_evaluations_are_those_of_transformers(layout: str, measure: Measure, folders: dict[str, str]) -> None:
-    check_evaluations(measure() if layout == "one rank" else measure(2, **LAYOUTS[layout]), folders)
+def test_forward_results_match_transformers(layout: str, measure: Measure, folders: dict[str, str]) -> None:
+    check_forward_results(measure() if layout == "one rank" else measure(2, **LAYOUTS[layout]), folders)
 
 
-def test_evaluations_over_two_stages_are_too(measure: Measure, folders: dict[str, str]) -> None:
+def test_forward_results_of_two_pipeline_stages_match_transformers(measure: Measure, folders: dict[str, str]) -> None:
     got = measure(2, names=(), pp=2)
-    check_evaluations(got, folders)
-    assert got.answers == [False, True]
+    check_forward_results(got, folders)
+    assert got.has_results == [False, True]
 
 
-def test_each_replica_answers_once(measure: Measure) -> None:
-    assert measure(2).answers == [True, True]
-    assert measure(2, tp=2).answers == measure(2, cp=2).answers == [True, False]
+def test_each_replica_returns_results_on_one_rank(measure: Measure) -> None:
+    assert measure(2).has_results == [True, True]
+    assert measure(2, tp=2).has_results == measure(2, cp=2).has_results == [True, False]

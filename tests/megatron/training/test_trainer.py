@@ -1,4 +1,4 @@
-"""The steps of reinforcement learning: policy loss, mini-batches, metrics, clipping, the weights pushed after them."""
+"""Training steps of RL: policy loss, mini-batches, metrics, gradient clipping, weight sync after the step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.batch.trajectory import Trajectory
-from megarl.config.algorithms.algorithm import GrpoConfig
+from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, SurrogateLoss, TrainerSpec, TrainWork, split_by_dp
+from megarl.megatron.loss_specs import PolicyLoss
+from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainRequest, split_by_dp
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
@@ -39,7 +40,7 @@ def make_trajectories(count=24, vocab=331, seed=0):
         mask = np.zeros(n, bool)
         mask[int(rng.integers(1, n)) :] = True
         if n > 12:
-            mask[n // 2 + 2] = False  # a hole, as tool output leaves it
+            mask[n // 2 + 2] = False  # not sampled, as tool output
         out.append(
             Trajectory(
                 prompt_id=str(i),
@@ -57,17 +58,17 @@ TRAJECTORIES = make_trajectories()
 ADVANTAGES = tuple(np.random.default_rng(1).normal(size=len(TRAJECTORIES)).tolist())
 TOKENS = tuple(tuple(t.token_ids.tolist()) for t in TRAJECTORIES)
 MASKS = tuple(tuple(t.loss_mask.tolist()) for t in TRAJECTORIES)
-EVERY = range(len(TRAJECTORIES))
+ALL_INDICES = range(len(TRAJECTORIES))
 HALVES = (range(12), range(12, 24))
 
 
-def make_work(*mini_batches, max_tokens=256):
-    """One optimizer step on each: indices into TRAJECTORIES."""
-    return TrainWork(
+def make_request(*mini_batches, max_tokens=256):
+    """Request one optimizer step per mini-batch, given as indices into TRAJECTORIES."""
+    return TrainRequest(
         mini_batches=tuple(map(mini_batch, mini_batches)),
         payloads=(LocalPayload(TRAJECTORIES),),
         max_tokens_per_micro_batch=max_tokens,
-        loss=SurrogateLoss(algorithm=GrpoConfig(kl_loss=None), length_norm=1),
+        loss=PolicyLoss(algorithm=GrpoConfig(kl_loss=None), length_norm=1),
     )
 
 
@@ -82,18 +83,18 @@ def mini_batch(indices):
     )
 
 
-def train_on_rank(path, parallel, optimizer, work):
-    """One controller step: its metrics, the gradients before each optimizer step, the weights pushed after the last."""
+def train_on_rank(path, parallel, optimizer, request):
+    """Run one training step; returns metrics, gradients of each optimizer step, and the weights synced afterwards."""
     import torch.distributed as dist
 
     from megarl.config.weight_sync import WeightSyncConfig
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.hf_weights.weight_push import WeightPusher
+    from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
     from megarl.megatron.requests import SyncSetup
     from megarl.megatron.training.trainer import MegatronTrainer
-    from megarl.reshard.planning.strategy import Outlets
+    from megarl.reshard.planning.strategy import Sinks
 
     model = ModelSpec(model_path=path, dtype="float32", parallel=parallel)
     trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
@@ -106,19 +107,23 @@ def train_on_rank(path, parallel, optimizer, work):
         return prepare()
 
     trainer._optimizer.prepare_grads = keep_gradients_then_prepare
-    stats = trainer.train_step(split_by_dp(work, grid)[dist.get_rank()])
+    stats = trainer.train_step(split_by_dp(request, grid)[dist.get_rank()])
     sink = CollectingSink()
     config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
-    pusher = WeightPusher(trainer.rank, SyncSetup(config=config, outlets={0: Outlets(whole=(sink,))}))
-    pusher.push()
-    pusher.close()
-    everyone = [None] * grid.size
-    dist.all_gather_object(everyone, (stats.metrics, trainer.rank.layout, gradients))
+    weight_sync_worker = WeightSyncWorker(
+        trainer.model, SyncSetup(config=config, sinks={0: Sinks(full_tensors=(sink,))})
+    )
+    weight_sync_worker.sync()
+    weight_sync_worker.close()
+    gathered = [None] * grid.size
+    dist.all_gather_object(gathered, (stats.metrics, trainer.model.layout, gradients))
     if dist.get_rank() != 0:
         return None
-    layouts, of_rank = [each[1] for each in everyone], [each[2] for each in everyone]
-    whole = [assemble(layouts, list(of_step)) for of_step in zip(*of_rank, strict=True)]
-    return everyone[grid.output_rank(0)][0], whole, sink.tensors
+    layouts, gradients_by_rank = [each[1] for each in gathered], [each[2] for each in gathered]
+    full_gradients = [
+        assemble(layouts, list(step_gradients)) for step_gradients in zip(*gradients_by_rank, strict=True)
+    ]
+    return gathered[grid.output_rank(0)][0], full_gradients, sink.tensors
 
 
 @pytest.fixture(scope="module")
@@ -128,17 +133,17 @@ def path(model_folder):
 
 @pytest.fixture
 def train(path, tmp_path):
-    def run(work, *, world=1, lr=1e-3, eps=1e-8, clip_grad=1.0, **parallel):
-        # replicated: the distributed optimizer leaves in each rank's buffers the reduced gradient of its part alone
+    def run(request, *, world=1, lr=1e-3, eps=1e-8, clip_grad=1.0, **parallel):
+        # replicated, because with the distributed optimizer each rank has the reduced gradient of its shard only
         optimizer = OptimizerConfig(lr=lr, eps=eps, clip_grad=clip_grad, distributed=False)
-        return run_ranks(train_on_rank, world, tmp_path, path, ParallelConfig(**parallel), optimizer, work)
+        return run_ranks(train_on_rank, world, tmp_path, path, ParallelConfig(**parallel), optimizer, request)
 
     return run
 
 
 @cache
 def logprobs_of(folder, indices):
-    """Of all counted tokens of these trajectories, and each one's advantage."""
+    """Return the log-probability and the advantage of every token in the loss mask of these trajectories."""
     scores = score(folder, TOKENS)
     masks = [torch.tensor(MASKS[i][1:]) for i in indices]
     return (
@@ -147,29 +152,29 @@ def logprobs_of(folder, indices):
     )
 
 
-def test_the_first_step_is_on_policy(train, path):
-    metrics, (gradients,), _ = train(make_work(EVERY))
+def test_first_step_is_on_policy(train, path):
+    metrics, (gradients,), _ = train(make_request(ALL_INDICES))
     want = differentiate(path, TOKENS, MASKS, ADVANTAGES)
     worst, name = worst_gradient(gradients, want.gradients)
     assert worst < 1e-5, name
-    _, advantages = logprobs_of(path, EVERY)
+    _, advantages = logprobs_of(path, ALL_INDICES)
     assert metrics["loss"] == pytest.approx(-float(advantages.mean()), abs=1e-6)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-6)
     assert metrics["policy/kl_old"] == pytest.approx(0, abs=1e-6)
     assert metrics["policy/clip_fraction"] == 0
 
 
-def test_the_gradient_norm_is_that_before_clipping(train):
-    metrics, (gradients,), _ = train(make_work(EVERY), clip_grad=0.01)
+def test_grad_norm_metric_is_measured_before_clipping(train):
+    metrics, (gradients,), _ = train(make_request(ALL_INDICES), clip_grad=0.01)
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
     assert norm > 0.1
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05, 1e3])
-def test_gradients_are_scaled_to_the_norm_they_are_clipped_at(clip_grad, train, path):
-    # With such an epsilon Adam's first step is lr / eps * g.
-    metrics, (gradients,), weights = train(make_work(EVERY), lr=100.0, eps=1e3, clip_grad=clip_grad)
+def test_gradients_are_clipped_to_the_configured_norm(clip_grad, train, path):
+    # With a large epsilon, Adam's first step is lr / eps * gradient.
+    metrics, (gradients,), weights = train(make_request(ALL_INDICES), lr=100.0, eps=1e3, clip_grad=clip_grad)
     scale = min(1.0, clip_grad / metrics["grad_norm"]) if clip_grad else 1.0
     disk = load_file(f"{path}/model.safetensors")
     for name, gradient in gradients.items():
@@ -177,12 +182,12 @@ def test_gradients_are_scaled_to_the_norm_they_are_clipped_at(clip_grad, train, 
         assert (step - gradient).abs().max() < 0.01 * gradient.abs().max() + 1e-6 / scale, name
 
 
-def test_a_later_mini_batch_compares_with_the_policy_before_the_first(train, path, tmp_path):
-    _, _, after_first = train(make_work(HALVES[0]))
+def test_later_mini_batches_use_logprobs_from_before_the_first_update(train, path, tmp_path):
+    _, _, after_first = train(make_request(HALVES[0]))
     moved = tmp_path / "moved"
     shutil.copytree(path, moved)
     save_file(after_first, moved / "model.safetensors", metadata={"format": "pt"})
-    metrics, _, _ = train(make_work(*HALVES))
+    metrics, _, _ = train(make_request(*HALVES))
     old, advantages = logprobs_of(path, HALVES[1])
     new, _ = logprobs_of(str(moved), HALVES[1])
     ratio = (new - old).exp()
@@ -200,14 +205,14 @@ def test_a_later_mini_batch_compares_with_the_policy_before_the_first(train, pat
         assert metrics[name] == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
 
 
-def test_mismatch_is_that_with_what_the_engine_said(train, path):
-    metrics, _, _ = train(make_work(*HALVES))
-    # whatever the first mini-batch changed
-    found = [logprobs_of(path, half)[0] + 5.0 for half in HALVES]
+def test_mismatch_metrics_compare_with_the_engine_logprobs(train, path):
+    metrics, _, _ = train(make_request(*HALVES))
+    # mismatch is measured before the first update; the engine log-probabilities are -5
+    differences = [logprobs_of(path, half)[0] + 5.0 for half in HALVES]
     expected = {
-        "mismatch/logprob_abs_max": max(float(d.abs().max()) for d in found),
-        "mismatch/logprob_abs_mean": sum(float(d.abs().mean()) for d in found) / 2,
-        "mismatch/kl": sum(float((d.exp() - 1 - d).mean()) for d in found) / 2,
+        "train_infer_mismatch/logprob_abs_max": max(float(d.abs().max()) for d in differences),
+        "train_infer_mismatch/logprob_abs_mean": sum(float(d.abs().mean()) for d in differences) / 2,
+        "train_infer_mismatch/kl": sum(float((d.exp() - 1 - d).mean()) for d in differences) / 2,
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
@@ -217,7 +222,7 @@ def test_mismatch_is_that_with_what_the_engine_said(train, path):
 def one_rank(path, tmp_path_factory):
     optimizer = OptimizerConfig(lr=1e-4, distributed=False)
     folder = tmp_path_factory.mktemp("one")
-    return run_ranks(train_on_rank, 1, folder, path, ParallelConfig(), optimizer, make_work(*HALVES))
+    return run_ranks(train_on_rank, 1, folder, path, ParallelConfig(), optimizer, make_request(*HALVES))
 
 
 def assert_same_step(got, want):
@@ -229,11 +234,11 @@ def assert_same_step(got, want):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_metrics_and_pushed_weights_are_those_of_one_rank(layout, train, one_rank):
-    assert_same_step(train(make_work(*HALVES), world=2, lr=1e-4, **LAYOUTS[layout]), one_rank)
+def test_metrics_and_synced_weights_match_one_rank(layout, train, one_rank):
+    assert_same_step(train(make_request(*HALVES), world=2, lr=1e-4, **LAYOUTS[layout]), one_rank)
 
 
 @pytest.mark.parametrize("max_tokens", [90, 10_000])
-def test_micro_batch_size_changes_nothing(max_tokens, train, one_rank):
-    work = replace(make_work(*HALVES), max_tokens_per_micro_batch=max_tokens)
-    assert_same_step(train(work, lr=1e-4), one_rank)
+def test_micro_batch_size_does_not_change_results(max_tokens, train, one_rank):
+    request = replace(make_request(*HALVES), max_tokens_per_micro_batch=max_tokens)
+    assert_same_step(train(request, lr=1e-4), one_rank)

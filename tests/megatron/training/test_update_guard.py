@@ -1,4 +1,4 @@
-"""Updates that are refused: nothing of them stays but the dump, and whoever never saw the batch is where the run is."""
+"""Rejected updates: they change no state, are dumped, and later steps match a run that never saw the batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import LimitError
-from megarl.megatron.requests import Guard, ModelSpec, TrainerSpec, split_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec, UpdateGuardSpec, split_by_dp
 from megarl.megatron.training.metric_sums import MetricSums
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.ranks import run_ranks
-from tests.megatron.training.test_trainer import HALVES, TRAJECTORIES, make_work
+from tests.megatron.training.test_trainer import HALVES, TRAJECTORIES, make_request
 
-BAD = 5
-"""The trajectory whose advantage is NaN."""
+NAN_INDEX = 5
+"""Index of the trajectory whose advantage is NaN."""
 
 LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
-def spoilt(work, number, value=math.nan):
-    """The same with another advantage of trajectory `number`."""
+def with_advantage(request, number, value=math.nan):
+    """Return the request with another advantage for trajectory `number`."""
     return replace(
-        work,
+        request,
         mini_batches=tuple(
             replace(
                 batch,
@@ -37,17 +37,17 @@ def spoilt(work, number, value=math.nan):
                     replace(s, scalars={"advantages": value}) if s.index == number else s for s in batch.samples
                 ),
             )
-            for batch in work.mini_batches
+            for batch in request.mini_batches
         ),
     )
 
 
-def guarded(work, **guard):
-    return replace(work, guard=Guard(**guard))
+def with_guard(request, **guard):
+    return replace(request, guard=UpdateGuardSpec(**guard))
 
 
-class Trainee:
-    """A trainer in the process of a rank, and what can be seen of it."""
+class RankTrainer:
+    """A trainer on one rank, with access to its complete state."""
 
     def __init__(self, path, parallel, *, dtype="float32", **optimizer):
         import torch.distributed as dist
@@ -62,14 +62,14 @@ class Trainee:
         self.trainer = MegatronTrainer(TrainerSpec(model=spec, optimizer=config, optimizer_steps=10))
         self.grid, self.rank = RankGrid.of(parallel, dist.get_world_size()), dist.get_rank()
 
-    def step(self, work):
-        """Metrics, where this rank answers."""
-        return self.trainer.train_step(split_by_dp(work, self.grid)[self.rank]).metrics
+    def step(self, request):
+        """Run this rank's part of a training step; returns its metrics."""
+        return self.trainer.train_step(split_by_dp(request, self.grid)[self.rank]).metrics
 
     def state(self):
-        """Copies of the weights, and of all that the optimizer holds."""
+        """Return copies of the weights, main parameters and optimizer state."""
         optimizer = self.trainer._optimizer
-        out = {name: tensor.clone() for name, tensor in self.trainer.rank.tensors().items()}
+        out = {name: tensor.clone() for name, tensor in self.trainer.model.tensors().items()}
         params = [p for group in optimizer.param_groups for p in group["params"]]
         out |= {f"main {i}": p.detach().clone() for i, p in enumerate(params)}
         of = [part.optimizer.state for part in optimizer.chained_optimizers]
@@ -85,29 +85,32 @@ def assert_same(got, want):
         assert torch.equal(got[name], tensor), name
 
 
-def refuse_and_go_on(path, parallel, folder):
-    """On a rank: a batch that is refused and a clean one, beside a trainer that sees the clean one alone."""
+def reject_and_continue(path, parallel, folder):
+    """Train on a rejected batch, then a clean one; compare with a trainer that sees only the clean one."""
     import torch.distributed as dist
 
-    clean, bad = make_work(HALVES[1]), guarded(spoilt(make_work(HALVES[0]), BAD), not_finite="skip", dump_folder=folder)
-    never, saw = Trainee(path, parallel), Trainee(path, parallel)
-    for each in (never, saw):
-        each.step(make_work(HALVES[0]))  # so that the optimizer has a state to keep
-    before = saw.state()
+    clean, bad = (
+        make_request(HALVES[1]),
+        with_guard(with_advantage(make_request(HALVES[0]), NAN_INDEX), not_finite="skip", dump_folder=folder),
+    )
+    baseline, guarded_trainer = RankTrainer(path, parallel), RankTrainer(path, parallel)
+    for each in (baseline, guarded_trainer):
+        each.step(make_request(HALVES[0]))  # so that the optimizer has state
+    before = guarded_trainer.state()
     assert any(name.startswith("exp_avg") for name in before)
-    refused = saw.step(bad)
-    assert_same(saw.state(), before)
-    want, got = never.step(clean), saw.step(clean)
+    rejected_metrics = guarded_trainer.step(bad)
+    assert_same(guarded_trainer.state(), before)
+    want, got = baseline.step(clean), guarded_trainer.step(clean)
     assert got == want
-    assert_same(saw.state(), never.state())
-    # both attempts of the first, and one more
-    assert (never.trainer._scheduler.num_steps, saw.trainer._scheduler.num_steps) == (2, 3)
+    assert_same(guarded_trainer.state(), baseline.state())
+    # rejected updates advance the scheduler too
+    assert (baseline.trainer._scheduler.num_steps, guarded_trainer.trainer._scheduler.num_steps) == (2, 3)
     with pytest.raises(LimitError) as error:
-        saw.step(replace(bad, guard=replace(bad.guard, not_finite="stop")))
-    assert_same(saw.state(), never.state())
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (refused, str(error.value)))
-    return everyone[saw.grid.output_rank(0)][0], [text for _, text in everyone]
+        guarded_trainer.step(replace(bad, guard=replace(bad.guard, not_finite="stop")))
+    assert_same(guarded_trainer.state(), baseline.state())
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (rejected_metrics, str(error.value)))
+    return gathered[guarded_trainer.grid.output_rank(0)][0], [text for _, text in gathered]
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +119,14 @@ def path(model_folder):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_that_is_not_finite_leaves_nothing_but_its_dump(layout, path, tmp_path):
+def test_rejected_non_finite_batch_is_dumped_and_changes_no_state(layout, path, tmp_path):
     folder = tmp_path / "dumps"
     parallel = ParallelConfig(**LAYOUTS[layout])
-    metrics, texts = run_ranks(refuse_and_go_on, 2, tmp_path, path, parallel, str(folder))
+    metrics, texts = run_ranks(reject_and_continue, 2, tmp_path, path, parallel, str(folder))
     assert (metrics["updates"], metrics["skipped/not_finite"], metrics["skipped/grad_norm"]) == (0, 1, 0)
     assert "loss" not in metrics
     assert "grad_norm" not in metrics
-    assert metrics["mismatch/logprob_abs_max"] > 0
+    assert metrics["train_infer_mismatch/logprob_abs_max"] > 0
     assert len(set(texts)) == 1
     assert texts[0].startswith("the loss of mini-batch 1 of 1 is not finite, on rank ")
     assert texts[0].endswith(f"; the batch is in {folder / 'update-1'}")
@@ -132,33 +135,33 @@ def test_a_batch_that_is_not_finite_leaves_nothing_but_its_dump(layout, path, tm
     rows = [row for table in tables for row in pq.read_table(table).to_pylist()]
     assert sorted(int(row["prompt_id"]) for row in rows) == list(HALVES[0])
     for row in rows:
-        told = TRAJECTORIES[int(row["prompt_id"])]
-        assert row["token_ids"] == told.token_ids.tolist()
-        assert row["logprobs"] == told.logprobs.tolist()
-        assert math.isnan(row["advantages"]) == (row["prompt_id"] == str(BAD))
+        trajectory = TRAJECTORIES[int(row["prompt_id"])]
+        assert row["token_ids"] == trajectory.token_ids.tolist()
+        assert row["logprobs"] == trajectory.logprobs.tolist()
+        assert math.isnan(row["advantages"]) == (row["prompt_id"] == str(NAN_INDEX))
         assert all(x < 0 for x in row["model_logprobs"][1:])
-    said = [json.loads(table.with_suffix(".json").read_text()) for table in tables]
-    (lost,) = [bad for summary in said for bad in summary["not_finite"]]
-    assert (lost["prompt_id"], lost["fields"]) == (str(BAD), ["advantages"])
-    micro_batches = [each for summary in said for each in summary["micro_batches"]]
+    summaries = [json.loads(table.with_suffix(".json").read_text()) for table in tables]
+    (non_finite,) = [bad for summary in summaries for bad in summary["not_finite"]]
+    assert (non_finite["prompt_id"], non_finite["fields"]) == (str(NAN_INDEX), ["advantages"])
+    micro_batches = [each for summary in summaries for each in summary["micro_batches"]]
     (bad,) = [each for each in micro_batches if not each["loss_is_finite"]]
-    assert str(BAD) in bad["prompt_ids"]
-    assert {summary["what"] for summary in said} == {texts[0].partition(";")[0]}
+    assert str(NAN_INDEX) in bad["prompt_ids"]
+    assert {summary["what"] for summary in summaries} == {texts[0].partition(";")[0]}
 
 
-def refuse_by_norm(path, parallel):
-    """On a rank: two mini-batches whose gradients differ, and limits between their norms and beyond."""
-    strong = spoilt(make_work(*HALVES), HALVES[1][0], value=50.0)
+def reject_by_grad_norm(path, parallel):
+    """Train on two mini-batches of different gradient norm, with limits below, between and above the norms."""
+    strong = with_advantage(make_request(*HALVES), HALVES[1][0], value=50.0)
 
-    def step(work):
-        trainee = Trainee(path, parallel)
-        return trainee.step(work), trainee.state()
+    def step(request):
+        rank_trainer = RankTrainer(path, parallel)
+        return rank_trainer.step(request), rank_trainer.state()
 
     def limited(action, most):
-        return guarded(strong, grad_norm=LimitConfig(max=most, action=action))
+        return with_guard(strong, grad_norm=LimitConfig(max=most, action=action))
 
     free, free_state = step(strong)
-    weak, weak_state = step(make_work(HALVES[0]))
+    weak, weak_state = step(make_request(HALVES[0]))
     small, large = weak["grad_norm"], free["grad_norm_max"]
     assert small < large
     assert free["grad_norm"] == pytest.approx((small + large) / 2)
@@ -166,15 +169,15 @@ def refuse_by_norm(path, parallel):
     assert_same(some_state, weak_state)
     assert (some["updates"], some["skipped/grad_norm"]) == (1, 1)
     assert (some["grad_norm"], some["grad_norm_max"], some["loss"]) == (small, large, weak["loss"])
-    for unheard in (limited("skip", large), limited("warn", small / 2)):
-        metrics, state = step(unheard)
+    for not_violated in (limited("skip", large), limited("warn", small / 2)):
+        metrics, state = step(not_violated)
         assert metrics == free
         assert_same(state, free_state)
-    trainee = Trainee(path, parallel)
+    rank_trainer = RankTrainer(path, parallel)
     with pytest.raises(LimitError, match=r"grad_norm of mini-batch 2 of 2 = \S+ passed limits.grad_norm = "):
-        trainee.step(limited("stop", (small + large) / 2))
-    assert_same(trainee.state(), weak_state)
-    none = Trainee(path, parallel)
+        rank_trainer.step(limited("stop", (small + large) / 2))
+    assert_same(rank_trainer.state(), weak_state)
+    none = RankTrainer(path, parallel)
     before = none.state()
     metrics = none.step(replace(limited("skip", small / 2), epochs=2))
     assert (metrics["updates"], metrics["skipped/grad_norm"]) == (0, 4)
@@ -182,62 +185,62 @@ def refuse_by_norm(path, parallel):
     assert_same(none.state(), before)
 
 
-def test_a_gradient_past_the_limit_leaves_out_its_update_alone(path, tmp_path):
-    run_ranks(refuse_by_norm, 1, tmp_path, path, ParallelConfig())
+def test_grad_norm_limit_skips_only_the_violating_update(path, tmp_path):
+    run_ranks(reject_by_grad_norm, 1, tmp_path, path, ParallelConfig())
 
 
-def refuse_by_mismatch(path, parallel, folder):
-    """On a rank: the engine said -5 of every token, which is not what the model says."""
-    work = make_work(*HALVES)
-    trainee = Trainee(path, parallel)
-    before = trainee.state()
+def reject_by_mismatch(path, parallel, folder):
+    """Train with engine log-probabilities of -5 for all tokens, far from those of the model."""
+    request = make_request(*HALVES)
+    rank_trainer = RankTrainer(path, parallel)
+    before = rank_trainer.state()
 
     def step(dump_folder=folder, **limit):
-        return trainee.step(guarded(work, mismatch=LimitConfig(**limit), dump_folder=dump_folder))
+        return rank_trainer.step(with_guard(request, mismatch=LimitConfig(**limit), dump_folder=dump_folder))
 
     metrics = step(max=1e-3, action="skip")
-    assert_same(trainee.state(), before)
-    assert trainee.trainer._scheduler.num_steps == 2
-    if trainee.trainer.rank.is_last:
-        assert metrics["mismatch/logprob_abs_max"] > 1e-3
-        assert metrics["mismatch/kl"] > 0
+    assert_same(rank_trainer.state(), before)
+    assert rank_trainer.trainer._scheduler.num_steps == 2
+    if rank_trainer.trainer.model.is_last_stage:
+        assert metrics["train_infer_mismatch/logprob_abs_max"] > 1e-3
+        assert metrics["train_infer_mismatch/kl"] > 0
     assert (metrics["updates"], metrics["skipped/mismatch"]) == (0, 2)
     with pytest.raises(LimitError) as error:
         step(max=1e-3, action="stop")
-    assert_same(trainee.state(), before)
+    assert_same(rank_trainer.state(), before)
     assert "passed limits.logprob_abs_max = 0.001: trainer and engine disagree about the log-" in str(error.value)
-    assert str(error.value).startswith("mismatch/logprob_abs_max = ")
+    assert str(error.value).startswith("train_infer_mismatch/logprob_abs_max = ")
     with pytest.raises(LimitError, match=r"sampled token; the batch could not be written to /dev/null/dumps/mismatch$"):
         step(dump_folder="/dev/null/dumps", max=1e-3, action="stop")
     assert step(max=1e-3, action="warn")["updates"] == 2
     assert step(max=1e3, action="stop")["updates"] == 2
 
 
-def test_engines_that_disagree_leave_out_the_whole_step(path, tmp_path):
+def test_logprob_mismatch_skips_all_updates_of_the_step(path, tmp_path):
     folder = tmp_path / "dumps"
-    run_ranks(refuse_by_mismatch, 2, tmp_path, path, ParallelConfig(pp=2), str(folder))
+    run_ranks(reject_by_mismatch, 2, tmp_path, path, ParallelConfig(pp=2), str(folder))
     (table,) = (folder / "mismatch").glob("*.parquet")
     assert len(pq.read_table(table)) == len(TRAJECTORIES)
 
 
-def update_as_megatron_core(trainer, batch, packs, loss, metrics, watch):
-    """An update by megatron-core's own `step`."""
-    for chunk in trainer._ddp:
+def update_as_megatron_core(trainer, batch, packs, loss, metrics, guard):
+    """Update with megatron-core's own `optimizer.step()`."""
+    for chunk in trainer._ddp_chunks:
         chunk.zero_grad_buffer()
     trainer._optimizer.zero_grad()
-    losses = trainer._accumulate(packs, loss, batch.denominators, metrics)
+    losses = trainer._accumulate_gradients(packs, loss, batch.denominators, metrics)
     _, grad_norm, _ = trainer._optimizer.step()
-    assert watch.allows_update(batch, losses, grad_norm)
+    assert guard.allows_update(batch, losses, grad_norm)
     trainer._scheduler.step(increment=1)
     return metrics
 
 
-def step_both_ways(path, parallel, variants):
+def compare_with_megatron_core(path, parallel, variants):
     for variant in variants:
-        ours, reference = Trainee(path, parallel, **variant), Trainee(path, parallel, **variant)
+        ours, reference = RankTrainer(path, parallel, **variant), RankTrainer(path, parallel, **variant)
         reference.trainer._try_update = MethodType(update_as_megatron_core, reference.trainer)
         for _ in range(2):
-            assert ours.step(make_work(*HALVES)) == reference.step(make_work(*HALVES)), variant
+            assert ours.step(make_request(*HALVES)) == reference.step(make_request(*HALVES)), variant
             assert_same(ours.state(), reference.state())
 
 
@@ -247,8 +250,8 @@ VARIANTS = [
 ]
 
 
-def test_an_unwatched_step_is_that_of_megatron_core_bit_for_bit(path, tmp_path):
-    run_ranks(step_both_ways, 2, tmp_path, path, ParallelConfig(), VARIANTS)
+def test_unguarded_step_is_bitwise_equal_to_megatron_core(path, tmp_path):
+    run_ranks(compare_with_megatron_core, 2, tmp_path, path, ParallelConfig(), VARIANTS)
 
 
 def reduce_on_rank():
@@ -262,11 +265,11 @@ def reduce_on_rank():
         "c": (-math.inf, -3.0),
         "d": (2.0, math.inf),
     }.items():
-        metrics.maximum(name, torch.tensor(values[rank]))
+        metrics.update_max(name, torch.tensor(values[rank]))
     return metrics.reduce(dist.group.WORLD)
 
 
-def test_a_maximum_over_ranks_keeps_nan(tmp_path):
+def test_maximum_over_ranks_propagates_nan(tmp_path):
     got = run_ranks(reduce_on_rank, 2, tmp_path)
     assert math.isnan(got["a"])
     assert math.isnan(got["b"])
