@@ -1,0 +1,1 @@
+"""RL algorithms: one module per training loop and its advantage estimator."""

@@ -1,58 +1,70 @@
-"""DAPO: prompts on which all completions do alike teach nothing, and are replaced by others."""
+"""DAPO: GRPO with dynamic sampling.
+
+Groups with zero reward variance carry no gradient; prompts are resampled until the batch is full.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from megarl.algorithms.grpo import group_estimates
-from megarl.config.algorithms.algorithm import DapoConfig
+from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.functional import keep_informative_groups, overlong_penalty
 from megarl.groups.rollout_group import FinishedGroup
-from megarl.run.rl_run import PolicyRun
-from megarl.run.rollout_batch import Experience
+from megarl.run.rl_run import RLRun
+from megarl.run.rollout_batch import RolloutBatch
 
-SAMPLED = "reward/sampled_mean"
-"""Mean of the metric over everything that was sampled, what was left out included."""
+SAMPLED_REWARD = "reward/sampled_mean"
+"""Metric name: mean of the reward (DAPO: of `filter_metric`) over all sampled completions, before filtering."""
 
 
-def train_dapo(run: PolicyRun, algorithm: DapoConfig) -> None:
-    """As GRPO, on informative groups alone."""
+def train_dapo(run: RLRun, algorithm: DapoConfig) -> None:
+    """Run the GRPO loop on informative groups only; sample up to `max_batches` batches per step to find them."""
     run.begin()
     metric = algorithm.filter_metric or run.config.reward.eval_name
     for prompts in run.steps():
         kept: list[FinishedGroup] = []
-        raw: list[float] = []
+        sampled_values: list[float] = []
         for attempt in range(algorithm.max_batches):
             batch = run.sample(run.prompts() if attempt else prompts, attempt=attempt)
-            kept += informative(batch, metric)
-            raw += batch.term(metric)
+            kept += filter_informative(batch, metric)
+            sampled_values += batch.reward_term(metric)
             if len(kept) >= algorithm.prompts_per_step:
                 break
-        run.note({"dapo/batches": attempt + 1, "dapo/informative_groups": len(kept), SAMPLED: sum(raw) / len(raw)})
+        run.add_metrics(
+            {
+                "dapo/batches": attempt + 1,
+                "dapo/informative_groups": len(kept),
+                SAMPLED_REWARD: sum(sampled_values) / len(sampled_values),
+            }
+        )
         if len(kept) < algorithm.prompts_per_step:
-            run.say(
+            run.notify(
                 f"step {run.step}: {len(kept)} of {algorithm.prompts_per_step} informative groups in "
                 f"{algorithm.max_batches} batches (algorithm.max_batches)"
             )
         if not kept:
             run.finish_step(batch, None)
             continue
-        batch = Experience(groups=kept[: algorithm.prompts_per_step])
-        punish_overlong(batch, algorithm, run.config.rollout.max_new_tokens)
-        run.add_reference(batch)
+        batch = RolloutBatch(groups=kept[: algorithm.prompts_per_step])
+        apply_overlong_penalty(batch, algorithm, run.config.rollout.max_new_tokens)
+        run.add_reference_logprobs(batch)
         run.estimate(group_estimates, batch, algorithm, run.kl_coefficient)
         run.finish_step(batch, run.train_policy(batch))
 
 
-def informative(batch: Experience, metric: str) -> list[FinishedGroup]:
-    """The groups in which the metric differs: before any penalty, which would make all of them look informative."""
-    keep_N = keep_informative_groups(torch.tensor(batch.term(metric)), torch.tensor(batch.group_ids))
-    first = batch.first_of_groups
-    return [group for group, n in zip(batch.groups, first, strict=True) if bool(keep_N[n])]
+def filter_informative(batch: RolloutBatch, metric: str) -> list[FinishedGroup]:
+    """Return the groups in which the metric differs between completions.
+
+    Call it before the overlong penalty, which would make almost every group look informative.
+    """
+    keep_N = keep_informative_groups(torch.tensor(batch.reward_term(metric)), torch.tensor(batch.group_ids))
+    offsets = batch.group_offsets
+    return [group for group, n in zip(batch.groups, offsets, strict=True) if bool(keep_N[n])]
 
 
-def punish_overlong(batch: Experience, algorithm: DapoConfig, max_new_tokens: int) -> None:
-    """Take the penalty of long completions from their rewards."""
+def apply_overlong_penalty(batch: RolloutBatch, algorithm: DapoConfig, max_new_tokens: int) -> None:
+    """Add the (negative) overlong penalty to the rewards of long completions, as the reward term `overlong`."""
     if algorithm.overlong is None:
         return
     lengths_N = torch.tensor([summary.response_length for summary in batch.summaries])

@@ -1,27 +1,27 @@
-"""On-policy distillation: the policy writes, a teacher says of each token how likely it would have been."""
+"""On-policy distillation: a teacher scores each token that the policy samples."""
 
 from __future__ import annotations
 
-from megarl.config.algorithms.algorithm import DistillationConfig
-from megarl.groups.estimation import Estimates, StepTokens
-from megarl.run.rl_run import PolicyRun
+from megarl.config.algorithms.model_advantages import DistillationConfig
+from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.run.rl_run import RLRun
 
 
-def train_distillation(run: PolicyRun, algorithm: DistillationConfig) -> None:
-    """Rewards are reported and teach nothing."""
+def train_distillation(run: RLRun, algorithm: DistillationConfig) -> None:
+    """Run the distillation loop; rewards are only logged, advantages come from the teacher."""
     run.begin()
     for prompts in run.steps():
         batch = run.sample(prompts)
-        run.add_reference(batch)
+        run.add_reference_logprobs(batch)
         run.add_logprobs(batch)
         with run.phase("teacher"):
-            work = batch.evaluation_work(run.config)
-            batch.columns["teacher_logprobs"] = run.models.frozen["teacher"].logprobs(work)
-        run.estimate(distillation_estimates, batch, gives=("advantages",))
+            request = batch.forward_request(run.config)
+            batch.columns["teacher_logprobs"] = run.models.frozen["teacher"].logprobs(request)
+        run.estimate(distillation_estimates, batch, outputs=("advantages",))
         run.finish_step(batch, run.train_policy(batch))
 
 
-def distillation_estimates(tokens: StepTokens) -> Estimates:
-    """Log pi_teacher - log pi of each token."""
+def distillation_estimates(tokens: TokenBatch) -> EstimatorOutput:
+    """Return the advantage log pi_teacher - log pi of each sampled token."""
     advantages_T = tokens.columns["teacher_logprobs"] - tokens.columns["old_logprobs"]
-    return tokens.with_advantages(advantages_T, {"distillation/reverse_kl": -tokens.mean(advantages_T)})
+    return tokens.with_advantages(advantages_T, {"distillation/reverse_kl": -tokens.masked_mean(advantages_T)})

@@ -1,38 +1,38 @@
-"""Proximal policy optimisation with a critic: PPO and PF-PPO."""
+"""PPO with a critic, and PF-PPO (policy filtration), which resamples completions by reward."""
 
 from __future__ import annotations
 
 import torch
 
-from megarl.config.algorithms.algorithm import ActorCriticConfig, PfPpoConfig, PpoConfig
+from megarl.config.algorithms.actor_critic import ActorCriticConfig, PfPpoConfig, PpoConfig
 from megarl.functional import gae, pf_ppo_resample, pf_ppo_weights, whiten
-from megarl.groups.estimation import Estimates, StepTokens
-from megarl.run.kl_penalty import penalty
-from megarl.run.rl_run import PolicyRun
-from megarl.run.rollout_batch import Experience
+from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.run.kl_penalty import reward_kl_penalty
+from megarl.run.rl_run import RLRun
+from megarl.run.rollout_batch import RolloutBatch
 
 
-def train_ppo(run: PolicyRun, algorithm: PpoConfig | PfPpoConfig) -> None:
-    """Values, advantages, then the critic and, once it is warm, the policy."""
+def train_ppo(run: RLRun, algorithm: PpoConfig | PfPpoConfig) -> None:
+    """Run the PPO loop: sample, compute values and GAE, train the critic and, after its warmup steps, the policy."""
     run.begin()
     for prompts in run.steps():
         batch = run.sample(prompts)
-        run.add_reference(batch)
+        run.add_reference_logprobs(batch)
         run.add_values(batch)
-        run.estimate(ppo_estimates, batch, algorithm, run.kl_coefficient, gives=("advantages", "returns"))
+        run.estimate(ppo_estimates, batch, algorithm, run.kl_coefficient, outputs=("advantages", "returns"))
         if isinstance(algorithm, PfPpoConfig):
-            draw_anew(batch, algorithm, seed=run.config.seed + run.step)
+            resample(batch, algorithm, seed=run.config.seed + run.step)
         run.train_critic(batch, algorithm.critic)
-        warm = run.step > algorithm.critic.warmup_steps
-        run.finish_step(batch, run.train_policy(batch) if warm else None)
+        critic_is_warm = run.step > algorithm.critic.warmup_steps
+        run.finish_step(batch, run.train_policy(batch) if critic_is_warm else None)
 
 
-def ppo_estimates(tokens: StepTokens, algorithm: ActorCriticConfig, kl_coefficient: float) -> Estimates:
-    """Generalised advantages, and the returns that the critic learns."""
-    penalty_T, metrics = penalty(tokens, algorithm, kl_coefficient)
+def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficient: float) -> EstimatorOutput:
+    """Return the GAE advantages of each token, and the returns that the critic is trained on."""
+    penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     values_T = tokens.columns["values"]
     advantages_T, returns_T = gae(
-        tokens.rewards(penalty_T),
+        tokens.token_rewards(penalty_T),
         values_T,
         tokens.mask_T,
         tokens.cu_seqlens_N,
@@ -45,9 +45,9 @@ def ppo_estimates(tokens: StepTokens, algorithm: ActorCriticConfig, kl_coefficie
     return tokens.with_advantages(advantages_T, metrics, returns=returns_T)
 
 
-def draw_anew(batch: Experience, algorithm: PfPpoConfig, *, seed: int) -> None:
-    """Choose the completions to train on, by how far their rewards can be believed."""
+def resample(batch: RolloutBatch, algorithm: PfPpoConfig, *, seed: int) -> None:
+    """Set `batch.sample_indices` to completions drawn from each group, weighted by `algorithm.filter` (PF-PPO)."""
     rewards_N, group_ids_N = torch.tensor(batch.rewards), torch.tensor(batch.group_ids)
     weights_N = pf_ppo_weights(rewards_N, group_ids_N, kind=algorithm.filter)
     generator = torch.Generator().manual_seed(seed)
-    batch.picked = pf_ppo_resample(weights_N, group_ids_N, generator=generator).tolist()
+    batch.sample_indices = pf_ppo_resample(weights_N, group_ids_N, generator=generator).tolist()

@@ -1,45 +1,43 @@
-"""Which loop an algorithm runs."""
+"""Maps `algorithm.type` to its training loop."""
 
 from __future__ import annotations
 
 from megarl.algorithms.dapo import train_dapo
 from megarl.algorithms.distillation import train_distillation
-from megarl.algorithms.grpo import train_grouped
+from megarl.algorithms.grpo import train_grpo
 from megarl.algorithms.ppo import train_ppo
 from megarl.algorithms.prime import train_prime
 from megarl.algorithms.reinforce import train_reinforce_pp, train_remax
 from megarl.algorithms.safe_rlhf import train_safe_rlhf
 from megarl.algorithms.vapo import train_vapo
-from megarl.config.algorithms.algorithm import (
+from megarl.config.algorithms.actor_critic import PfPpoConfig, PpoConfig, SafeRlhfConfig, VapoConfig
+from megarl.config.algorithms.group_baseline import (
     CispoConfig,
     DapoConfig,
-    DistillationConfig,
     DrGrpoConfig,
     GmpoConfig,
     GrpoConfig,
     GspoConfig,
-    PfPpoConfig,
-    PpoConfig,
-    PrimeConfig,
+    RlooConfig,
+)
+from megarl.config.algorithms.model_advantages import DistillationConfig, PrimeConfig
+from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
-    RlooConfig,
-    SafeRlhfConfig,
-    VapoConfig,
 )
-from megarl.run.rl_run import PolicyRun
+from megarl.run.rl_run import RLRun
 
 
-def train(run: PolicyRun) -> None:
-    """From the first push to the last."""
+def train(run: RLRun) -> None:
+    """Run the training loop of `algorithm.type`, from the first weight sync to the last step."""
     match run.config.algorithm:
         case DapoConfig() as algorithm:
             train_dapo(run, algorithm)
         case ReinforcePlusPlusConfig() | ReinforcePlusPlusBaselineConfig() as algorithm:
             train_reinforce_pp(run, algorithm)
         case GrpoConfig() | DrGrpoConfig() | RlooConfig() | GspoConfig() | CispoConfig() | GmpoConfig() as algorithm:
-            train_grouped(run, algorithm)
+            train_grpo(run, algorithm)
         case RemaxConfig() as algorithm:
             train_remax(run, algorithm)
         case PpoConfig() | PfPpoConfig() as algorithm:

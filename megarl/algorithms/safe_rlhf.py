@@ -1,4 +1,4 @@
-"""Safe RLHF: two critics, and a multiplier that holds the mean cost at its limit."""
+"""Safe RLHF: PPO with a reward critic and a cost critic, and a Lagrange multiplier that bounds the mean cost."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from functools import partial
 
 import torch
 
-from megarl.config.algorithms.algorithm import SafeRlhfConfig
+from megarl.config.algorithms.actor_critic import SafeRlhfConfig
 from megarl.functional import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
-from megarl.groups.estimation import Estimates, StepTokens
-from megarl.run.kl_penalty import penalty
-from megarl.run.rl_run import PolicyRun
+from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.run.kl_penalty import reward_kl_penalty
+from megarl.run.rl_run import RLRun
 
 
-def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:
-    """As PPO, on what reward and cost weigh together; the multiplier moves first, by the step's mean cost."""
+def train_safe_rlhf(run: RLRun, algorithm: SafeRlhfConfig) -> None:
+    """Run the PPO loop on the combined reward and cost advantages.
+
+    Each step first updates the multiplier with the step's mean cost, then estimates with the new value.
+    """
     run.begin()
-    multiplier = run.carry(
+    multiplier = run.register_state(
         "multiplier",
         LagrangeMultiplier(
             value=algorithm.multiplier_start,
@@ -28,10 +31,10 @@ def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:
     )
     for prompts in run.steps():
         batch = run.sample(prompts)
-        costs = batch.term(algorithm.cost_term)
+        costs = batch.reward_term(algorithm.cost_term)
         multiplier.update(sum(costs) / len(costs))
-        run.note({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
-        run.add_reference(batch)
+        run.add_metrics({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
+        run.add_reference_logprobs(batch)
         run.add_values(batch)
         run.add_values(batch, critic="cost_critic", column="cost_values")
         run.estimate(
@@ -41,32 +44,35 @@ def train_safe_rlhf(run: PolicyRun, algorithm: SafeRlhfConfig) -> None:
             run.kl_coefficient,
             costs,
             multiplier.value,
-            gives=("advantages", "returns", "cost_returns"),
+            outputs=("advantages", "returns", "cost_returns"),
         )
         run.train_critic(batch, algorithm.critic)
         run.train_critic(
             batch, algorithm.cost_critic, critic="cost_critic", values="cost_values", returns="cost_returns"
         )
-        warm = run.step > max(algorithm.critic.warmup_steps, algorithm.cost_critic.warmup_steps)
-        run.finish_step(batch, run.train_policy(batch) if warm else None)
+        critic_is_warm = run.step > max(algorithm.critic.warmup_steps, algorithm.cost_critic.warmup_steps)
+        run.finish_step(batch, run.train_policy(batch) if critic_is_warm else None)
 
 
 def safe_estimates(
-    tokens: StepTokens, algorithm: SafeRlhfConfig, kl_coefficient: float, costs: list[float], multiplier: float
-) -> Estimates:
-    """Advantages of both, weighed; returns of each for its critic.
+    tokens: TokenBatch, algorithm: SafeRlhfConfig, kl_coefficient: float, costs: list[float], multiplier: float
+) -> EstimatorOutput:
+    """Return the combined advantages of each token, and the returns that each critic is trained on.
 
-    Half of the penalty is taken from the reward and half is added to the cost, as its PPO-Lagrangian does.
+    Half of the KL penalty is subtracted from the reward and half is added to the cost (PPO-Lagrangian of the paper).
+
+    Args:
+        costs: N costs, one per completion.
     """
-    penalty_T, metrics = penalty(tokens, algorithm, kl_coefficient)
+    penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     half_T = None if penalty_T is None else penalty_T / 2
-    of_costs = replace(tokens, rewards_N=torch.tensor(costs))
+    cost_tokens = replace(tokens, rewards_N=torch.tensor(costs))
     estimate = partial(
         gae, mask_T=tokens.mask_T, cu_seqlens_S=tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=algorithm.lam
     )
     values_T, cost_values_T = tokens.columns["values"], tokens.columns["cost_values"]
-    reward_adv_T, returns_T = estimate(tokens.rewards(half_T), values_T)
-    costs_T = of_costs.rewards(None if half_T is None else -half_T)
+    reward_adv_T, returns_T = estimate(tokens.token_rewards(half_T), values_T)
+    costs_T = cost_tokens.token_rewards(None if half_T is None else -half_T)
     cost_adv_T, cost_returns_T = estimate(costs_T, cost_values_T)
     advantages_T = safe_rlhf_advantages(reward_adv_T, cost_adv_T, multiplier=multiplier)
     if algorithm.whiten:

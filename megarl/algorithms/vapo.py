@@ -1,61 +1,68 @@
-"""VAPO: PPO for long chains of thought, with a critic that is trained first."""
+"""VAPO: PPO for long chains of thought, with a pretrained critic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megarl.config.algorithms.algorithm import ValuePretrainingConfig, VapoConfig
+from megarl.config.algorithms.actor_critic import ValuePretrainingConfig, VapoConfig
 from megarl.functional import gae, length_adaptive_lambda, whiten
-from megarl.groups.estimation import Estimates, StepTokens
-from megarl.run.kl_penalty import penalty
-from megarl.run.rl_run import PolicyRun
+from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.run.kl_penalty import reward_kl_penalty
+from megarl.run.rl_run import RLRun
 
-EXPLAINED = "critic/explained_variance"
+EXPLAINED_VARIANCE = "critic/explained_variance"
 
 
-def train_vapo(run: PolicyRun, algorithm: VapoConfig) -> None:
-    """Pretrain the critic; then two lambdas, and likelihood of what was right."""
+def train_vapo(run: RLRun, algorithm: VapoConfig) -> None:
+    """Pretrain the critic, then run the PPO loop.
+
+    Policy and critic use different GAE lambdas; the policy loss adds the NLL of completions with a positive reward.
+    """
     run.begin()
-    if run.step == 0:  # and not in a run that goes on behind it
+    if run.step == 0:  # not in a run that resumes from a later step
         pretrain_critic(run, algorithm)
     for prompts in run.steps():
         batch = run.sample(prompts)
-        run.add_reference(batch)
+        run.add_reference_logprobs(batch)
         run.add_values(batch)
-        run.estimate(vapo_estimates, batch, algorithm, run.kl_coefficient, gives=("advantages", "returns"))
+        run.estimate(vapo_estimates, batch, algorithm, run.kl_coefficient, outputs=("advantages", "returns"))
         batch.scalars["positive"] = [float(reward > 0) for reward in batch.rewards]
         run.train_critic(batch, algorithm.critic)
-        warm = run.step > algorithm.critic.warmup_steps
-        run.finish_step(batch, run.train_policy(batch, nll=algorithm.nll_coefficient) if warm else None)
+        critic_is_warm = run.step > algorithm.critic.warmup_steps
+        run.finish_step(batch, run.train_policy(batch, nll=algorithm.nll_coefficient) if critic_is_warm else None)
 
 
-def pretrain_critic(run: PolicyRun, algorithm: VapoConfig) -> None:
-    """Fit the critic to Monte-Carlo returns of the policy as it is, until it has settled."""
-    settling = Settling(algorithm.pretraining)
+def pretrain_critic(run: RLRun, algorithm: VapoConfig) -> None:
+    """Fit the critic to Monte-Carlo returns of the initial policy, until it converges or `max_steps` is reached."""
+    monitor = ConvergenceMonitor(algorithm.pretraining)
     for number in range(1, algorithm.pretraining.max_steps + 1):
-        if run.ends_early():
+        if run.should_stop():
             break
         batch = run.sample(run.prompts(), attempt=number)
-        run.add_reference(batch)
+        run.add_reference_logprobs(batch)
         run.add_values(batch)
-        run.estimate(monte_carlo_estimates, batch, algorithm, run.kl_coefficient, gives=("returns",))
+        run.estimate(monte_carlo_estimates, batch, algorithm, run.kl_coefficient, outputs=("returns",))
         run.train_critic(batch, algorithm.critic)
         run.finish_critics()
-        loss, explained = run.noted("critic/loss"), run.noted(EXPLAINED)
-        run.log_pretraining(number, {"loss": loss, "explained_variance": explained})
-        if settling.has_settled(loss, explained):
+        loss, explained_variance = run.metric("critic/loss"), run.metric(EXPLAINED_VARIANCE)
+        run.finish_pretraining_step(number, {"loss": loss, "explained_variance": explained_variance})
+        if monitor.converged(loss, explained_variance):
             break
 
 
 @dataclass(slots=True)
-class Settling:
-    """Watches the critic's loss and the variance that it explains."""
+class ConvergenceMonitor:
+    """Detects convergence of critic pretraining from its loss and explained variance."""
 
     config: ValuePretrainingConfig
     losses: list[float] = field(default_factory=list)
 
-    def has_settled(self, loss: float, explained_variance: float) -> bool:
-        """Whether it has, with one more step."""
+    def converged(self, loss: float, explained_variance: float) -> bool:
+        """Record one step; return whether the critic has converged.
+
+        Converged: the loss changed by less than the fraction `settled` over the last `window` steps, and the explained
+        variance is at least `min_explained_variance`.
+        """
         self.losses.append(loss)
         if len(self.losses) <= self.config.window or explained_variance < self.config.min_explained_variance:
             return False
@@ -63,28 +70,31 @@ class Settling:
         return abs(before - loss) < self.config.settled * abs(before)
 
 
-def monte_carlo_estimates(tokens: StepTokens, algorithm: VapoConfig, kl_coefficient: float) -> Estimates:
-    """Discounted returns alone: lambda 1."""
-    penalty_T, metrics = penalty(tokens, algorithm, kl_coefficient)
+def monte_carlo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: float) -> EstimatorOutput:
+    """Return the Monte-Carlo returns of each token (GAE with lambda 1), without advantages."""
+    penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     values_T = tokens.columns["values"]
     _, returns_T = gae(
-        tokens.rewards(penalty_T), values_T, tokens.mask_T, tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=1.0
+        tokens.token_rewards(penalty_T), values_T, tokens.mask_T, tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=1.0
     )
-    metrics |= {EXPLAINED: tokens.explained_variance(values_T, returns_T)}
-    return Estimates(columns={"returns": returns_T}, metrics=metrics)
+    metrics |= {EXPLAINED_VARIANCE: tokens.explained_variance(values_T, returns_T)}
+    return EstimatorOutput(columns={"returns": returns_T}, metrics=metrics)
 
 
-def vapo_estimates(tokens: StepTokens, algorithm: VapoConfig, kl_coefficient: float) -> Estimates:
-    """Advantages by the policy's lambda, returns by the critic's."""
-    penalty_T, metrics = penalty(tokens, algorithm, kl_coefficient)
-    rewards_T, values_T = tokens.rewards(penalty_T), tokens.columns["values"]
-    where = (rewards_T, values_T, tokens.mask_T, tokens.cu_seqlens_N)
-    advantages_T, returns_T = gae(*where, gamma=algorithm.gamma, lam=algorithm.lam)
+def vapo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: float) -> EstimatorOutput:
+    """Return the advantages of each token with the policy's lambda, and the returns with the critic's lambda.
+
+    With `length_alpha`, the policy's lambda adapts to the completion length.
+    """
+    penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
+    rewards_T, values_T = tokens.token_rewards(penalty_T), tokens.columns["values"]
+    gae_inputs = (rewards_T, values_T, tokens.mask_T, tokens.cu_seqlens_N)
+    advantages_T, returns_T = gae(*gae_inputs, gamma=algorithm.gamma, lam=algorithm.lam)
     if algorithm.length_alpha is not None:
         lam_N = length_adaptive_lambda(tokens.lengths, alpha=algorithm.length_alpha)
         metrics["vapo/lambda"] = float(lam_N.mean())
-        advantages_T, _ = gae(*where, gamma=algorithm.gamma, lam=lam_N)
+        advantages_T, _ = gae(*gae_inputs, gamma=algorithm.gamma, lam=lam_N)
     if algorithm.whiten:
         advantages_T = whiten(advantages_T, tokens.mask_T)
-    metrics |= {EXPLAINED: tokens.explained_variance(values_T, returns_T)}
+    metrics |= {EXPLAINED_VARIANCE: tokens.explained_variance(values_T, returns_T)}
     return tokens.with_advantages(advantages_T, metrics, returns=returns_T)

@@ -1,4 +1,4 @@
-"""Pure tensor functions; each cites its source."""
+"""Pure tensor functions of RL and preference training: advantages, losses, KL, filters. Each one cites its source."""
 
 from megarl.functional.advantages import (
     discounted_returns,
@@ -10,14 +10,14 @@ from megarl.functional.advantages import (
     remax_advantages,
     whiten,
 )
-from megarl.functional.correction import Correction, rollout_correction
+from megarl.functional.correction import CorrectionOutput, rollout_correction
 from megarl.functional.filters import keep_informative_groups, overlong_penalty, pf_ppo_resample, pf_ppo_weights
 from megarl.functional.kl import AdaptiveKl, kl_penalty
 from megarl.functional.lagrangian import LagrangeMultiplier, safe_rlhf_advantages
 from megarl.functional.losses import (
     Denominators,
-    PolicyLoss,
-    ValueLoss,
+    PolicyLossOutput,
+    ValueLossOutput,
     aggregate,
     cispo_loss,
     clipped_policy_loss,
@@ -26,19 +26,19 @@ from megarl.functional.losses import (
     gspo_loss,
     value_loss,
 )
-from megarl.functional.preference_losses import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
+from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 from megarl.functional.sequences import Sequences
 
 __all__ = [
     "AdaptiveKl",
-    "Correction",
+    "CorrectionOutput",
     "Denominators",
     "LagrangeMultiplier",
-    "PolicyLoss",
-    "PreferenceLoss",
+    "PolicyLossOutput",
+    "PreferenceLossOutput",
     "Sequences",
-    "ValueLoss",
+    "ValueLossOutput",
     "aggregate",
     "cispo_loss",
     "clipped_policy_loss",

@@ -1,9 +1,9 @@
-"""What each token or completion gained over its baseline.
+"""Advantages and returns of tokens and completions.
 
-Shapes: N completions, T packed tokens, S sequences of the pack, K tokens of the pack that count, [C, R] the same in
-chunks (see `recurrence`), E ends of sequences. Where N meets a pack, its sequence n is completion n; what follows the
-N-th is padding. Tokens outside the mask, such as a tool's answer between two turns, are passed over: neither their
-rewards nor their values count, and their advantage is 0.
+Shapes: N completions, T packed tokens, S sequences of the pack, K tokens of the pack inside the mask, [C, R] the same
+tokens in chunks (see `recurrence`), E sequence ends. If a function takes N values and a pack, sequence n of the pack is
+completion n, and the sequences after the N-th are padding. Tokens outside the mask, such as tool output between two
+turns, are skipped: their rewards and values do not count, and their advantage is 0.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.functional.recurrence import in_columns, place_in_columns, solve_backwards_
+from megarl.functional.recurrence import column_index, solve_backwards_, to_columns
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, as DeepSeekMath's GRPO does."""
+"""Added to the standard deviation of a group, as in GRPO (DeepSeekMath)."""
 
 WHITEN_EPSILON = 1e-8
-"""Added to the standard deviation of all tokens, as REINFORCE++ does."""
+"""Added to the standard deviation of all tokens, as in REINFORCE++."""
 
-SLAB = 262_144
-"""Tokens that are worked on at once, where a sequence is not longer: enough for few steps, few enough for a cache."""
+BLOCK_TOKENS = 262_144
+"""Tokens processed at once, unless a sequence is longer: few enough to fit a cache, enough to keep the loop short."""
 
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo"]
 
@@ -41,41 +41,42 @@ def gae(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """[T] generalised advantages and [T] returns (arXiv 1506.02438, equations 11 to 16), both 0 outside the mask.
+    """[T] generalized advantages and [T] returns (GAE, arXiv 1506.02438, equations 11 to 16), both 0 outside the mask.
 
     delta_t = R_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, return = A + V, where "next" is the sequence's
-    next token inside the mask; behind its last one V and A are 0. Computed in float64, given back as `values_T` is.
+    next token inside the mask; after its last one V and A are 0. Computed in float64, returned in the dtype of
+    `values_T`.
 
     Args:
-        lam: one for all, or [S] one per sequence, as `length_adaptive_lambda` makes them.
+        lam: one lambda for all sequences, or [S] one per sequence, as from `length_adaptive_lambda`.
     """
     advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
     factor = gamma * (lam.double() if isinstance(lam, Tensor) else lam)
-    for kept in _slabs(mask_T, cu_seqlens_S):
-        values_CR, delta_CR = kept.take(values_T), kept.take(rewards_T)
-        last_E = delta_CR.view(-1)[kept.ends_E]
+    for tokens in _blocks(mask_T, cu_seqlens_S):
+        values_CR, delta_CR = tokens.gather(values_T), tokens.gather(rewards_T)
+        last_E = delta_CR.view(-1)[tokens.ends_E]
         delta_CR[:-1].add_(values_CR[1:], alpha=gamma)
         delta_CR[-1, :-1].add_(values_CR[0, 1:], alpha=gamma)
-        delta_CR.view(-1)[kept.ends_E] = last_E
-        advantages_CR = solve_backwards_(delta_CR.sub_(values_CR), kept.factors(factor))
-        kept.put(advantages_CR, into=advantages_T)
-        kept.put(values_CR.add_(advantages_CR), into=returns_T)
+        delta_CR.view(-1)[tokens.ends_E] = last_E
+        advantages_CR = solve_backwards_(delta_CR.sub_(values_CR), tokens.factors(factor))
+        tokens.scatter(advantages_CR, into=advantages_T)
+        tokens.scatter(values_CR.add_(advantages_CR), into=returns_T)
     return advantages_T, returns_T
 
 
 @torch.no_grad()
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, gamma: float) -> Tensor:
-    """[T] G_t = R_t + gamma G_next, "next" as in `gae`; 0 outside the mask."""
+    """[T] discounted returns G_t = R_t + gamma G_next, with "next" as in `gae`; 0 outside the mask."""
     returns_T = torch.zeros_like(rewards_T)
-    for kept in _slabs(mask_T, cu_seqlens_S):
-        kept.put(solve_backwards_(kept.take(rewards_T), kept.factors(gamma)), into=returns_T)
+    for tokens in _blocks(mask_T, cu_seqlens_S):
+        tokens.scatter(solve_backwards_(tokens.gather(rewards_T), tokens.factors(gamma)), into=returns_T)
     return returns_T
 
 
 def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """[T] (value - mean) / (std + 1e-8) over all tokens inside the mask, 0 outside.
+    """[T] whitened values (value - mean) / (std + 1e-8) over all tokens inside the mask, 0 outside.
 
-    The standard deviation divides by n, not n - 1, as REINFORCE++'s does in OpenRLHF: one token alone becomes 0.
+    The standard deviation divides by n, not n - 1, as in REINFORCE++ of OpenRLHF: a single token becomes 0.
     """
     values_K = values_T[mask_T].double()
     whitened_T = torch.zeros_like(values_T)
@@ -93,7 +94,7 @@ def reinforce_pp_advantages(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Ten
 def reinforce_pp_baseline_advantages(
     rewards_N: Tensor, group_ids_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor
 ) -> Tensor:
-    """[T] R - mean of its group on all tokens, whitened over the whole batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """[T] reward minus the group mean on every token, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
 
     Raises:
         ValueError: a group has fewer than two members.
@@ -103,22 +104,22 @@ def reinforce_pp_baseline_advantages(
 
 
 def remax_advantages(rewards_T: Tensor, baseline_S: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
-    """[T] rewards yet to come less the greedy completion's, 0 outside the mask (ReMax, arXiv 2310.10505, algorithm 1).
+    """[T] return minus the greedy completion's reward, 0 outside the mask (ReMax, arXiv 2310.10505, algorithm 1).
 
     Args:
-        baseline_S: reward of the greedy completion of each sequence's prompt; [N] will do where padding follows.
+        baseline_S: reward of the greedy completion of each sequence's prompt; [N] if padding sequences follow.
     """
     returns_T = discounted_returns(rewards_T, mask_T, cu_seqlens_S, gamma=1.0)
     return returns_T - spread_completions(baseline_S.to(returns_T.dtype), mask_T, cu_seqlens_S)
 
 
 def length_adaptive_lambda(lengths_N: Tensor, *, alpha: float) -> Tensor:
-    """float32 [N] 1 - 1 / max(alpha * length, 1) (VAPO, arXiv 2504.05118, section 4.2), lengths in sampled tokens."""
+    """float32 [N] lambda = 1 - 1 / max(alpha * length, 1), length in sampled tokens (VAPO, arXiv 2504.05118, 4.2)."""
     return (1 - 1 / (alpha * lengths_N.double()).clamp(min=1)).float()
 
 
 def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, kind: GroupBaseline) -> Tensor:
-    """[N] advantages from scalar rewards, the group's own rewards being the baseline.
+    """[N] advantages from scalar rewards, with a baseline from the rewards of the same group.
 
     `grpo`: (R - mean) / (std + 1e-6), std with n - 1 (arXiv 2402.03300, section 4.1.2).
     `dr_grpo`: R - mean (arXiv 2503.20783, section 3.2).
@@ -147,63 +148,67 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, kind: GroupBasel
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """The tokens that count of some sequences that follow each other, laid out as `recurrence` has it.
+class _MaskedTokens:
+    """Tokens inside the mask of some consecutive sequences, laid out in columns as in `recurrence`.
 
-    What fills up the last chunk is the last token again and again, each as if alone in a sequence: it gets the same.
+    The last chunk is padded with copies of the last token, each as a sequence of its own; they get the same result.
     """
 
     sequences: slice
-    """Which ones."""
+    """The range of sequences in the pack."""
     index_CR: Tensor
-    """Where the tokens are in the pack."""
+    """Index of each token in the pack."""
     count_S: Tensor
-    """How many of them each sequence has."""
+    """Number of tokens inside the mask of each sequence."""
     ends_E: Tensor
-    """Where in the flattened [C, R] a sequence ends."""
+    """Indices in the flattened [C, R] of the last token of each sequence, and of all padding."""
 
-    def take(self, values_T: Tensor) -> Tensor:
-        """float64 [C, R] a copy of theirs."""
+    def gather(self, values_T: Tensor) -> Tensor:
+        """float64 [C, R] copy of the values of these tokens."""
         return values_T.index_select(0, self.index_CR.view(-1)).to(torch.double).view_as(self.index_CR)
 
     def factors(self, factor: float | Tensor) -> Tensor:
-        """float64 [C, R] the factor (one, or float64 [S]) of the next token's result: 0 where a sequence ends."""
+        """float64 [C, R] factor of the next token's result, from a scalar or float64 [S]; 0 at sequence ends."""
         if isinstance(factor, Tensor):
-            factors_CR = in_columns(factor[self.sequences].repeat_interleave(self.count_S))
+            factors_CR = to_columns(factor[self.sequences].repeat_interleave(self.count_S))
         else:
             factors_CR = torch.full_like(self.index_CR, factor, dtype=torch.double)
         factors_CR.view(-1)[self.ends_E] = 0
         return factors_CR
 
-    def put(self, values_CR: Tensor, *, into: Tensor) -> None:
-        """Where they belong in a pack."""
+    def scatter(self, values_CR: Tensor, *, into: Tensor) -> None:
+        """Write [C, R] values to the positions of these tokens in a pack."""
         into.scatter_(0, self.index_CR.view(-1), values_CR.to(into.dtype).view(-1))
 
 
-def _slabs(mask_T: Tensor, cu_seqlens_S: Tensor) -> Iterator[_Kept]:
-    """What counts of whole sequences, about `SLAB` tokens at a time."""
+def _blocks(mask_T: Tensor, cu_seqlens_S: Tensor) -> Iterator[_MaskedTokens]:
+    """Yield the tokens inside the mask in blocks of complete sequences, about `BLOCK_TOKENS` tokens each."""
     total, count = len(mask_T), len(cu_seqlens_S) - 1
-    limits = torch.arange(SLAB, total + SLAB, SLAB, dtype=cu_seqlens_S.dtype, device=cu_seqlens_S.device)
-    cuts = sorted({0, *torch.searchsorted(cu_seqlens_S, limits).clamp(max=count).tolist()})
-    for first, last in pairwise(cuts):
+    limits = torch.arange(
+        BLOCK_TOKENS, total + BLOCK_TOKENS, BLOCK_TOKENS, dtype=cu_seqlens_S.dtype, device=cu_seqlens_S.device
+    )
+    block_bounds = sorted({0, *torch.searchsorted(cu_seqlens_S, limits).clamp(max=count).tolist()})
+    for first, last in pairwise(block_bounds):
         bounds_S = cu_seqlens_S[first : last + 1].long()
         start, end = int(bounds_S[0]), int(bounds_S[-1])
-        # several times as fast as Tensor.nonzero
+        # several times faster than Tensor.nonzero
         index_K = torch.from_numpy(np.flatnonzero(mask_T[start:end].numpy(force=True))).to(mask_T.device).add_(start)
         if len(index_K):
-            index_CR = in_columns(index_K)
+            index_CR = to_columns(index_K)
             end_S = torch.searchsorted(index_K, bounds_S)
             count_S = end_S.diff()
-            fill = torch.arange(len(index_K), index_CR.numel(), device=index_K.device)
-            ends_E = torch.cat((end_S[1:][count_S > 0] - 1, fill))
-            yield _Kept(slice(first, last), index_CR, count_S, place_in_columns(ends_E, len(index_K)))
+            padding = torch.arange(len(index_K), index_CR.numel(), device=index_K.device)
+            ends_E = torch.cat((end_S[1:][count_S > 0] - 1, padding))
+            yield _MaskedTokens(slice(first, last), index_CR, count_S, column_index(ends_E, len(index_K)))
 
 
 def spread_completions(values_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
-    """[T] each completion's value on its tokens inside the mask, 0 elsewhere."""
+    """[T] value of the completion on each of its tokens inside the mask, 0 elsewhere."""
     lengths_N = cu_seqlens_S.diff()[: len(values_N)]
     spread_T = torch.zeros(len(mask_T), dtype=values_N.dtype, device=values_N.device)
-    owned = values_N.repeat_interleave(lengths_N)
-    assert not mask_T[len(owned) :].any(), f"{len(values_N)} completions, and tokens that count behind the last"
-    spread_T[: len(owned)] = owned
+    values_of_tokens = values_N.repeat_interleave(lengths_N)
+    assert not mask_T[len(values_of_tokens) :].any(), (
+        f"{len(values_N)} completions, but the mask has tokens after the last one"
+    )
+    spread_T[: len(values_of_tokens)] = values_of_tokens
     return torch.where(mask_T, spread_T, torch.zeros_like(spread_T))

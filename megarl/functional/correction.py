@@ -1,4 +1,4 @@
-"""What sampled tokens weigh where the rollout engine's probabilities differ from the trainer's.
+"""Importance weights that correct for the mismatch between rollout engine and trainer log-probs.
 
 Shapes: T packed tokens, S sequences.
 """
@@ -18,14 +18,14 @@ CorrectionKind = Literal["token_tis", "sequence_tis", "icepop", "geometric_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
-    """Weights for the token losses. Means still divide by the counts of the loss mask, not by those of `keep_T`."""
+class CorrectionOutput:
+    """Weights of the token losses. Means still divide by the token count of the loss mask, not of `keep_T`."""
 
     weights_T: Tensor
-    """[T], detached, 0 where `keep_T` is False."""
+    """[T] weights, detached; 0 where `keep_T` is False."""
 
     keep_T: Tensor
-    """bool [T], the loss mask less what the correction drops."""
+    """bool [T] loss mask without the tokens that the correction drops."""
 
 
 @torch.no_grad()
@@ -38,16 +38,16 @@ def rollout_correction(
     kind: CorrectionKind,
     low: float,
     high: float,
-) -> Correction:
-    """Weights from w = pi_old / pi_rollout, the trainer's probability of a sampled token over the engine's.
+) -> CorrectionOutput:
+    """Weights from the ratio w = pi_old / pi_rollout of trainer to engine probability of each sampled token.
 
     `token_tis`: min(w, high), truncated importance sampling (fengyao.notion.site/off-policy-rl).
-    `sequence_tis`: min(product of the sequence's w, high), on each of its tokens.
+    `sequence_tis`: min(product of w over the sequence, high), on each of its tokens.
     `icepop`: w where low <= w <= high, else 0 (arXiv 2510.18855).
-    `geometric_mask`: 1 in sequences whose geometric mean of w is in [low, high], else 0.
+    `geometric_mask`: 1 in sequences whose geometric mean of w is within [low, high], else 0.
 
     Args:
-        low: of the two kinds that drop; truncation has no lower bound and does not read it.
+        low: lower bound of `icepop` and `geometric_mask`; the truncating kinds ignore it.
     """
     log_ratio_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, torch.zeros_like(old_logprobs_T))
     match kind:
@@ -62,7 +62,7 @@ def rollout_correction(
             weights_T = torch.ones_like(log_ratio_T)
             mean_S = _exp(sequences.mean(log_ratio_T, mask_T))
             keep_T = mask_T & sequences.spread(_within(mean_S, low, high))
-    return Correction(torch.where(keep_T, weights_T, torch.zeros_like(weights_T)), keep_T)
+    return CorrectionOutput(torch.where(keep_T, weights_T, torch.zeros_like(weights_T)), keep_T)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which completions train, and what their length costs. Shapes: N completions, G groups, L completions of one group."""
+"""Filtering and resampling of completions, and the length penalty. Shapes: N completions, G groups, L of one group."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 FilterKind = Literal["pow", "max_min", "max_random"]
 
 WEIGHT_FLOOR = 1e-8
-"""Added to every sampling weight: a group's weights never add up to 0."""
+"""Added to every sampling weight, so that the weights of a group never sum to 0."""
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """float32 [N] min(-(length - (max_length - buffer)) / buffer * factor, 0), to add to the rewards.
+    """float32 [N] penalty min(-(length - (max_length - buffer)) / buffer * factor, 0), to be added to the rewards.
 
-    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 until the buffer begins, -factor at its end.
-    Nothing is longer than `max_length`, where generation stops.
+    DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to the buffer, -factor at its end. No
+    completion is longer than `max_length`, where generation stops.
     """
     excess_N = lengths_N.double() - (max_length - buffer)
     return (-excess_N / buffer * factor).clamp(max=0).float()
 
 
 def keep_informative_groups(scores_N: Tensor, group_ids_N: Tensor) -> Tensor:
-    """[N] bools, True where the raw metric differs within the group (DAPO, arXiv 2503.14476, equation 11)."""
-    lowest_N, highest_N = _extremes(scores_N, group_ids_N)
+    """Bool [N] mask of completions whose group has differing scores (DAPO, arXiv 2503.14476, equation 11)."""
+    lowest_N, highest_N = _group_min_max(scores_N, group_ids_N)
     return highest_N > lowest_N
 
 
 def pf_ppo_weights(rewards_N: Tensor, group_ids_N: Tensor, *, kind: FilterKind) -> Tensor:
     """float64 [N] weights to resample each group's completions with (PF-PPO, arXiv 2409.06957).
 
-    The paper weighs a completion by its place among those of its prompt, so that what counts is how it compares with
-    the others of its group, not the sign or scale of its reward:
+    The paper weights a completion by its rank among the completions of its prompt: only the comparison within the group
+    counts, not the sign or scale of the reward.
 
-    `pow`: s^2, where s = (R - min) / (max - min) of the group; s = R for rewards of 0 and 1. (A bare |R|^2 would favour
-    the most negative rewards.) Equal weights where all rewards are equal.
+    `pow`: s^2, where s = (R - min) / (max - min) of the group; s = R for rewards of 0 and 1. (Plain |R|^2 would favor
+    the most negative rewards.) If all rewards are equal, so are the weights.
     `max_min`: 1 for the group's highest and lowest rewards, else 0.
     `max_random`: .4 for the group's highest rewards, else .1.
 
-    All plus 1e-8; equal rewards have equal weights.
+    All weights are increased by 1e-8; equal rewards have equal weights.
     """
     rewards_N = rewards_N.double()
-    lowest_N, highest_N = _extremes(rewards_N, group_ids_N)
+    lowest_N, highest_N = _group_min_max(rewards_N, group_ids_N)
     at_highest_N = rewards_N == highest_N
     match kind:
         case "pow":
@@ -57,7 +57,7 @@ def pf_ppo_weights(rewards_N: Tensor, group_ids_N: Tensor, *, kind: FilterKind) 
 
 
 def pf_ppo_resample(weights_N: Tensor, group_ids_N: Tensor, *, generator: torch.Generator) -> Tensor:
-    """int64 [N] which completion takes each one's place: of its own group, drawn by weight, with replacement."""
+    """int64 [N] indices of the resampled completions, drawn by weight with replacement within each group."""
     indices_N = torch.empty(len(group_ids_N), dtype=torch.int64, device=group_ids_N.device)
     for group_id in torch.unique(group_ids_N):
         members_L = (group_ids_N == group_id).nonzero().squeeze(1)
@@ -66,8 +66,8 @@ def pf_ppo_resample(weights_N: Tensor, group_ids_N: Tensor, *, generator: torch.
     return indices_N
 
 
-def _extremes(values_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest value of each one's group."""
+def _group_min_max(values_N: Tensor, group_ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] lowest and [N] highest value of each completion's group."""
     groups_G, group_N = torch.unique(group_ids_N, return_inverse=True)
     empty_G = torch.zeros(len(groups_G), dtype=values_N.dtype, device=values_N.device)
     lowest_G = empty_G.scatter_reduce(0, group_N, values_N, "amin", include_self=False)

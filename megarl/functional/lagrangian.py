@@ -1,4 +1,4 @@
-"""Rewards to gain under a bound on costs: Safe RLHF (arXiv 2310.12773). Shapes: T packed tokens."""
+"""Constrained RL with a Lagrange multiplier: Safe RLHF (arXiv 2310.12773). Shapes: T packed tokens."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from torch import Tensor
 
 
 def safe_rlhf_advantages(reward_adv_T: Tensor, cost_adv_T: Tensor, *, multiplier: float) -> Tensor:
-    """[T] (A_R - lambda A_C) / (1 + lambda) as its PPO-Lagrangian has it; lambda is the multiplier."""
+    """[T] combined advantages (A_R - lambda A_C) / (1 + lambda) of PPO-Lagrangian; lambda is the multiplier."""
     return (reward_adv_T - multiplier * cost_adv_T) / (1 + multiplier)
 
 
 @dataclass(slots=True)
 class LagrangeMultiplier:
-    """What costs weigh against rewards: more while the mean cost is above the limit.
+    """Weight of the cost against the reward; it grows while the mean cost is above the limit.
 
-    The paper's ascent on the logarithm, without the factor `value` that its gradient has: log value moves by equal
-    steps however large it is.
+    Gradient ascent on log(value) as in the paper, but without the factor `value` of its gradient: the step in
+    log(value) does not depend on the value.
 
     >>> round(LagrangeMultiplier().update(mean_cost=0.5), 4)
     1.0513
     """
 
     value: float = 1.0
-    """The state: the only field that changes. Positive."""
+    """Current multiplier, positive: the only field that `update` changes."""
 
     lr: float = 0.1
-    """Of log value."""
+    """Learning rate of log(value)."""
 
     maximum: float = 5.0
 
     limit: float = 0.0
-    """The mean cost to stay below."""
+    """Upper bound of the mean cost."""
 
     def __post_init__(self) -> None:
         if not 0 < self.value <= self.maximum:
-            raise ValueError(f"a multiplier needs a value above 0 and at most {self.maximum}, got {self.value}")
+            raise ValueError(f"LagrangeMultiplier needs a value above 0 and at most {self.maximum}, got {self.value}")
 
     def update(self, mean_cost: float) -> float:
-        """The new value: log value += lr * (mean_cost - limit), at most `maximum`."""
+        """Add lr * (mean_cost - limit) to log(value), clamp the value to `maximum`, and return it."""
         log_value = math.log(self.value) + self.lr * (mean_cost - self.limit)
-        # A product would overflow; and 0 would stay 0, whatever costs follow.
+        # In log space a product cannot overflow. Keep the value above 0: from 0 it could never grow again.
         value = math.exp(min(log_value, math.log(self.maximum)))
         self.value = min(max(value, sys.float_info.min), self.maximum)
         return self.value

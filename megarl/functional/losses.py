@@ -1,4 +1,4 @@
-"""Losses over packed tokens. Shapes: T packed tokens, S sequences of the pack."""
+"""Policy and value losses over packed tokens. Shapes: T packed tokens, S sequences of the pack."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.config.algorithms.algorithm import Aggregation
+from megarl.config.algorithms.policy import Aggregation
 from megarl.functional.sequences import Sequences
 
 MAX_LOG_RATIO = 20.0
@@ -16,40 +16,40 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What means divide by: counts over the whole mini-batch, all ranks and micro-batches."""
+    """Denominators of loss means: counts over the full mini-batch, all ranks and micro-batches."""
 
     num_tokens: int
-    """Tokens whose loss mask is True."""
+    """Number of tokens inside the loss mask."""
 
     num_sequences: int
 
     num_positive_tokens: int = 0
-    """Those of sequences with a positive reward."""
+    """Number of these tokens in sequences with a positive reward."""
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """What a policy loss found out about each token."""
+class PolicyLossOutput:
+    """Result of a policy loss, per token."""
 
     loss_T: Tensor
     """Per token, not yet masked."""
 
     ratio_T: Tensor
-    """The importance ratio before any clip, detached: the token's, or its sequence's where the loss has one for all."""
+    """Importance ratio before clipping, detached: per token, or per sequence for sequence-level losses."""
 
     clipped_T: Tensor
-    """True where a clip decided the loss."""
+    """bool [T] mask of tokens where a clip determined the loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """What `value_loss` found out about each token."""
+class ValueLossOutput:
+    """Result of `value_loss`, per token."""
 
     loss_T: Tensor
     """Per token, not yet masked."""
 
     clipped_T: Tensor
-    """True where the clip decided the loss."""
+    """bool [T] mask of tokens where the clip determined the loss."""
 
 
 def clipped_policy_loss(
@@ -60,10 +60,10 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token (PPO, arXiv 1707.06347, equation 7).
+) -> PolicyLossOutput:
+    """PPO loss max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) per token ( arXiv 1707.06347, equation 7).
 
-    With `dual_clip` c, where A < 0: min(that, -c A) (arXiv 1912.09729, equation 5).
+    With `dual_clip` c, the loss of tokens with A < 0 is at most -c A (arXiv 1912.09729, equation 5).
     """
     ratio_T = _ratio(logprobs_T, old_logprobs_T)
     unclipped_T = -advantages_T * ratio_T
@@ -71,7 +71,7 @@ def clipped_policy_loss(
     loss_T = torch.maximum(unclipped_T, clipped_T)
     if dual_clip is not None:
         loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, -dual_clip * advantages_T), loss_T)
-    return PolicyLoss(loss_T, ratio_T.detach(), (clipped_T > unclipped_T).detach())
+    return PolicyLossOutput(loss_T, ratio_T.detach(), (clipped_T > unclipped_T).detach())
 
 
 def gspo_loss(
@@ -83,13 +83,13 @@ def gspo_loss(
     *,
     clip_low: float,
     clip_high: float,
-) -> PolicyLoss:
-    """`clipped_policy_loss` with the sequence's ratio s = exp(mean of the log-ratios) for each of its tokens.
+) -> PolicyLossOutput:
+    """GSPO loss: `clipped_policy_loss` with the sequence ratio s = exp(mean log-ratio) on each token of the sequence.
 
     GSPO-token (arXiv 2507.18071, equations 13 and 14): the ratio is sg(s) pi / sg(pi), whose gradient reaches the
-    token's own log-probability alone. With `seq-mean-token-mean` and one advantage per sequence it is GSPO itself.
+    token's own log-prob only. With `seq-mean-token-mean` and one advantage per sequence it equals GSPO.
     """
-    log_ratio_T = _inside(logprobs_T - old_logprobs_T, mask_T)
+    log_ratio_T = _zero_outside_mask(logprobs_T - old_logprobs_T, mask_T)
     sequence_T = sequences.spread(sequences.mean(log_ratio_T.detach(), mask_T))
     return clipped_policy_loss(
         sequence_T + (log_ratio_T - log_ratio_T.detach()),
@@ -100,14 +100,16 @@ def gspo_loss(
     )
 
 
-def cispo_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float) -> PolicyLoss:
-    """-sg(min(r, 1 + clip_high)) A log pi per token (CISPO, arXiv 2506.13585, equations 4 and 5, no lower bound).
+def cispo_loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, *, clip_high: float
+) -> PolicyLossOutput:
+    """CISPO loss -sg(min(r, 1 + clip_high)) A log pi per token (arXiv 2506.13585, equations 4 and 5, no lower bound).
 
-    A clipped token keeps a gradient.
+    Clipped tokens keep a gradient. sg: stop-gradient.
     """
     ratio_T = _ratio(logprobs_T, old_logprobs_T).detach()
     loss_T = -ratio_T.clamp(max=1 + clip_high) * advantages_T * logprobs_T
-    return PolicyLoss(loss_T, ratio_T, ratio_T > 1 + clip_high)
+    return PolicyLossOutput(loss_T, ratio_T, ratio_T > 1 + clip_high)
 
 
 def gmpo_loss(
@@ -119,19 +121,20 @@ def gmpo_loss(
     *,
     clip_low: float,
     clip_high: float,
-) -> PolicyLoss:
-    """-A times the geometric mean of the sequence's clipped ratios, on each token (GMPO, arXiv 2507.20673).
+) -> PolicyLossOutput:
+    """GMPO loss per token: -A times the geometric mean of the sequence's clipped ratios (arXiv 2507.20673).
 
-    The clip is of the log-ratio, on the side where its token's objective would gain: at most `clip_high` where A > 0,
-    at least -`clip_low` where A < 0 (the paper: .4 and .4). `seq-mean-token-mean` makes the paper's objective of it.
+    Log-ratios are clipped on the side where the objective of the token would gain: to at most `clip_high` if A > 0, to
+    at least -`clip_low` if A < 0 (paper: 0.4 and 0.4). Aggregated with `seq-mean-token-mean`, it is the objective of
+    the paper.
     """
-    log_ratio_T = _inside(logprobs_T - old_logprobs_T, mask_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio_T = _zero_outside_mask(logprobs_T - old_logprobs_T, mask_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     clipped_log_ratio_T = torch.where(
         advantages_T < 0, log_ratio_T.clamp(min=-clip_low), log_ratio_T.clamp(max=clip_high)
     )
     loss_T = -advantages_T * sequences.spread(sequences.mean(clipped_log_ratio_T, mask_T).exp())
     ratio_T = sequences.spread(sequences.mean(log_ratio_T.detach(), mask_T).exp())
-    return PolicyLoss(loss_T, ratio_T, (clipped_log_ratio_T != log_ratio_T).detach())
+    return PolicyLossOutput(loss_T, ratio_T, (clipped_log_ratio_T != log_ratio_T).detach())
 
 
 def decoupled_policy_loss(
@@ -144,13 +147,13 @@ def decoupled_policy_loss(
     clip_high: float,
     behave_cap: float | None = None,
     dual_clip: float | None = None,
-) -> PolicyLoss:
-    """sg(pi_prox / pi_behave) times `clipped_policy_loss` with the ratio pi / pi_prox (arXiv 2110.00641).
+) -> PolicyLossOutput:
+    """Decoupled PPO loss: sg(pi_prox / pi_behave) times `clipped_policy_loss` with ratio pi / pi_prox.
 
-    AReaL's objective for stale samples (arXiv 2505.24298, section 5.2).
+    From arXiv 2110.00641; AReaL uses it for stale samples (arXiv 2505.24298, section 5.2). sg: stop-gradient.
 
     Args:
-        behave_cap: the weight pi_prox / pi_behave is at most this; None: as it is.
+        behave_cap: upper bound of the weight pi_prox / pi_behave; None: unbounded.
     """
     weight_T = _ratio(proximal_logprobs_T, behave_logprobs_T).detach()
     if behave_cap is not None:
@@ -161,16 +164,16 @@ def decoupled_policy_loss(
     return replace(proximal, loss_T=weight_T * proximal.loss_T)
 
 
-def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None) -> ValueLoss:
-    """max((V - return)^2, (clip(V, V_old - clip, V_old + clip) - return)^2) / 2 per token; `clip` None: the first / 2.
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None) -> ValueLossOutput:
+    """PPO value loss max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token, R the return.
 
-    PPO's, as its authors' code has it (openai/baselines, ppo2).
+    As in openai/baselines, ppo2. With `clip` None it is (V - R)^2 / 2.
     """
     unclipped_T = (values_T - returns_T).square() / 2
     if clip is None:
-        return ValueLoss(unclipped_T, torch.zeros_like(unclipped_T, dtype=torch.bool))
+        return ValueLossOutput(unclipped_T, torch.zeros_like(unclipped_T, dtype=torch.bool))
     clipped_T = (values_T.clamp(old_values_T - clip, old_values_T + clip) - returns_T).square() / 2
-    return ValueLoss(torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).detach())
+    return ValueLossOutput(torch.maximum(unclipped_T, clipped_T), (clipped_T > unclipped_T).detach())
 
 
 def aggregate(
@@ -182,15 +185,15 @@ def aggregate(
     denominators: Denominators,
     length_norm: int | None = None,
 ) -> Tensor:
-    """This pack's share (a scalar) of the mini-batch's mean: shares of all packs and ranks add up to it.
+    """Scalar contribution of this pack to the mini-batch loss; the sum over all packs and ranks is the loss.
 
-    `token-mean`: sum over tokens / tokens of the mini-batch. `seq-mean-token-sum`: mean over sequences of token sums.
+    `token-mean`: mean over all tokens of the mini-batch. `seq-mean-token-sum`: mean over sequences of token sums.
     `seq-mean-token-mean`: mean over sequences of token means. `seq-mean-token-sum-norm`: the second / `length_norm`.
 
     Args:
-        sequence_tokens_T: how many tokens of its whole sequence count (`mask_T`), at least 1: the pack may hold a part.
+        sequence_tokens_T: token count (`mask_T`) of each token's full sequence, at least 1; the pack may hold a part.
     """
-    masked_T = _inside(values_T, mask_T)
+    masked_T = _zero_outside_mask(values_T, mask_T)
     match mode:
         case "token-mean":
             return masked_T.sum() / denominators.num_tokens
@@ -207,6 +210,6 @@ def _ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     return (logprobs_T - old_logprobs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _inside(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """0 outside the mask, whatever stands there."""
+def _zero_outside_mask(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """[T] values with 0 outside the mask, even for NaN or infinity."""
     return torch.where(mask_T, values_T, torch.zeros_like(values_T))

@@ -1,4 +1,4 @@
-"""Losses over pairs of answers, one of them preferred. Shapes: B pairs; all tensors are of whole answers."""
+"""Losses over pairs of a chosen and a rejected answer. Shapes: B pairs; all tensors hold one value per answer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceLoss:
-    """What a preference loss found out about each pair."""
+class PreferenceLossOutput:
+    """Result of a preference loss, per pair."""
 
     loss_B: Tensor
 
     chosen_rewards_B: Tensor
-    """Detached; the pair is told apart where this is the higher one."""
+    """Detached; a pair is classified correctly if this exceeds `rejected_rewards_B`."""
 
     rejected_rewards_B: Tensor
-    """Detached."""
+    """Detached, in the same unit as `chosen_rewards_B`."""
 
 
 def dpo_loss(
@@ -29,11 +29,11 @@ def dpo_loss(
     ref_rejected_B: Tensor,
     *,
     beta: float,
-) -> PreferenceLoss:
-    """-log sigmoid(r_chosen - r_rejected), r = beta (log pi - log pi_ref) (DPO, arXiv 2305.18290, equation 7).
+) -> PreferenceLossOutput:
+    """DPO loss -log sigmoid(r_chosen - r_rejected), r = beta (log pi - log pi_ref) ( arXiv 2305.18290, equation 7).
 
     Args:
-        chosen_logprobs_B: sums over the answer's tokens, as all four are.
+        chosen_logprobs_B: summed over the tokens of the answer, like the other three.
     """
     return _bradley_terry(beta * (chosen_logprobs_B - ref_chosen_B), beta * (rejected_logprobs_B - ref_rejected_B))
 
@@ -47,11 +47,11 @@ def rpo_loss(
     *,
     beta: float,
     alpha: float,
-) -> PreferenceLoss:
-    """`dpo_loss` plus alpha times the chosen answer's negative log-likelihood per token (arXiv 2404.19733, equation 1).
+) -> PreferenceLossOutput:
+    """RPO loss: `dpo_loss` plus alpha times the NLL per token of the chosen answer (arXiv 2404.19733, equation 1).
 
     Args:
-        chosen_tokens_B: how many tokens `chosen_logprobs_B` are sums of; the paper counts the prompt's as well.
+        chosen_tokens_B: number of tokens summed in `chosen_logprobs_B`; the paper counts prompt tokens as well.
     """
     dpo = dpo_loss(chosen_logprobs_B, rejected_logprobs_B, ref_chosen_B, ref_rejected_B, beta=beta)
     return replace(dpo, loss_B=dpo.loss_B - alpha * chosen_logprobs_B / chosen_tokens_B)
@@ -65,28 +65,28 @@ def preference_loss(
     kind: Literal["reward", "cost"] = "reward",
     chosen_signs_B: Tensor | None = None,
     rejected_signs_B: Tensor | None = None,
-) -> PreferenceLoss:
-    """Bradley-Terry's loss of a reward or cost model's scores.
+) -> PreferenceLossOutput:
+    """Bradley-Terry loss on the scores of a reward or cost model.
 
     `reward`: -log sigmoid(R_chosen - R_rejected - margin) (arXiv 2203.02155, equation 1; margins: arXiv 2307.09288,
     equation 2).
-    `cost`: the chosen answer is the less harmful one and costs less: -log sigmoid(C_rejected - C_chosen - margin)
-    (Safe RLHF, arXiv 2310.12773, section 3.2); as rewards, costs are negative. Signs add to it
-    -log sigmoid(s C) of both answers (same section), which makes costs positive where harm begins.
+    `cost`: the chosen answer is less harmful and has the lower cost: -log sigmoid(C_rejected - C_chosen - margin)
+    (Safe RLHF, arXiv 2310.12773, section 3.2); the returned rewards are negated costs. Safety signs s add
+    -log sigmoid(s C) for both answers (same section), which makes the cost of harmful answers positive.
 
     Args:
-        margins_B: 0 or more: by how much the scores are to differ at least. None: 0.
-        chosen_signs_B: of costs alone: +1 where the chosen answer is harmful, -1 where it is safe.
-        rejected_signs_B: the same of the rejected one; given together or not at all.
+        margins_B: required score differences, 0 or more; None: 0.
+        chosen_signs_B: only for `cost`: +1 if the chosen answer is harmful, -1 if it is safe.
+        rejected_signs_B: the same for the rejected answer; give both or neither.
 
     Raises:
-        ValueError: signs of rewards, or of one answer alone.
+        ValueError: signs with kind `reward`, or signs of one answer only.
     """
     if (chosen_signs_B is None) != (rejected_signs_B is None):
-        raise ValueError("a cost loss needs the signs of both answers or of none, got one")
+        raise ValueError("preference_loss needs the signs of both answers or of none, got one")
     if kind == "reward":
         if chosen_signs_B is not None:
-            raise ValueError("safety signs need kind 'cost', got 'reward'")
+            raise ValueError("preference_loss with safety signs needs kind 'cost', got 'reward'")
         return _bradley_terry(chosen_scores_B, rejected_scores_B, margins_B)
     pair = _bradley_terry(-chosen_scores_B, -rejected_scores_B, margins_B)
     if chosen_signs_B is None or rejected_signs_B is None:
@@ -95,6 +95,6 @@ def preference_loss(
     return replace(pair, loss_B=pair.loss_B - signs_B)
 
 
-def _bradley_terry(chosen_B: Tensor, rejected_B: Tensor, margins_B: Tensor | None = None) -> PreferenceLoss:
+def _bradley_terry(chosen_B: Tensor, rejected_B: Tensor, margins_B: Tensor | None = None) -> PreferenceLossOutput:
     difference_B = chosen_B - rejected_B if margins_B is None else chosen_B - rejected_B - margins_B
-    return PreferenceLoss(-F.logsigmoid(difference_B), chosen_B.detach(), rejected_B.detach())
+    return PreferenceLossOutput(-F.logsigmoid(difference_B), chosen_B.detach(), rejected_B.detach())

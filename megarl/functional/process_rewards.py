@@ -1,7 +1,7 @@
-"""Rewards per token from a model that learns outcomes alone: PRIME (arXiv 2502.01456).
+"""Implicit process rewards from a reward model trained on outcomes only: PRIME (arXiv 2502.01456).
 
-Shapes: T packed tokens, S sequences of the pack, N completions; completion n is the pack's sequence n, and what follows
-the N-th is padding. q_t = log pi_rm - log pi_ref of token t.
+Shapes: T packed tokens, S sequences of the pack, N completions. Sequence n of the pack is completion n; the sequences
+after the N-th are padding. q_t = log pi_rm - log pi_ref of token t.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def prime_rewards(
     process_coefficient: float,
     outcome_coefficient: float,
 ) -> Tensor:
-    """[T] advantages: leave-one-out of process and of outcome rewards, each with its coefficient; 0 outside the mask.
+    """[T] PRIME advantages: leave-one-out process and outcome rewards, weighted and added; 0 outside the mask.
 
-    Process: r_t = beta q_t less the mean, over the group's other completions, of their mean r; then the sum over this
-    and all later tokens. Outcome: R less the mean R of the others, on every token (algorithm 1).
+    Process: r_t = beta q_t minus the mean, over the other completions of the group, of their mean r; then summed over
+    this and all later tokens. Outcome: R minus the mean R of the others, on every token (algorithm 1).
 
     Args:
-        logprobs_T: the implicit reward model's.
+        logprobs_T: log-probs of the implicit reward model.
 
     Raises:
         ValueError: a group has fewer than two members.
@@ -57,10 +57,10 @@ def implicit_reward_loss(
     *,
     beta: float,
 ) -> Tensor:
-    """[S] binary cross-entropy of the outcome, 0 to 1, with the logit beta * sum of q.
+    """[S] loss of the implicit reward model: binary cross-entropy of outcomes in [0, 1] with logit beta * sum of q.
 
-    The implicit reward model's loss. 0 for sequences without a token that counts. All ranks that share the sequences
-    get the same: count it once.
+    0 for sequences without tokens inside the mask. All context-parallel ranks that share the sequences get the same
+    loss: count it once.
     """
     log_ratio_T = torch.where(mask_T, logprobs_T - ref_logprobs_T, torch.zeros_like(logprobs_T))
     logits_S = beta * sequences.sum(log_ratio_T)

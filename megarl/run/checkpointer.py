@@ -1,12 +1,12 @@
-"""A run's models and state, saved while the run goes on.
+"""Asynchronous checkpoints: models and run state are saved while the run continues.
 
-begin(step)      each model's ranks stage what they hold, and write it in the background
-add_state(...)   the controller's part, once the step is over
-poll()           between two steps: where everything is written, the folder gets its name
-finish()         the same, waiting for it
+begin(step)      the ranks of each model stage their state and write it in the background
+add_state(...)   adds the run state, once the step is finished
+poll()           between two steps: if everything is written, hash, commit and rename the folder
+finish()         the same, but waits until everything is written
 
-Where the ranks of the models run the controller's code themselves, all of them call all of this, and one of them makes
-the folder, commits and prunes: the others learn what has come of it.
+In SPMD stages every rank runs this code and makes every call. Only the first rank creates the folder, commits and
+prunes; the others receive the result.
 """
 
 from __future__ import annotations
@@ -24,256 +24,258 @@ from megarl.checkpoint.verify import hash_file
 from megarl.config import StageConfig, dump_config
 from megarl.errors import DataError
 from megarl.groups.trainer_group import TrainerGroup
-from megarl.megatron.requests import SavedPart, SaveOrder
-from megarl.rollout.journal.journal_folder import drop_steps
+from megarl.megatron.requests import SavedShard, SaveRequest
+from megarl.rollout.journal.journal_folder import remove_steps
 from megarl.run.run_state import RunState
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.02
-"""Between two looks at whether a checkpoint is written, where that is waited for."""
+POLL_SECONDS = 0.02
+"""Interval between two checks whether a checkpoint is written, while waiting for it."""
 
 POLICY = "policy"
-"""The folder of the stage's own model in a checkpoint; other models' are called as their roles are."""
+"""Folder of the trained main model in a checkpoint; auxiliary models have folders named after their roles."""
 
 
-class OnFirst(Protocol):
-    """See `Processes.on_first`."""
+class RunOnRank0(Protocol):
+    """Runs a function on the first process only and returns its result on all of them."""
 
-    def __call__(self, make: Callable[[], T], /) -> T:
-        """What `make` returns."""
+    def __call__(self, function: Callable[[], T], /) -> T:
+        """Run `function` on the first process; return its result, or raise its error, on every process."""
         ...
 
 
-def _here(make: Callable[[], T], /) -> T:
-    return make()
+def _run_locally(function: Callable[[], T], /) -> T:
+    return function()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Open:
-    """A checkpoint that is being written."""
+class _OpenCheckpoint:
+    """A checkpoint that is still being written."""
 
     step: int
     draft: Draft
-    since: float
+    started_at: float
     state: RunState | None = None
 
 
 class Checkpointer:
-    """Keeps the checkpoints of a run, one at a time under way."""
+    """Creates, completes and prunes the checkpoints of a run; at most one is in progress."""
 
     def __init__(
         self,
         config: StageConfig,
         models: Mapping[str, TrainerGroup],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         *,
-        saved: Callable[[int], None] = lambda step: None,
-        on_first: OnFirst = _here,
+        on_saved: Callable[[int], None] = lambda step: None,
+        run_on_rank0: RunOnRank0 = _run_locally,
     ) -> None:
         """Args:
-        models: all that are trained, by the names of their folders.
-        say: shows the user a line.
-        saved: is told the step of each checkpoint.
-        on_first: of the processes that run this.
+        models: all trained models, by the name of their folder in a checkpoint.
+        notify: shows a line to the user.
+        on_saved: called with the step of each committed checkpoint.
+        on_first: `Processes.run_on_rank0` of the processes that run this code.
         """
-        self._config, self._models, self._say = config, models, say
-        self._saved, self._on_first = saved, on_first
+        self._config, self._models, self._notify = config, models, notify
+        self._on_saved, self._run_on_rank0 = on_saved, run_on_rank0
         self._store = CheckpointStore(config.run_dir)
-        self._contents = Contents.of(config)  # now: the model's folder may be gone later
-        self._open: _Open | None = None
-        self._completing: _Open | None = None
-        self._committed: Future[None] | None = None
-        """Of the one that is being completed, where that is done."""
+        self._contents = Contents.of(config)  # read now: the model folder may be deleted later
+        self._open: _OpenCheckpoint | None = None
+        self._committing: _OpenCheckpoint | None = None
+        self._commit_result: Future[None] | None = None
+        """Result of the commit in progress; only on the first process."""
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._data: Future[FileRecord] | None = None
-        """Where it is done."""
-        self._on_first(self._begin_hash)
-        self._num_bytes = 0
-        """Of the last one: what the next will take."""
+        self._data_hash: Future[FileRecord] | None = None
+        """Hash of the training data; only on the first process."""
+        self._run_on_rank0(self._start_data_hash)
+        self._last_num_bytes = 0
+        """Size of the last checkpoint, which estimates the size of the next one."""
         self.last_step = 0
-        """The step of the last one that was begun; 0: none."""
+        """Step of the last checkpoint that was started; 0: none, or it failed."""
 
-    def _begin_hash(self) -> None:
-        self._data = self._thread.submit(hash_file, Path(self._config.data.path))
+    def _start_data_hash(self) -> None:
+        self._data_hash = self._thread.submit(hash_file, Path(self._config.data.path))
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be begun after this step, the last step's apart."""
+        """Whether `checkpoint.every` requires a checkpoint after this step; the last step is always saved as well."""
         return step % self._config.checkpoint.every == 0
 
     def begin(self, step: int) -> dict[str, float]:
-        """Have all models stage their state as of the end of `step`, for a checkpoint that is given up where it fails.
+        """Start a checkpoint of `step`: all models stage their state. On failure, report it and discard the checkpoint.
 
         Returns:
-            Metrics.
+            Checkpoint metrics of the step.
         """
         self.finish()
         start, options = time.perf_counter(), self._config.checkpoint
         self.last_step = step
         staged = 0
         draft: Draft | None = None
-        begun: dict[str, TrainerGroup] = {}
+        saving: dict[str, TrainerGroup] = {}
         try:
-            draft = self._on_first(lambda: self._draft(step))
-            self._num_bytes = 0
+            draft = self._run_on_rank0(lambda: self._create_draft(step))
+            self._last_num_bytes = 0
             for name, model in self._models.items():
-                order = SaveOrder(
+                request = SaveRequest(
                     folder=str(draft.folder / name),
                     asynchronous=options.asynchronous,
                     max_staging_bytes=options.max_staging_bytes,
                 )
-                stats = model.begin_save(order)
-                begun[name] = model
-                staged, self._num_bytes = staged + stats.staging_bytes, self._num_bytes + stats.bytes
+                stats = model.begin_save(request)
+                saving[name] = model
+                staged, self._last_num_bytes = staged + stats.staging_bytes, self._last_num_bytes + stats.bytes
             if options.hf:
                 self._models[POLICY].save_hf(str(draft.folder / "hf"))
         except DataError as error:
-            _finish_all(begun)
-            self._give_up(step, draft, error)
+            _finish_all(saving)
+            self._abort(step, draft, error)
             return {"checkpoint/failed": 1.0}
-        self._open = _Open(step=step, draft=draft, since=start)
+        self._open = _OpenCheckpoint(step=step, draft=draft, started_at=start)
         hold = time.perf_counter() - start
         return {
             "checkpoint/hold_seconds": hold,
             "checkpoint/staging_bytes": staged,
-            "checkpoint/bytes": self._num_bytes,
+            "checkpoint/bytes": self._last_num_bytes,
         }
 
-    def _draft(self, step: int) -> Draft:
-        self._store.require_room(self._num_bytes or self._expected_bytes(), step=step)
+    def _create_draft(self, step: int) -> Draft:
+        self._store.require_room(self._last_num_bytes or self._expected_bytes(), step=step)
         return self._store.begin(step)
 
     def add_state(self, state: Callable[[], RunState]) -> None:
-        """The controller's part of the checkpoint that was begun in this step, if one was."""
+        """Add run state to the checkpoint started in this step, if any; without `asynchronous`, complete it as well."""
         if self._open is not None and self._open.state is None:
             self._open.state = state()
             if not self._config.checkpoint.asynchronous:
                 self.finish()
 
     def poll(self) -> None:
-        """Complete the checkpoint that is under way in the background, if its models are written."""
+        """Complete the checkpoint in progress in the background, if all models are written."""
         if self._open is not None and self._is_written():
-            self._complete(self._open)
-        if self._completing is not None and self._on_first(self._is_committed):
-            self._wait()
+            self._start_commit(self._open)
+        if self._committing is not None and self._run_on_rank0(self._is_committed):
+            self._wait_for_commit()
 
     def finish(self) -> None:
-        """Complete the checkpoint that is under way; one that could not be written is told, and given up."""
+        """Wait for and complete the checkpoint in progress; report and discard it if it could not be written."""
         if self._open is not None:
-            # asked, since ranks that are done would wait for the others in a collective, for no longer than its limit
+            # poll: ranks that have finished would block in a collective, which can time out
             while not self._is_written():
-                time.sleep(LOOK_SECONDS)
-            self._complete(self._open)
-        self._wait()
+                time.sleep(POLL_SECONDS)
+            self._start_commit(self._open)
+        self._wait_for_commit()
 
     def _is_written(self) -> bool:
-        return all(model.save_is_written() for model in self._models.values())
+        return all(model.is_save_written() for model in self._models.values())
 
-    def _complete(self, this: _Open) -> None:
-        """Begin what the ranks are not needed for: hashing what else there is, and bringing all of it to the disk."""
-        assert this.state is not None, f"the checkpoint of step {this.step} has no state"
-        self._wait()
+    def _start_commit(self, checkpoint: _OpenCheckpoint) -> None:
+        """Start the part that needs no ranks, in a thread: write the run state, hash the other files, fsync, rename."""
+        assert checkpoint.state is not None, f"the checkpoint of step {checkpoint.step} has no state"
+        self._wait_for_commit()
         self._open = None
-        parts, failure = _finish_all(self._models)
+        shards, failure = _finish_all(self._models)
         if failure is not None:
-            self._give_up(this.step, this.draft, failure)
+            self._abort(checkpoint.step, checkpoint.draft, failure)
             return
         files = {
             f"{name}/{file.name}": FileRecord(bytes=file.bytes, sha256=file.sha256)
-            for name, part in parts.items()
-            for file in part.files
+            for name, shard in shards.items()
+            for file in shard.files
         }
-        self._completing, state = this, this.state
+        self._committing, state = checkpoint, checkpoint.state
 
         def begin_commit() -> None:
-            self._committed = self._thread.submit(self._commit, this, state, files)
+            self._commit_result = self._thread.submit(self._commit, checkpoint, state, files)
 
-        self._on_first(begin_commit)
+        self._run_on_rank0(begin_commit)
 
     def _is_committed(self) -> bool:
-        assert self._committed is not None
-        return self._committed.done()
+        assert self._commit_result is not None
+        return self._commit_result.done()
 
     def _require_committed(self) -> None:
-        assert self._committed is not None
-        self._committed.result()
+        assert self._commit_result is not None
+        self._commit_result.result()
 
-    def _wait(self) -> None:
-        if self._completing is None:
+    def _wait_for_commit(self) -> None:
+        if self._committing is None:
             return
-        this, self._completing = self._completing, None
+        checkpoint, self._committing = self._committing, None
         try:
-            self._on_first(self._require_committed)
+            self._run_on_rank0(self._require_committed)
         except DataError as error:
-            self._give_up(this.step, this.draft, error)
+            self._abort(checkpoint.step, checkpoint.draft, error)
 
     def discard(self) -> None:
-        """Give the one up that is under way: its models are gone."""
+        """Discard the checkpoint in progress, whose models are lost; a commit in progress is completed."""
         if self._open is not None:
-            self._on_first(self._open.draft.discard)
+            self._run_on_rank0(self._open.draft.discard)
             self._open = None
-        self._wait()
+        self._wait_for_commit()
 
-    def _commit(self, this: _Open, state: RunState, files: Mapping[str, FileRecord]) -> None:
+    def _commit(self, checkpoint: _OpenCheckpoint, state: RunState, files: Mapping[str, FileRecord]) -> None:
         try:
-            state.write(this.draft.folder)
-            (this.draft.folder / "config.yaml").write_text(dump_config(self._config))
+            state.write(checkpoint.draft.folder)
+            (checkpoint.draft.folder / "config.yaml").write_text(dump_config(self._config))
         except OSError as error:
-            raise DataError(f"{this.draft.folder} cannot be written: {error.strerror}") from error
-        assert self._data is not None
+            raise DataError(f"{checkpoint.draft.folder} cannot be written: {error.strerror}") from error
+        assert self._data_hash is not None
         try:
-            contents = replace(self._contents, data=self._data.result())
+            contents = replace(self._contents, data=self._data_hash.result())
         except OSError as error:
             raise DataError(f"data.path {self._config.data.path} cannot be read: {error.strerror}") from error
-        folder = this.draft.commit(contents, files)
-        self._saved(this.step)
-        seconds = time.perf_counter() - this.since
-        self._say(f"step {this.step}: checkpoint {folder.name}, {self._num_bytes / 1e6:.2f} MB in {seconds:.1f} s")
+        folder = checkpoint.draft.commit(contents, files)
+        self._on_saved(checkpoint.step)
+        seconds = time.perf_counter() - checkpoint.started_at
+        self._notify(
+            f"step {checkpoint.step}: checkpoint {folder.name}, {self._last_num_bytes / 1e6:.2f} MB in {seconds:.1f} s"
+        )
         try:
-            self._remove_old(this.step)
-        except (DataError, OSError) as error:  # the checkpoint is whole nevertheless
-            self._say(f"step {this.step}: what is not needed any more could not be removed: {error}")
+            self._remove_old(checkpoint.step)
+        except (DataError, OSError) as error:  # the new checkpoint is valid nevertheless
+            self._notify(f"step {checkpoint.step}: cannot remove old checkpoints or their journal: {error}")
 
     def _remove_old(self, newest: int) -> None:
         options = self._config.checkpoint
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
-        # those that keep_every keeps are for going back, not for going on: they need no journal
-        drop_steps(self._config.run_dir, upto=self._store.saved()[-options.keep_last :][0].step)
+        # checkpoints that only keep_every retains are not resumed from automatically: they need no journal
+        remove_steps(self._config.run_dir, up_to=self._store.saved()[-options.keep_last :][0].step)
 
-    def _give_up(self, step: int, draft: Draft | None, error: DataError) -> None:
+    def _abort(self, step: int, draft: Draft | None, error: DataError) -> None:
         if draft is not None:
-            self._on_first(draft.discard)
+            self._run_on_rank0(draft.discard)
         self.last_step = 0
-        self._say(f"step {step}: no checkpoint: {error}")
+        self._notify(f"step {step}: no checkpoint: {error}")
 
     def _expected_bytes(self) -> int:
-        """Before there was one: weights, and as float32 masters and both moments."""
+        """Estimate the size of the first checkpoint: weights, float32 master weights and both Adam moments."""
         weights = sum(file.stat().st_size for file in Path(self._config.model.path).glob("*.safetensors"))
         return weights * (3 if self._config.model.dtype == "float32" else 7)
 
 
-def _finish_all(models: Mapping[str, TrainerGroup]) -> tuple[dict[str, SavedPart], DataError | None]:
-    """What was saved of each, and what went wrong first; afterwards none is still writing."""
-    parts, failure = {}, None
+def _finish_all(models: Mapping[str, TrainerGroup]) -> tuple[dict[str, SavedShard], DataError | None]:
+    """Wait until no model is writing; return what each one saved, and the first error."""
+    shards, failure = {}, None
     for name, model in models.items():
         try:
-            parts[name] = model.finish_save()
+            shards[name] = model.finish_save()
         except DataError as error:
             failure = failure or error
-    return parts, failure
+    return shards, failure
 
 
-def load_models(folder: Path, models: Mapping[str, TrainerGroup], say: Callable[[str], None]) -> None:
-    """Have `models` go on from the checkpoint in `folder`.
+def load_models(folder: Path, models: Mapping[str, TrainerGroup], notify: Callable[[str], None]) -> None:
+    """Load the training state of `models` from the checkpoint in `folder`.
 
     Args:
-        models: as `Checkpointer` has them.
-        say: shows the user a line.
+        models: by folder name, as for `Checkpointer`.
+        notify: shows a line to the user.
 
     Raises:
-        DataError: it is of other models, or a file is damaged.
+        DataError: the checkpoint is of other models, or a file is damaged.
     """
     for name, model in models.items():
         report = model.load_training(str(folder / name))
         if not report.same_layout:
-            say(f"{name}: saved in another layout; the random numbers of its ranks begin anew")
+            notify(f"{name}: saved in another layout; the random numbers of its ranks begin anew")

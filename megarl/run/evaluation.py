@@ -1,4 +1,4 @@
-"""The held-out score."""
+"""Evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rollout.engine import Sampling
 
 
 def greedy_score(config: RunConfig, rollout: RolloutGroup, prompts: Sequence[Prompt], *, label: str) -> float:
-    """Mean of `reward.eval_term` over one greedy completion a prompt."""
+    """Return the mean of `reward.eval_term` over one greedy completion per prompt."""
     greedy = Sampling(temperature=0.0, max_new_tokens=config.rollout.max_new_tokens)
     groups = rollout.collect(prompts, num_samples=1, sampling=greedy, label=label)
     values = [t.rewards[config.reward.eval_name] for group in groups for t in group.summary.trajectories]

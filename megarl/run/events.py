@@ -1,4 +1,4 @@
-"""What the controller and its driver tell each other while a run goes on."""
+"""Events that the controller sends to its driver during a run, and the driver's stop request."""
 
 from __future__ import annotations
 
@@ -6,54 +6,54 @@ import threading
 import time
 from dataclasses import dataclass
 
-from megarl.tracking.progress import StepLine
+from megarl.tracking.progress import StepSummary
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """The run is now in `name` of step `step`."""
+class PhaseEvent:
+    """The run has entered phase `name` of step `step`."""
 
     step: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A line of text."""
+class MessageEvent:
+    """A line of text for the user."""
 
     text: str
 
 
-Event = Phase | Note | StepLine
+Event = PhaseEvent | MessageEvent | StepSummary
 
 
 class EventLog:
-    """Events since a cursor; written by the run's thread, read by the driver's calls. The driver may ask for an end."""
+    """Thread-safe log of events: the run's thread appends, the driver polls with a cursor and may request a stop."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        # not 0: a cursor of the log that a controller had before it was restarted lies before all of this one
+        # not 0: cursors from before a controller restart must be smaller than all cursors of the new log
         self._first = time.time_ns()
         self._lock = threading.Lock()
-        self.asked_by = ""
-        """The signal for which the run is to end early; empty: none has come."""
+        self.stop_signal = ""
+        """Name of the signal that requested an early stop; empty if there was none."""
 
     def add(self, event: Event) -> None:
-        """Append one."""
+        """Append an event to the log."""
         with self._lock:
             self._events.append(event)
 
     def since(self, cursor: int) -> tuple[list[Event], int]:
-        """Events from `cursor` on, at first 0, and the next cursor; what lies before `cursor` is forgotten."""
+        """Return the events from `cursor` on and the next cursor; drop earlier events. The first cursor is 0."""
         with self._lock:
             self._events = self._events[max(0, cursor - self._first) :]
             self._first = max(self._first, cursor)
             return list(self._events), self._first + len(self._events)
 
-    def finish_early(self, asked_by: str = "SIGUSR1") -> None:
-        """Have the run end after the step under way."""
-        self.asked_by = asked_by
+    def request_stop(self, stop_signal: str = "SIGUSR1") -> None:
+        """Request that the run stop after the current step."""
+        self.stop_signal = stop_signal
 
-    def ends_early(self) -> bool:
-        """Whether it is to; of a run's ranks, all get the same answer."""
-        return bool(self.asked_by)
+    def should_stop(self) -> bool:
+        """Whether a stop was requested; the answer is the same on all ranks of a run."""
+        return bool(self.stop_signal)

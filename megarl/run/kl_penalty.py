@@ -1,23 +1,23 @@
-"""What rewards lose where the policy leaves the reference model."""
+"""Per-token KL penalty subtracted from rewards."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.config.algorithms.algorithm import PolicyConfig
+from megarl.config.algorithms.policy import PolicyConfig
 from megarl.functional import kl_penalty
-from megarl.groups.estimation import StepTokens
+from megarl.groups.estimation import TokenBatch
 
-KL = "kl/reference"
-"""Mean over tokens of the divergence's estimate."""
+KL_METRIC = "kl/reference"
+"""Metric name: mean KL estimate per token, before the coefficient."""
 
 
-def penalty(
-    tokens: StepTokens, algorithm: PolicyConfig, kl_coefficient: float
+def reward_kl_penalty(
+    tokens: TokenBatch, algorithm: PolicyConfig, kl_coefficient: float
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """[T] of each token, None where rewards lose nothing; and its mean before the coefficient."""
+    """Return the [T] penalty of each token, or None without `kl_reward`, and its metrics."""
     if algorithm.kl_reward is None:
         return None, {}
     logprobs_T, ref_logprobs_T = tokens.columns["old_logprobs"], tokens.columns["ref_logprobs"]
     kl_T = kl_penalty(logprobs_T, ref_logprobs_T, kind=algorithm.kl_reward.kind)
-    return kl_coefficient * kl_T, {KL: tokens.mean(kl_T)}
+    return kl_coefficient * kl_T, {KL_METRIC: tokens.masked_mean(kl_T)}

@@ -1,4 +1,8 @@
-"""A reinforcement-learning run: what every algorithm's loop is written with."""
+"""The interface that RL training loops are written with.
+
+One step of a loop: `sample`, `add_reference_logprobs` / `add_values`, `estimate`, `train_critic`, `train_policy`,
+`finish_step`. All of them work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +13,44 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from typing_extensions import override
 
 from megarl.batch.pack import Column
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.config.algorithms.algorithm import CriticConfig, SafeRlhfConfig
+from megarl.config.algorithms.actor_critic import SafeRlhfConfig
+from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.errors import LimitError
 from megarl.functional import AdaptiveKl
-from megarl.groups.auxiliary_models import Models
+from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, Estimator
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.requests import MISMATCH, ReturnsLoss, SurrogateLoss, TrainStats, TrainWork
+from megarl.megatron.loss_specs import PolicyLoss, ValueLoss
+from megarl.megatron.requests import LOGPROB_MISMATCH, TrainRequest, TrainStats
 from megarl.rollout.engine import Sampling
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.evaluation import greedy_score
 from megarl.run.events import EventLog
-from megarl.run.kl_penalty import KL
-from megarl.run.rollout_batch import Experience, metrics_of
+from megarl.run.kl_penalty import KL_METRIC
+from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from megarl.run.run_state import RunState
 from megarl.run.stage_run import StageRun
-from megarl.run.step_limits import Stage, StepLimits, guard_of
-from megarl.supervision.restart_budget import Restarts
-from megarl.supervision.run_monitor import Vigil
+from megarl.run.step_limits import StepLimits, StepStage, make_guard
+from megarl.supervision.restart_budget import RestartBudget
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.progress import StepLine
+from megarl.tracking.progress import StepSummary
 from megarl.tracking.startup import Startup
 from megarl.tracking.summary import RunSummary
-from megarl.workers.group import Pending
+from megarl.workers.group import WorkerFuture
 
 D = TypeVar("D")
 
 
-class PolicyRun(StageRun):
-    """Groups, models, data and books of one run."""
+class RLRun(StageRun):
+    """One RL run: its worker groups, models, prompts, metrics and totals."""
 
     def __init__(
         self,
@@ -53,21 +60,26 @@ class PolicyRun(StageRun):
         startup: Startup,
         *,
         trainer: TrainerGroup,
-        models: Models,
+        models: AuxiliaryModels,
         rollout: RolloutGroup,
         weights: WeightSync,
         prompts: Sequence[Prompt],
         held_out: Sequence[Prompt],
         checkpoints: Checkpointer | None = None,
         resumed: RunState | None = None,
-        restarts: Restarts | None = None,
-        vigil: Vigil | None = None,
+        restart_budget: RestartBudget | None = None,
+        monitor: RunMonitor | None = None,
     ) -> None:
         """Args:
-        checkpoints: where the run is saved.
-        resumed: what it goes on from, its models having been loaded.
-        restarts: counted between finished steps.
-        vigil: watches over the run.
+        trainer: the policy's trainer ranks.
+        models: auxiliary models: reference, critics, reward models, teacher.
+        rollout: the rollout engines and the workers that hold trajectories.
+        weights: syncs the policy's weights to the engines.
+        held_out: prompts to evaluate on; may be empty.
+        checkpoints: saves the run; None: no checkpoints.
+        resumed: state to resume from; its models have been loaded already.
+        restart_budget: restart counter, notified of each finished step; None: not counted.
+        monitor: heartbeat, phase timeouts and straggler detection of the run.
         """
         super().__init__(
             config,
@@ -76,7 +88,7 @@ class PolicyRun(StageRun):
             num_rows=len(prompts),
             checkpoints=checkpoints,
             resumed=resumed,
-            vigil=vigil,
+            monitor=monitor,
         )
         self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
         self._weights, self._prompts, self._held_out = weights, prompts, held_out
@@ -84,62 +96,67 @@ class PolicyRun(StageRun):
         self.sampling = Sampling(
             temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
         )
-        self._startup, self._is_started = startup, resumed is not None
-        self._restarts = restarts
-        self._carried: dict[str, Any] = {}
+        self._startup, self._is_startup_reported = startup, resumed is not None
+        self._restart_budget = restart_budget
+        self._algorithm_state: dict[str, Any] = {}
         self._limits = StepLimits(config.limits)
         self._limits.skips_in_a_row = self._resumed.skips_in_a_row
-        self._kl = _kl_state(config)
-        if self._kl is not None:
-            self.carry("kl", self._kl)
-        self._training: dict[str, Pending[TrainStats]] = {}
+        self._adaptive_kl = _make_adaptive_kl(config)
+        if self._adaptive_kl is not None:
+            self.register_state("kl", self._adaptive_kl)
+        self._pending_critics: dict[str, WorkerFuture[TrainStats]] = {}
         self._step_metrics: dict[str, float] = {}
         self._sync_metrics: dict[str, float] = {}
 
+    @override
     def state(self) -> RunState:
-        """See `StageRun`."""
         return replace(
             super().state(),
             policy_version=self._weights.policy_version,
-            carried={name: asdict(state) for name, state in self._carried.items()},
+            algorithm_state={name: asdict(state) for name, state in self._algorithm_state.items()},
             skips_in_a_row=self._limits.skips_in_a_row,
         )
 
-    def carry(self, name: str, state: D) -> D:
-        """`state`, a dataclass of numbers that changes from step to step: saved with the run, and here as it was."""
-        for field, value in self._resumed.carried.get(name, {}).items():
+    def register_state(self, name: str, state: D) -> D:
+        """Register algorithm state for checkpointing; on resume, restore its fields in place. Return `state`.
+
+        Args:
+            name: key of the state in the checkpoint.
+            state: a dataclass of numbers that changes from step to step.
+        """
+        for field, value in self._resumed.algorithm_state.get(name, {}).items():
             setattr(state, field, value)
-        self._carried[name] = state
+        self._algorithm_state[name] = state
         return state
 
     def begin(self) -> None:
-        """Give the engines the first weights, and see how good they are where that is not known."""
+        """Push the initial weights to the engines; evaluate once if the run starts from step 0."""
         with self._startup.phase("first weight sync"):
-            self._push_weights(policy_version=self._resumed.policy_version)
+            self._sync_weights(policy_version=self._resumed.policy_version)
         self._offload()
-        if self.step == 0 and not self.ends_early():
+        if self.step == 0 and not self.should_stop():
             self._evaluate()
 
     def steps(self) -> Iterator[list[Prompt]]:
-        """The prompts of each step; `step` counts from 1, and ends before the last one where `ends_early`."""
+        """Yield the prompts of each step, and advance `step` (counts from 1). Stops early on `should_stop`."""
         for step in range(self.step + 1, self.config.trainer.steps + 1):
             if self._checkpoints is not None:
                 self._checkpoints.poll()
-            if self.ends_early():
+            if self.should_stop():
                 return
             self.step = step
             self.timer.start_step()
             yield self.prompts()
 
     def prompts(self) -> list[Prompt]:
-        """As many as a step samples, the next of the data."""
+        """Return the next `prompts_per_step` prompts of the training data."""
         return [self._prompts[i] for i in self._sampler.take(self.config.algorithm.prompts_per_step)]
 
-    def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> Experience:
-        """`group_size` completions of each, or the greedy one, with their rewards.
+    def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
+        """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
 
         Args:
-            attempt: of several samplings in a step, the number.
+            attempt: index of this call within the step, if a step samples several batches; it changes the seed.
         """
         label = f"step-{self.step}" + (f"-{attempt}" if attempt else "") + ("-greedy" if greedy else "")
         with self.phase("rollout"):
@@ -150,94 +167,99 @@ class PolicyRun(StageRun):
                 label=label,
                 seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
             )
-        self._tell_start()
-        batch = Experience(groups=groups)
+        self._report_startup()
+        batch = RolloutBatch(groups=groups)
         self._add_model_rewards(batch)
         return batch
 
-    def _add_model_rewards(self, batch: Experience) -> None:
-        """What reward models say, and costs apart from rewards."""
+    def _add_model_rewards(self, batch: RolloutBatch) -> None:
+        """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
         algorithm, scorers = self.config.algorithm, self.models.scorers
-        apart = {algorithm.cost_term} if isinstance(algorithm, SafeRlhfConfig) else set()
-        if not scorers and not apart:
+        cost_terms = {algorithm.cost_term} if isinstance(algorithm, SafeRlhfConfig) else set()
+        if not scorers and not cost_terms:
             return
-        work, values = batch.evaluation_work(self.config), {}
+        request, values = batch.forward_request(self.config), {}
         for name, scorer in scorers.items():
             with self.phase("score"):
-                scores = scorer.scores(work)
+                scores = scorer.scores(request)
             values[name] = [scores[key] for key in batch.keys]
-        weights = {name: term.weight for name, term in self.config.reward.terms.items() if name not in apart}
+        weights = {name: term.weight for name, term in self.config.reward.terms.items() if name not in cost_terms}
         batch.add_rewards(values, weights)
 
-    def add_logprobs(self, batch: Experience) -> None:
-        """`old_logprobs`: the policy's, before the step's first update."""
+    def add_logprobs(self, batch: RolloutBatch) -> None:
+        """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
         with self.phase("logprobs"):
-            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.evaluation_work(self.config))
+            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
 
-    def add_reference(self, batch: Experience) -> None:
-        """`ref_logprobs`, where the algorithm measures from a reference; for rewards `old_logprobs` too."""
+    def add_reference_logprobs(self, batch: RolloutBatch) -> None:
+        """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
         algorithm = self.config.algorithm
         if algorithm.kl_reward is not None:
             self.add_logprobs(batch)
         if algorithm.uses_reference:
             with self.phase("reference"):
                 reference = self.models.frozen["reference"]
-                batch.columns["ref_logprobs"] = reference.logprobs(batch.evaluation_work(self.config))
+                batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
 
-    def add_values(self, batch: Experience, *, critic: str = "critic", column: Column = "values") -> None:
-        """What a critic expects before each token."""
+    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: Column = "values") -> None:
+        """Add a column of token values from a critic: V of the state before each token."""
         with self.phase("values"):
-            batch.columns[column] = self.models.trained[critic].values(batch.evaluation_work(self.config))
+            batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
 
     @property
     def kl_coefficient(self) -> float:
-        """Of the penalty in the reward, as it is now."""
-        return 0.0 if self._kl is None else self._kl.coefficient
+        """Current coefficient of the KL penalty in the reward; 0 without one."""
+        return 0.0 if self._adaptive_kl is None else self._adaptive_kl.coefficient
 
     def estimate(
-        self, estimator: Estimator, batch: Experience, *arguments: object, gives: tuple[Column, ...] = ()
+        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[Column, ...] = ()
     ) -> None:
-        """Run `estimator(tokens, *arguments)` where the tokens are; the batch gets its scalars, and columns `gives`."""
+        """Run `estimator(tokens, *arguments)` in a rollout worker, where the tokens are; store its results in `batch`.
+
+        Args:
+            estimator: a module-level function, such as `group_estimates`.
+            outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
+        """
         with self.phase("estimate"):
             job = EstimateJob(
                 estimator=estimator,
                 arguments=arguments,
                 rewards=tuple(batch.rewards),
                 columns=dict(batch.columns),
-                gives=gives,
+                outputs=outputs,
             )
-            found, columns = self.rollout.estimate(job, batch.groups)
+            output, columns = self.rollout.estimate(job, batch.groups)
         batch.columns.update(columns)
-        batch.scalars.update(found.scalars)
-        self._step_metrics.update(found.metrics)
-        if self._kl is not None and KL in found.metrics:
-            self._step_metrics["kl/coefficient"] = self._kl.coefficient
+        batch.scalars.update(output.scalars)
+        self._step_metrics.update(output.metrics)
+        if self._adaptive_kl is not None and KL_METRIC in output.metrics:
+            self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
 
-    def note(self, metrics: Mapping[str, float]) -> None:
-        """Log these with the step."""
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the log of this step."""
         self._step_metrics.update(metrics)
 
-    def noted(self, name: str) -> float:
-        """A metric of the step so far."""
+    def metric(self, name: str) -> float:
+        """Return a metric added in this step."""
         return self._step_metrics[name]
 
-    def log_pretraining(self, number: int, metrics: Mapping[str, float]) -> None:
-        """End one step of a critic that learns before the policy does."""
+    def finish_pretraining_step(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Finish a step of critic pretraining: log `metrics` as `pretraining/...`, offload, reset the step metrics."""
         self._offload()
         self._tracker.log({f"pretraining/{name}": value for name, value in metrics.items()}, step=number)
-        self.say(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self.notify(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self._step_metrics.clear()
 
-    def train_policy(self, batch: Experience, *, nll: float = 0.0) -> TrainStats | None:
-        """Follow `advantages`; None where a limit says that the step leaves the policy as it is.
+    def train_policy(self, batch: RolloutBatch, *, nll: float = 0.0) -> TrainStats | None:
+        """Train the policy on `advantages`; return None if a limit skips the update of this step.
 
         Args:
-            nll: as in `SurrogateLoss`.
+            nll: coefficient of the NLL term on completions with a positive reward, as in `PolicyLoss`.
 
         Raises:
-            LimitError: a limit ends the run.
+            LimitError: a limit with action `stop` was exceeded.
         """
-        if self._skips("sampled", metrics_of(batch)) or self._skips("estimated", self._step_metrics):
+        if self._skips_update("sampled", batch_metrics(batch)) or self._skips_update("estimated", self._step_metrics):
             return None
         algorithm = self.config.algorithm
         columns: dict[Column, Column] = {"advantages": "advantages"}
@@ -247,55 +269,63 @@ class PolicyRun(StageRun):
             columns["old_logprobs"] = "old_logprobs"
         if nll:
             columns["positive"] = "positive"
-        loss = SurrogateLoss(
+        loss = PolicyLoss(
             algorithm=algorithm, length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens, nll=nll
         )
-        work = batch.train_work(self.config, loss, columns)
+        request = batch.train_request(self.config, loss, columns)
         self._onload()
-        with self.phase("train"), self._named_limits():
-            return self.trainer.train_step(self.guarded(work))
+        with self.phase("train"), self._with_step_in_limit_errors():
+            return self.trainer.train_step(self.with_update_guard(request))
 
     def train_critic(
         self,
-        batch: Experience,
+        batch: RolloutBatch,
         config: CriticConfig,
         *,
         critic: str = "critic",
         values: Column = "values",
         returns: Column = "returns",
     ) -> None:
-        """Fit a critic to the returns; its metrics are `<critic>/...`.
+        """Train a critic on the returns; its metrics are `<critic>/...`.
 
-        One with slots of its own trains while the policy does, until the step ends or `finish_critics`.
+        A critic on dedicated slots trains in the background, in parallel with the policy, until `finish_critics` or the
+        end of the step.
+
+        Args:
+            critic: name of the model.
+            values: column with its old values.
+            returns: column with its targets.
         """
-        work = batch.train_work(self.config, ReturnsLoss(clip=config.clip), {"values": values, "returns": returns})
-        self._training[critic] = self.models.trained[critic].begin_train_step(self.guarded(work, critic))
-        if critic not in self.models.apart:
+        request = batch.train_request(self.config, ValueLoss(clip=config.clip), {"values": values, "returns": returns})
+        self._pending_critics[critic] = self.models.trained[critic].begin_train_step(
+            self.with_update_guard(request, critic)
+        )
+        if critic not in self.models.dedicated:
             self.finish_critics()
 
     def finish_critics(self) -> None:
-        """Wait for the critics that train."""
-        for critic, pending in self._training.items():
-            with self.phase(f"train_{critic}"), self._named_limits():
+        """Wait for critics training in the background and add their metrics."""
+        for critic, pending in self._pending_critics.items():
+            with self.phase(f"train_{critic}"), self._with_step_in_limit_errors():
                 stats = pending.result()
-            self.note({f"{critic}/{name}": value for name, value in stats.metrics.items()})
-        self._training.clear()
+            self.add_metrics({f"{critic}/{name}": value for name, value in stats.metrics.items()})
+        self._pending_critics.clear()
 
-    def finish_step(self, batch: Experience, stats: TrainStats | None) -> None:
-        """Push the new weights, write the step down, and evaluate where it is due.
+    def finish_step(self, batch: RolloutBatch, stats: TrainStats | None) -> None:
+        """Finish the step: sync weights, checkpoint, offload, log metrics, and evaluate when due.
 
         Args:
-            stats: of the policy's training; None: it was not trained.
+            stats: stats of the policy update; None: the policy was not trained.
 
         Raises:
-            LimitError: a limit was passed.
+            LimitError: a limit with action `stop` was exceeded.
         """
         if stats is not None:
-            self._push_weights(policy_version=self.step)
+            self._sync_weights(policy_version=self.step)
             self._adapt_kl(len(batch.keys))
         if self._checkpoints is not None and (self._checkpoints.is_due(self.step) or self._is_last()):
             self.finish_critics()
-            self.note(self.begin_save(self._checkpoints))
+            self.add_metrics(self.begin_save(self._checkpoints))
         self._offload()
         self.finish_critics()
         if self.config.tracking.rollouts:
@@ -303,80 +333,92 @@ class PolicyRun(StageRun):
             self.rollout.record(self.step, batch.groups, advantages)
         every = self.config.trainer.eval_every
         due = self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
-        self._log_step(metrics_of(batch), stats)
+        self._log_step(batch_metrics(batch), stats)
         if due:
             self._evaluate()
         if self._checkpoints is not None:
             self._checkpoints.add_state(self.state)
-        if self._restarts is not None:
-            self._restarts.step_done(self.step)
+        if self._restart_budget is not None:
+            self._restart_budget.mark_step_done(self.step)
 
     def _is_last(self) -> bool:
-        """As far as is known: a step that is is saved before the engines get its memory."""
-        return self.step == self.config.trainer.steps or self.ends_early()
+        """Whether this is the last step, as far as known: it is then saved before the trainer is offloaded."""
+        return self.step == self.config.trainer.steps or self.should_stop()
 
     def _log_step(self, metrics: Mapping[str, float], stats: TrainStats | None) -> None:
         times = self.timer.take()
         seconds = times["time/step_seconds"]
-        stragglers = {} if self.vigil is None else self.vigil.finished_step(seconds)
-        trained = {} if stats is None else stats.metrics
+        stragglers = {} if self.monitor is None else self.monitor.record_step(seconds)
+        train_metrics = {} if stats is None else stats.metrics
         tokens = 0 if stats is None else stats.num_tokens
-        self._books.count_step(tokens=tokens, seconds=seconds, mismatch=trained.get(MISMATCH, 0.0))
+        self.totals.add_step(tokens=tokens, seconds=seconds, mismatch=train_metrics.get(LOGPROB_MISMATCH, 0.0))
         rate = tokens / seconds
-        synced = {} if stats is None else self._sync_metrics
+        sync_metrics = {} if stats is None else self._sync_metrics
         self.log(
-            {**metrics, **trained, **self._step_metrics, **synced, **times, **stragglers, **self._own_metrics(rate)},
-            StepLine(
+            {
+                **metrics,
+                **train_metrics,
+                **self._step_metrics,
+                **sync_metrics,
+                **times,
+                **stragglers,
+                **self._controller_metrics(rate),
+            },
+            StepSummary(
                 step=self.step,
                 seconds=seconds,
                 reward=metrics["reward/mean"],
-                loss=trained.get("loss"),
+                loss=train_metrics.get("loss"),
                 tokens_per_second=rate if tokens else None,
-                weight_sync_seconds=synced.get("weight_sync/seconds"),
-                weight_sync_bytes=int(synced["weight_sync/bytes"]) if synced else None,
+                weight_sync_seconds=sync_metrics.get("weight_sync/seconds"),
+                weight_sync_bytes=int(sync_metrics["weight_sync/bytes"]) if sync_metrics else None,
             ),
         )
         self._step_metrics.clear()
-        self._skips("trained", trained)
+        self._skips_update("trained", train_metrics)
 
-    def _skips(self, stage: Stage, metrics: Mapping[str, float]) -> bool:
-        """Whether a limit says that the step leaves the policy as it is.
+    def _skips_update(self, stage: StepStage, metrics: Mapping[str, float]) -> bool:
+        """Check the metrics against the limits, report violations, and return whether to skip the policy update.
 
         Raises:
-            LimitError: a limit ends the run.
+            LimitError: a limit with action `stop` was exceeded.
         """
-        verdict = self._limits.check(stage, metrics, step=self.step)
-        if verdict.action == "stop":
-            raise LimitError(verdict.text)
-        if verdict.action != "none":
-            self.say(verdict.text)
-        return verdict.action == "skip"
+        decision = self._limits.check(stage, metrics, step=self.step)
+        if decision.action == "stop":
+            raise LimitError(decision.message)
+        if decision.action != "none":
+            self.notify(decision.message)
+        return decision.action == "skip"
 
-    def guarded(self, work: TrainWork, model: str = "") -> TrainWork:
-        """The work of a step with what its trainer is to look at; `model`: its name, if it is not the policy."""
-        return replace(work, guard=guard_of(self.config.limits, self.config.run_dir, self.step, model=model))
+    def with_update_guard(self, request: TrainRequest, model: str = "") -> TrainRequest:
+        """Attach the update guard (NaN, grad-norm, log-prob mismatch) to a training request.
+
+        Args:
+            model: name of the auxiliary model trained; empty for the policy.
+        """
+        return replace(request, guard=make_guard(self.config.limits, self.config.run_dir, self.step, model=model))
 
     @contextmanager
-    def _named_limits(self) -> Iterator[None]:
-        """A limit that a trainer has found passed names the step."""
+    def _with_step_in_limit_errors(self) -> Iterator[None]:
+        """Prefix the step to the message of a `LimitError` raised by a trainer."""
         try:
             yield
         except LimitError as error:
             raise LimitError(f"step {self.step}: {error}") from error
 
     def _adapt_kl(self, num_samples: int) -> None:
-        """Move the coefficient towards the target, where there is one; while the policy rests there is no news."""
+        """Adapt the KL coefficient to its target, if there is one; called only after a policy update."""
         kl = self.config.algorithm.kl_reward
-        if self._kl is not None and kl is not None and kl.target is not None:
-            self._kl.update(self._step_metrics[KL], num_samples)
+        if self._adaptive_kl is not None and kl is not None and kl.target is not None:
+            self._adaptive_kl.update(self._step_metrics[KL_METRIC], num_samples)
 
-    def _push_weights(self, policy_version: int) -> None:
-        """Give the engines the trainer's weights."""
+    def _sync_weights(self, policy_version: int) -> None:
+        """Push the trainer's weights to the engines, and record the time and bytes of the sync."""
         with self.phase("weight_sync"):
             report = self._weights.push(policy_version)
-        if self.vigil is not None:
-            self.vigil.heartbeat.pushed(policy_version)
-        self._books.weight_sync_bytes += report.bytes_moved
+        if self.monitor is not None:
+            self.monitor.heartbeat.pushed(policy_version)
+        self.totals.weight_sync_bytes += report.bytes_moved
         self._sync_metrics = {
             "weight_sync/seconds": sum(report.seconds.values()),
             "weight_sync/bytes": report.bytes_moved,
@@ -385,61 +427,61 @@ class PolicyRun(StageRun):
         }
 
     def _offload(self) -> None:
-        """Leave the devices to the engines, as far as `trainer.offload` says."""
-        if not self.trainer.offloaded.anything:
+        """Offload trainer state as configured by `trainer.offload`, to free device memory for the engines."""
+        if not self.trainer.offload_config.is_enabled:
             return
         with self.phase("offload"):
             stats = self.trainer.offload()
-        self.note({"offload/device_bytes_freed": stats.device_bytes, "offload/host_bytes": stats.host_bytes})
+        self.add_metrics({"offload/device_bytes_freed": stats.device_bytes, "offload/host_bytes": stats.host_bytes})
 
     def _onload(self) -> None:
-        """Bring back what `_offload` took away."""
-        if self.trainer.offloaded.anything:
+        """Load the offloaded trainer state back onto the devices."""
+        if self.trainer.offload_config.is_enabled:
             with self.phase("onload"):
                 self.trainer.onload()
 
     def _evaluate(self) -> None:
-        """Greedy completions of the held-out prompts; the mean of `reward.eval_term` is `eval/<term>`."""
+        """Generate greedily for the held-out prompts; log the mean of `reward.eval_term` as `eval/<term>`."""
         if not self._held_out:
             return
         with self.phase("evaluate"):
             score = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
-        self._tell_start()
-        self._books.evaluations[self.step] = score
+        self._report_startup()
+        self.totals.evaluations[self.step] = score
         term = self.config.reward.eval_name
         self.log({f"eval/{term}": score})
-        self.say(f"step {self.step}: eval {term} {score:.3f} on {len(self._held_out)} held-out prompts")
+        self.notify(f"step {self.step}: eval {term} {score:.3f} on {len(self._held_out)} held-out prompts")
 
-    def _tell_start(self) -> None:
-        """Once there are completions: write `startup.json`, and say what the start was made of."""
-        if self._is_started:
+    def _report_startup(self) -> None:
+        """After the first completions: write `startup.json` and report the startup time by phase. Runs once."""
+        if self._is_startup_reported:
             return
-        self._is_started = True
-        report = self._startup.ended("first completion", self.rollout.first_completion())
+        self._is_startup_reported = True
+        report = self._startup.finish("first completion", self.rollout.first_completion_time())
         report.write(Path(self.config.run_dir) / "startup.json")
-        self.say(report.line)
+        self.notify(report.line)
 
-    def _own_metrics(self, tokens_per_second: float) -> dict[str, float]:
-        # The controller passes references on and must not grow with what they point to.
+    def _controller_metrics(self, tokens_per_second: float) -> dict[str, float]:
+        # RSS shows whether the controller accumulates data; it must only pass references on.
         return {"tokens_per_second": tokens_per_second, "controller/rss_bytes": psutil.Process().memory_info().rss}
 
-    def give_up(self) -> None:
-        """Close the books of a run that will go on from its last checkpoint."""
+    def abort(self) -> None:
+        """Discard the unfinished checkpoint and close the metrics; the run will resume from its last checkpoint."""
         if self._checkpoints is not None:
             self._checkpoints.discard()
         self.close()
 
     def finish(self) -> RunSummary:
-        """Write `summary.json` and close the books."""
-        self.rollout.finish_records()
-        books = self._books.by(self.timer)
-        summary = books.summary(step=self.step, steps_planned=self.config.trainer.steps)
+        """Flush rollout records, write `summary.json`, close the metrics. Return the summary."""
+        self.rollout.flush_records()
+        totals = self.totals.snapshot(self.timer)
+        summary = totals.summary(step=self.step, steps_planned=self.config.trainer.steps)
         summary.write(Path(self.config.run_dir) / "summary.json")
         self.close()
         return summary
 
 
-def _kl_state(config: RunConfig) -> AdaptiveKl | None:
+def _make_adaptive_kl(config: RunConfig) -> AdaptiveKl | None:
     kl = config.algorithm.kl_reward
     if kl is None:
         return None

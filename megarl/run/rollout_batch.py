@@ -1,4 +1,7 @@
-"""The completions of a step as the controller sees them: numbers, and references to where the tokens are."""
+"""The controller's view of a step's completions: scalars, and references to tokens that stay in the workers.
+
+Shapes: N completions of all groups, numbered group after group.
+"""
 
 from __future__ import annotations
 
@@ -11,147 +14,157 @@ from megarl.batch.pack import Column
 from megarl.config import RunConfig
 from megarl.functional import Denominators
 from megarl.groups.rollout_group import FinishedGroup
-from megarl.megatron.requests import EvaluationWork, Key, Loss, MiniBatch, SampleRef, TokenColumn, TrainWork
+from megarl.megatron.loss_specs import LossSpec
+from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleKey, SampleRef, TokenColumn, TrainRequest
 from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload
 
 
 @dataclass(slots=True, kw_only=True)
-class Experience:
-    """Grows as models say more of it. Completions are counted group after group: N of them."""
+class RolloutBatch:
+    """Completions of one step with rewards, log-probs, values and advantages, which the loop adds step by step."""
 
     groups: list[FinishedGroup]
     scalars: dict[Column, list[float]] = field(default_factory=dict)
-    """N numbers each."""
+    """Per completion: N numbers each."""
     columns: dict[Column, Payload[TokenColumn]] = field(default_factory=dict)
-    """Token by token."""
-    picked: list[int] | None = None
-    """The completions to train on, some perhaps several times; None: all of them, once."""
+    """Per token: references to arrays in the object store."""
+    sample_indices: list[int] | None = None
+    """Completions to train on, possibly repeated; None: each completion once."""
 
     @property
     def summaries(self) -> list[TrajectorySummary]:
-        """N."""
+        """N trajectory summaries: rewards, lengths and other scalars."""
         return [summary for group in self.groups for summary in group.summary.trajectories]
 
     @property
     def rewards(self) -> list[float]:
-        """N weighted sums of the reward terms."""
+        """N total rewards: weighted sums of the reward terms."""
         return [summary.reward for summary in self.summaries]
 
-    def term(self, name: str) -> list[float]:
-        """N values of one reward term."""
+    def reward_term(self, name: str) -> list[float]:
+        """Return the N values of one reward term."""
         return [summary.rewards[name] for summary in self.summaries]
 
     @property
     def group_ids(self) -> list[int]:
-        """N."""
-        return [number for number, group in enumerate(self.groups) for _ in group.summary.trajectories]
+        """N group indices, from 0."""
+        return [group_index for group_index, group in enumerate(self.groups) for _ in group.summary.trajectories]
 
     @property
-    def first_of_groups(self) -> list[int]:
-        """Of each group, the number of its first completion."""
+    def group_offsets(self) -> list[int]:
+        """Index of the first completion of each group."""
         sizes = [len(group.summary.trajectories) for group in self.groups]
         return [0, *accumulate(sizes)][:-1]
 
     @property
-    def keys(self) -> list[Key]:
-        """N."""
+    def keys(self) -> list[SampleKey]:
+        """N sample keys: (index of the group, index within the group)."""
         return [(p, i) for p, group in enumerate(self.groups) for i in range(len(group.summary.trajectories))]
 
     def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
-        """Complete every completion's rewards by further terms; `weights`: of all terms that count."""
+        """Add reward terms and recompute all total rewards.
 
-        def complete(number: int, summary: TrajectorySummary) -> TrajectorySummary:
-            rewards = {**summary.rewards, **{name: term[number] for name, term in values.items()}}
+        Args:
+            values: N values of each added term.
+            weights: weights of all terms of the total, old and new; other terms do not count.
+        """
+
+        def complete(sample_index: int, summary: TrajectorySummary) -> TrajectorySummary:
+            rewards = {**summary.rewards, **{name: term[sample_index] for name, term in values.items()}}
             return replace(summary, rewards=rewards, reward=sum(w * rewards[name] for name, w in weights.items()))
 
-        self._score(complete)
+        self._map_rewards(complete)
 
     def add_to_rewards(self, name: str, values: Sequence[float]) -> None:
-        """Another term, which is part of the sum as it is."""
+        """Add a reward term of N values, and add it to the total rewards with weight 1."""
 
-        def add(number: int, summary: TrajectorySummary) -> TrajectorySummary:
-            value = values[number]
+        def add(sample_index: int, summary: TrajectorySummary) -> TrajectorySummary:
+            value = values[sample_index]
             return replace(summary, rewards={**summary.rewards, name: value}, reward=summary.reward + value)
 
-        self._score(add)
+        self._map_rewards(add)
 
-    def _score(self, score: Callable[[int, TrajectorySummary], TrajectorySummary]) -> None:
-        first = self.first_of_groups
+    def _map_rewards(self, score: Callable[[int, TrajectorySummary], TrajectorySummary]) -> None:
+        offsets = self.group_offsets
         self.groups = [
             replace(
                 group,
                 summary=replace(group.summary, trajectories=tuple(map(score, count(n), group.summary.trajectories))),
             )
-            for n, group in zip(first, self.groups, strict=True)
+            for n, group in zip(offsets, self.groups, strict=True)
         ]
 
-    def evaluation_work(self, config: RunConfig) -> EvaluationWork:
-        """All completions, for a model that is to say something of them."""
-        return EvaluationWork(
-            samples=tuple(self._sample(number, key, ()) for number, key in enumerate(self.keys)),
+    def forward_request(self, config: RunConfig) -> ForwardRequest:
+        """Return a forward request (log-probs, values, scores) over all completions."""
+        return ForwardRequest(
+            samples=tuple(self._sample(sample_index, key, ()) for sample_index, key in enumerate(self.keys)),
             payloads=self._payloads,
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         )
 
-    def train_work(self, config: RunConfig, loss: Loss, columns: Mapping[Column, Column]) -> TrainWork:
-        """Training on the picked completions, whole groups in each of `mini_batches` even parts.
+    def train_request(self, config: RunConfig, loss: LossSpec, columns: Mapping[Column, Column]) -> TrainRequest:
+        """Return a training request over `sample_indices`, split into `num_mini_batches` of complete groups.
 
         Args:
-            columns: what the loss asks for -> what that is called here; scalars too.
+            columns: name in the loss -> name in this batch, of per-token columns and per-completion scalars.
         """
         algorithm, keys, summaries = config.algorithm, self.keys, self.summaries
-        picked = range(len(keys)) if self.picked is None else self.picked
+        sample_indices = range(len(keys)) if self.sample_indices is None else self.sample_indices
         by_group: list[list[int]] = [[] for _ in self.groups]
-        for number in picked:
-            by_group[keys[number][0]].append(number)
-        starts = [round(i * len(by_group) / algorithm.mini_batches) for i in range(algorithm.mini_batches + 1)]
+        for sample_index in sample_indices:
+            by_group[keys[sample_index][0]].append(sample_index)
+        starts = [round(i * len(by_group) / algorithm.num_mini_batches) for i in range(algorithm.num_mini_batches + 1)]
         positive = self.scalars.get("positive")
         mini_batches = []
         for start, stop in pairwise(starts):
-            numbers = [number for group in by_group[start:stop] for number in group]
-            if not numbers:
+            indices = [sample_index for group in by_group[start:stop] for sample_index in group]
+            if not indices:
                 continue
-            lengths = [summaries[n].response_length for n in numbers]
-            counted = [] if positive is None else [k for n, k in zip(numbers, lengths, strict=True) if positive[n]]
+            lengths = [summaries[n].response_length for n in indices]
+            positive_lengths = (
+                [] if positive is None else [k for n, k in zip(indices, lengths, strict=True) if positive[n]]
+            )
             mini_batches.append(
                 MiniBatch(
-                    samples=tuple(self._sample(n, keys[n], columns.items()) for n in numbers),
-                    # at least 1: a batch in which nothing was sampled has a loss of 0, not of 0 / 0
+                    samples=tuple(self._sample(n, keys[n], columns.items()) for n in indices),
+                    # at least 1: a mini-batch without sampled tokens has loss 0, not 0 / 0
                     denominators=Denominators(
-                        num_tokens=max(1, sum(lengths)), num_sequences=len(numbers), num_positive_tokens=sum(counted)
+                        num_tokens=max(1, sum(lengths)),
+                        num_sequences=len(indices),
+                        num_positive_tokens=sum(positive_lengths),
                     ),
                 )
             )
-        return TrainWork(
+        return TrainRequest(
             mini_batches=tuple(mini_batches),
             payloads=self._payloads,
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
             loss=loss,
-            columns={name: self.columns[ours] for name, ours in columns.items() if ours in self.columns},
-            epochs=algorithm.epochs,
+            columns={name: self.columns[own_name] for name, own_name in columns.items() if own_name in self.columns},
+            epochs=algorithm.ppo_epochs,
         )
 
     @property
     def _payloads(self) -> tuple[Any, ...]:
         return tuple(group.payload for group in self.groups)
 
-    def _sample(self, number: int, key: Key, columns: Any) -> SampleRef:
+    def _sample(self, sample_index: int, key: SampleKey, columns: Any) -> SampleRef:
         payload, index = key
         return SampleRef(
             payload=payload,
             index=index,
             num_tokens=self.groups[payload].summary.trajectories[index].num_tokens,
             scalars={
-                name: self.scalars[ours][number]
-                for name, ours in columns
-                if ours in self.scalars and ours not in self.columns
+                name: self.scalars[own_name][sample_index]
+                for name, own_name in columns
+                if own_name in self.scalars and own_name not in self.columns
             },
         )
 
 
-def metrics_of(batch: Experience) -> dict[str, float]:
-    """Means over the step's completions."""
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of a batch: means over its completions."""
     groups, summaries = batch.groups, batch.summaries
     num = len(summaries)
     metrics = {

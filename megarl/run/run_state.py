@@ -1,4 +1,4 @@
-"""What decides the future of a run beside its models, and where its books stand."""
+"""State of a run apart from its models: everything else that is needed to resume it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
-from megarl.process.atomic_files import replaced
-from megarl.run.run_totals import Books
+from megarl.process.atomic_files import atomic_write
+from megarl.run.run_totals import RunTotals
 from megarl.tracking.tracker import ResumedMetrics
 
 STATE_FILE = "state.json"
@@ -21,35 +21,35 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Taken between two steps, when no request is in flight and every finished trajectory has been used.
+    """Run state between two steps, when no request is in flight and every finished trajectory has been used.
 
-    What only reinforcement learning has is left as it is by other stages.
+    SFT, reward-model and DPO stages leave the RL fields at their defaults.
     """
 
     step: int = 0
-    """The last one that is over."""
+    """Number of the last finished step."""
     policy_version: int = 0
     samplers: Mapping[str, SamplerState] = field(default_factory=dict)
-    """By data source, counted in rows."""
-    carried: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By name the fields of what an algorithm carries from step to step; see `PolicyRun.carry`."""
+    """Position of each data sampler, in rows."""
+    algorithm_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Fields of each state registered with `RLRun.register_state`, by name."""
     skips_in_a_row: int = 0
-    """Last steps that have left the policy as it was; see `limits.max_skips_in_a_row`."""
+    """Consecutive steps without a policy update, see `limits.max_skips_in_a_row`."""
     metrics_bytes: int = 0
-    """Length of `metrics.jsonl`."""
-    books: Books = field(default_factory=Books)
+    """Length of `metrics.jsonl` in bytes."""
+    totals: RunTotals = field(default_factory=RunTotals)
 
     def write(self, folder: Path) -> None:
-        """Write `state.json` into `folder`, whole or not at all."""
-        with replaced(folder / STATE_FILE) as draft:
+        """Write `state.json` into `folder` atomically."""
+        with atomic_write(folder / STATE_FILE) as draft:
             draft.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> RunState:
-        """Of a checkpoint's `folder`.
+        """Read `state.json` from the checkpoint in `folder`.
 
         Raises:
-            DataError: it holds none that can be read.
+            DataError: the file is missing or invalid.
         """
         path = folder / STATE_FILE
         try:
@@ -61,8 +61,8 @@ class RunState:
             raise DataError(f"{path}: {'.'.join(map(str, where['loc'])) or 'the file'}: {where['msg']}") from e
 
 
-def position(state: RunState) -> ResumedMetrics:
-    """Where the metrics stood."""
+def resumed_metrics(state: RunState) -> ResumedMetrics:
+    """Return the step and file position at which the metrics of a resumed run continue."""
     return ResumedMetrics(step=state.step, num_bytes=state.metrics_bytes)
 
 

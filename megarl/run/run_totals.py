@@ -1,4 +1,4 @@
-"""What a run comes to, counted step by step."""
+"""Run totals (tokens, time, bytes), accumulated across restarts."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from megarl.tracking.summary import RunSummary
 
 
 @dataclass(slots=True, kw_only=True)
-class Books:
-    """Of a run up to now, whichever processes have run it."""
+class RunTotals:
+    """Totals of a run up to now, over all processes that have run it."""
 
     seconds: float = 0.0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
     step_seconds: float = 0.0
     tokens: int = 0
-    """That were trained on, prompts included."""
+    """Tokens trained on, prompts included."""
     weight_sync_bytes: int = 0
     logprob_abs_max: float | None = 0.0
-    """The largest log-probability mismatch of any step; None where there is nothing to compare with."""
+    """Largest trainer/engine log-prob mismatch of any step; None in stages without engines."""
     evaluations: dict[int, float] = field(default_factory=dict)
-    """By step."""
+    """Evaluation score by step."""
 
-    def count_step(self, *, tokens: int, seconds: float, mismatch: float | None = None) -> None:
-        """Add a step that is over."""
+    def add_step(self, *, tokens: int, seconds: float, mismatch: float | None = None) -> None:
+        """Add the counts of a finished step."""
         self.tokens += tokens
         self.step_seconds += seconds
         if mismatch is not None:
             self.logprob_abs_max = max(self.logprob_abs_max or 0.0, mismatch)
 
-    def by(self, timer: PhaseTimer) -> Books:
-        """A copy, as of now by the run's `timer`."""
+    def snapshot(self, timer: PhaseTimer) -> RunTotals:
+        """Return a copy with the current times of the run's `timer`."""
         evaluations = dict(self.evaluations)
         return replace(self, seconds=timer.seconds(), seconds_by_phase=dict(timer.totals), evaluations=evaluations)
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the time of all steps; 0 before the first."""
+        """Mean training throughput over the time of all steps; 0 before the first step."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
     def summary(self, *, step: int, steps_planned: int) -> RunSummary:
-        """Of a run that has ended after `step`."""
+        """Return the summary of a run that ended after `step`."""
         return RunSummary(
             eval_before=self.evaluations.get(0),
             eval_after=self.evaluations.get(step),

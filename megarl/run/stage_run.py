@@ -1,4 +1,4 @@
-"""What a training stage has at hand: its clock, its books, and the checkpoints that it can go on from."""
+"""The part of a run that every training stage shares: data order, timing, metrics, checkpoints, early stop."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 from megarl.config import StageConfig
 from megarl.data.sampler import PromptSampler
-from megarl.errors import StoppedEarly
+from megarl.errors import EarlyStop
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.events import EventLog, Note, Phase
-from megarl.run.run_state import RunState, position
-from megarl.supervision.run_monitor import Vigil
+from megarl.run.events import EventLog, MessageEvent, PhaseEvent
+from megarl.run.run_state import RunState, resumed_metrics
+from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
-from megarl.tracking.progress import StepLine
+from megarl.tracking.progress import StepSummary
 from megarl.tracking.tracker import Tracker
 
-ROWS = "prompts"
-"""What a saved state calls the data that batches are taken from, whatever its rows are."""
+SAMPLER_NAME = "prompts"
+"""Key of the data sampler in `RunState.samplers`, for every stage and data format."""
 
 
 class StageRun:
-    """Takes batches of rows, times phases, tells the driver about them, writes metrics, and saves itself."""
+    """Base class of a training run: samples rows, times phases, reports to the driver, logs metrics, checkpoints."""
 
     def __init__(
         self,
@@ -34,47 +34,47 @@ class StageRun:
         num_rows: int,
         checkpoints: Checkpointer | None = None,
         resumed: RunState | None = None,
-        vigil: Vigil | None = None,
+        monitor: RunMonitor | None = None,
     ) -> None:
         """Args:
-        timer: the stage's own, which has measured its start.
-        num_rows: of the data.
-        checkpoints: where the run is saved.
-        resumed: what it goes on from.
-        vigil: watches over the stage.
+        timer: phase timer of this stage, already running since its startup.
+        num_rows: number of rows in the training data.
+        checkpoints: saves the run; None: no checkpoints.
+        resumed: state to resume from; None: start from step 0.
+        monitor: heartbeat, phase timeouts and straggler detection; None: not monitored.
         """
-        self.timer, self.vigil = timer, vigil
-        self._events, self._stage = events, config
-        self._ends_early = False
+        self.timer, self.monitor = timer, monitor
+        self._events, self._stage_config = events, config
+        self._should_stop = False
         self._checkpoints, self._resumed = checkpoints, resumed or RunState()
         self.step = self._resumed.step
         self._sampler = PromptSampler(num_rows, config.seed, config.data.shuffle)
-        if ROWS in self._resumed.samplers:
-            self._sampler.restore(self._resumed.samplers[ROWS])
-        self._books = self._resumed.books.by(timer)
-        timer.resume(self._resumed.books.seconds, self._resumed.books.seconds_by_phase)
-        metrics = None if resumed is None else position(resumed)
+        if SAMPLER_NAME in self._resumed.samplers:
+            self._sampler.restore(self._resumed.samplers[SAMPLER_NAME])
+        self.totals = self._resumed.totals.snapshot(timer)
+        timer.resume(self._resumed.totals.seconds, self._resumed.totals.seconds_by_phase)
+        metrics = None if resumed is None else resumed_metrics(resumed)
         self._tracker = Tracker(config.tracking, Path(config.run_dir), resumed=metrics)
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = True) -> Iterator[None]:
-        """Measure the block; `waiting`: other processes do the work meanwhile."""
-        self._events.add(Phase(self.step, name))
-        watched = nullcontext() if self.vigil is None else self.vigil.phase(self.step, name, waiting=waiting)
+        """Time the block as phase `name` and report it; `waiting`: other processes do the work meanwhile."""
+        self._events.add(PhaseEvent(self.step, name))
+        watched = nullcontext() if self.monitor is None else self.monitor.phase(self.step, name, waiting=waiting)
         with self.timer.phase(name, waiting=waiting), watched:
             yield
 
     def state(self) -> RunState:
-        """What decides the run's future beside its models; between two steps."""
+        """Return everything needed to resume, except the models; call it between two steps."""
         return RunState(
             step=self.step,
-            samplers={ROWS: self._sampler.state()},
+            samplers={SAMPLER_NAME: self._sampler.state()},
             metrics_bytes=self._tracker.num_bytes,
-            books=self._books.by(self.timer),
+            totals=self.totals.snapshot(self.timer),
         )
 
     def save(self) -> None:
-        """Have a checkpoint of the last step, where they are kept; one that could not be written is told."""
+        """Save and complete a checkpoint of the last step, if checkpoints are enabled; a failure is only reported."""
         if self._checkpoints is None or self.step == self._resumed.step:
             return
         if self._checkpoints.last_step != self.step:
@@ -84,47 +84,49 @@ class StageRun:
             self._checkpoints.finish()
 
     def begin_save(self, checkpoints: Checkpointer) -> dict[str, float]:
-        """Have the models save what they are after this step; metrics."""
+        """Start saving the models as of this step; return the checkpoint metrics."""
         with self.phase("checkpoint"):
             return checkpoints.begin(self.step)
 
-    def ends_early(self) -> bool:
-        """Whether to end here, before the next step, as the driver has asked for; loops ask between two steps."""
-        self._ends_early = self._ends_early or self._events.ends_early()
-        return self._ends_early
+    def should_stop(self) -> bool:
+        """Whether the driver has requested an early stop; loops check it between two steps."""
+        self._should_stop = self._should_stop or self._events.should_stop()
+        return self._should_stop
 
     def export(self, trainer: TrainerGroup) -> None:
-        """Write the trainer's model, if it has had a step."""
+        """Export the trainer's model in Hugging Face format to `export_path`, if at least one step has finished."""
         if self.step > 0:
             with self.phase("export"):
-                trainer.save_hf(self._stage.export_path)
+                trainer.save_hf(self._stage_config.export_path)
 
-    def require_whole(self) -> None:
-        """Return if the run has gone to its last step.
+    def raise_if_stopped_early(self) -> None:
+        """Return if the run has reached its last step.
 
         Raises:
-            StoppedEarly: it has ended before, as it was asked to.
+            EarlyStop: the run stopped before, as requested.
         """
-        if not self._ends_early:
+        if not self._should_stop:
             return
-        asked = self._events.asked_by or "SIGUSR1"  # torchrun's ranks may hear of it from each other
+        stop_signal = self._events.stop_signal or "SIGUSR1"  # under torchrun, the signal may have reached another rank
         if self.step == 0:
-            raise StoppedEarly(f"stopped before its first step of {self._stage.trainer.steps}, as {asked} asked")
-        raise StoppedEarly(
-            f"stopped after step {self.step} of {self._stage.trainer.steps}, as {asked} asked; the model as it is: "
-            f"{self._stage.export_path}"
+            raise EarlyStop(
+                f"stopped before its first step of {self._stage_config.trainer.steps}, as {stop_signal} asked"
+            )
+        raise EarlyStop(
+            f"stopped after step {self.step} of {self._stage_config.trainer.steps}, as {stop_signal} asked; "
+            f"the model as it is: {self._stage_config.export_path}"
         )
 
-    def say(self, text: str) -> None:
-        """Show the user a line."""
-        self._events.add(Note(text))
+    def notify(self, text: str) -> None:
+        """Send a line of text to the user's terminal."""
+        self._events.add(MessageEvent(text))
 
-    def log(self, metrics: Mapping[str, float], line: StepLine | None = None) -> None:
-        """Write the step's metrics, and show `line`."""
+    def log(self, metrics: Mapping[str, float], line: StepSummary | None = None) -> None:
+        """Log the metrics of the step, and show `line` in the progress output."""
         self._tracker.log(metrics, step=self.step)
         if line is not None:
             self._events.add(line)
 
     def close(self) -> None:
-        """Flush and close what metrics are written to."""
+        """Flush and close the metrics writers."""
         self._tracker.close()

@@ -1,4 +1,4 @@
-"""Holds a step's metrics against the run's limits."""
+"""Checks the metrics of a step against `limits:`, and decides whether to warn, skip the update or stop the run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.config.limits import LimitConfig, LimitsConfig
-from megarl.megatron.requests import DISAGREE, MISMATCH, Guard
+from megarl.megatron.requests import LOGPROB_MISMATCH, MISMATCH_MESSAGE, UpdateGuardSpec
 
-Stage = Literal["sampled", "estimated", "trained"]
-"""After the completions and their rewards; after what models say of them, before training; after training."""
+StepStage = Literal["sampled", "estimated", "trained"]
+"""When metrics are checked: after sampling and rewards, after the estimates and before training, after training."""
 
 Action = Literal["warn", "skip", "stop"]
 
 MAX_DUMPS = 5
-"""Steps of a run whose refused batches are kept."""
+"""Number of steps of a run whose rejected batches are dumped."""
 
-_WATCHED: Mapping[Stage, tuple[tuple[str, str], ...]] = {
+_CHECKED_METRICS: Mapping[StepStage, tuple[tuple[str, str], ...]] = {
     "sampled": (("reward", "reward/mean"),),
     "estimated": (("kl", "kl/reference"),),
     "trained": (
         ("kl", "policy/kl_reference"),
         ("grad_norm", "grad_norm_max"),
-        ("logprob_abs_max", MISMATCH),
+        ("logprob_abs_max", LOGPROB_MISMATCH),
     ),
 }
-"""Limits with the metrics that are held against them."""
+"""Per stage, the limits to check and the metric that each one bounds."""
 
 _REASONS = {
     "skipped/not_finite": "a loss or gradient that is not finite",
@@ -37,90 +37,94 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What is to become of a step."""
+class LimitDecision:
+    """What to do with the step after a check."""
 
     action: Literal["none", "warn", "skip", "stop"]
-    """`skip`: the policy is not to be trained on the step's batch; after training: it was not."""
-    text: str = ""
-    """One sentence, which names the step; empty with `none`."""
+    """`skip`: do not train the policy on this batch; in stage `trained`: no update was applied."""
+    message: str = ""
+    """One sentence that names the step; empty for `none`."""
 
 
 _SEVERITY = ("none", "warn", "skip", "stop")
 
 
 class StepLimits:
-    """A run's limits, and how long it has gone without an update."""
+    """Limits of a run, and the count of consecutive steps without a policy update."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self.skips_in_a_row = 0
-        """Steps up to now that left the policy as it is; what a resumed run has to go on with."""
+        """Consecutive steps without a policy update; part of the run state, restored on resume."""
 
-    def check(self, stage: Stage, metrics: Mapping[str, float], *, step: int) -> Verdict:
-        """Of what `metrics` has at this stage of the step.
+    def check(self, stage: StepStage, metrics: Mapping[str, float], *, step: int) -> LimitDecision:
+        """Check the metrics known at this stage of the step against the limits.
 
         Args:
-            metrics: after training the trainer's; empty where the policy was not trained, which is no news.
+            metrics: in stage `trained`, the trainer's metrics; empty if the policy was not trained.
         """
-        found = list(self._passed(stage, metrics))
+        violations = list(self._exceeded_limits(stage, metrics))
         if stage == "trained":
-            found += _left_out(metrics)
+            violations += _skipped_updates(metrics)
             if metrics.get("updates"):
                 self.skips_in_a_row = 0
-        if not found:
-            return Verdict(action="none")
-        action = max((action for action, _ in found), key=_SEVERITY.index)
-        text = f"step {step}: {'; '.join(text for _, text in found)}"
-        return self._counted(Verdict(action=action, text=text))
+        if not violations:
+            return LimitDecision(action="none")
+        action = max((action for action, _ in violations), key=_SEVERITY.index)
+        text = f"step {step}: {'; '.join(text for _, text in violations)}"
+        return self._count_skips(LimitDecision(action=action, message=text))
 
-    def _passed(self, stage: Stage, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
-        for key, metric in _WATCHED[stage]:
+    def _exceeded_limits(self, stage: StepStage, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
+        for key, metric in _CHECKED_METRICS[stage]:
             limit: LimitConfig | None = getattr(self._limits, key)
-            text = None if limit is None or metric not in metrics else limit.refusal(key, metric, metrics[metric])
+            text = None if limit is None or metric not in metrics else limit.violation(key, metric, metrics[metric])
             if limit is None or text is None:
                 continue
             if key == "logprob_abs_max":
-                text += f": {DISAGREE}"
+                text += f": {MISMATCH_MESSAGE}"
             if stage != "trained" or limit.action != "skip":
                 yield limit.action, text
             elif key == "kl":
-                yield "warn", f"{text} in an update, which was made"
+                yield "warn", f"{text}; the update was applied"
 
-    def _counted(self, verdict: Verdict) -> Verdict:
-        if verdict.action == "skip":
+    def _count_skips(self, decision: LimitDecision) -> LimitDecision:
+        if decision.action == "skip":
             self.skips_in_a_row += 1
             most = self._limits.max_skips_in_a_row
             if self.skips_in_a_row > most:
-                row = f"{self.skips_in_a_row} steps in a row have left the policy as it is"
-                return Verdict(
-                    action="stop", text=f"{verdict.text}; {row}, which passed limits.max_skips_in_a_row = {most}"
+                row = f"{self.skips_in_a_row} steps in a row did not update the policy"
+                return LimitDecision(
+                    action="stop",
+                    message=f"{decision.message}; {row}, which exceeds limits.max_skips_in_a_row = {most}",
                 )
-        return verdict
+        return decision
 
 
-def _left_out(metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
-    """What the trainer's guard did: `skip` where no update was made."""
+def _skipped_updates(metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
+    """Yield the action for updates rejected by the trainer's guard: `skip` if no update was applied, else `warn`."""
     counts = {reason: int(metrics.get(name, 0)) for name, reason in _REASONS.items()}
-    skipped = sum(counts.values())
-    if skipped:
-        made = int(metrics["updates"])
+    num_skipped = sum(counts.values())
+    if num_skipped:
+        num_applied = int(metrics["updates"])
         why = ", ".join(f"{count} for {reason}" for reason, count in counts.items() if count)
-        yield ("warn" if made else "skip"), f"{skipped} of {made + skipped} updates were left out, {why}"
+        yield (
+            ("warn" if num_applied else "skip"),
+            f"{num_skipped} of {num_applied + num_skipped} updates were skipped, {why}",
+        )
 
 
-def guard_of(limits: LimitsConfig, run_dir: str, step: int, *, model: str = "") -> Guard:
-    """What the trainer is to look at in this step; refused batches go to `<run_dir>/dumps/step-<step>`.
+def make_guard(limits: LimitsConfig, run_dir: str, step: int, *, model: str = "") -> UpdateGuardSpec:
+    """Return the update guard of this step; rejected batches are dumped to `<run_dir>/dumps/step-<step>`.
 
     Args:
-        model: of one beside the policy, its name; only what is not finite is looked for.
+        model: name of the auxiliary model trained, which is only checked for non-finite values; empty for the policy.
     """
     dumps = Path(run_dir).absolute() / "dumps"
     name = f"step-{step:06d}"
-    others = [folder for folder in dumps.glob("step-*") if folder.name != name]
-    return Guard(
+    other_folders = [folder for folder in dumps.glob("step-*") if folder.name != name]
+    return UpdateGuardSpec(
         not_finite=limits.not_finite,
         grad_norm=None if model else limits.grad_norm,
         mismatch=None if model else limits.logprob_abs_max,
-        dump_folder=str(dumps / name / model) if len(others) < MAX_DUMPS else None,
+        dump_folder=str(dumps / name / model) if len(other_folders) < MAX_DUMPS else None,
     )

@@ -1,6 +1,6 @@
-"""A run whose models and engines say what a test has written down, and remember what they were asked.
+"""A run with fake models and engines, which return scripted values and record all calls.
 
-Everything else is the real thing: `PolicyRun`, its books, and estimates from tokens.
+Everything else is real: `RLRun`, its totals, and the estimators.
 """
 
 from __future__ import annotations
@@ -19,89 +19,89 @@ from megarl.algorithms.registry import train
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
-from megarl.groups.auxiliary_models import Models
+from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, estimate
 from megarl.groups.rollout_group import FinishedGroup
-from megarl.megatron.requests import EvaluationWork, Key, TrainStats, TrainWork
+from megarl.megatron.requests import ForwardRequest, SampleKey, TrainRequest, TrainStats
 from megarl.rollout.engine import Sampling
-from megarl.run.events import EventLog, Note
-from megarl.run.rl_run import PolicyRun
+from megarl.run.events import EventLog, MessageEvent
+from megarl.run.rl_run import RLRun
 from megarl.run.run_state import RunState
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.payload import LocalPayload
-from tests.run.finished_groups import completion, finished, run_config
+from tests.run.finished_groups import completion, finished_group, run_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One call."""
+class Call:
+    """A recorded call of a fake object."""
 
-    who: str
-    what: str
-    work: Any
+    target: str
+    method: str
+    argument: Any
 
 
-def token_values(key: Key, num_tokens: int, offset: float) -> np.ndarray:
-    """What a model says of a trajectory's tokens: different of each."""
+def token_values(key: SampleKey, num_tokens: int, offset: float) -> np.ndarray:
+    """Return pseudo-random model outputs for the tokens of a trajectory, determined by `key`."""
     values = np.random.default_rng((*key, num_tokens)).normal(size=num_tokens) + offset
     return values.astype(np.float32)
 
 
 @dataclass
-class Model:
-    """Of any role."""
+class FakeModel:
+    """Fake trainer or forward worker of any role."""
 
     name: str
-    log: list[Asked]
+    log: list[Call]
     offset: float = 0.0
     losses: Sequence[float] = (1.0,)
-    """Of each training step; the last one stays."""
-    score: Callable[[Key], float] = lambda key: 0.0
+    """Loss of each training step; the last one repeats."""
+    score: Callable[[SampleKey], float] = lambda key: 0.0
     offloads: bool = False
     _steps: int = 0
 
     @property
-    def offloaded(self) -> OffloadConfig:
+    def offload_config(self) -> OffloadConfig:
         return OffloadConfig(optimizer=self.offloads, gradients=self.offloads, weights=self.offloads)
 
     def offload(self) -> Any:
-        self.log.append(Asked(who=self.name, what="offload", work=None))
+        self.log.append(Call(target=self.name, method="offload", argument=None))
         return SimpleNamespace(device_bytes=1, host_bytes=1)
 
     def onload(self) -> None:
-        self.log.append(Asked(who=self.name, what="onload", work=None))
+        self.log.append(Call(target=self.name, method="onload", argument=None))
 
-    def logprobs(self, work: EvaluationWork) -> Any:
-        return self._tokens("logprobs", work)
+    def logprobs(self, request: ForwardRequest) -> Any:
+        return self._tokens("logprobs", request)
 
-    def values(self, work: EvaluationWork) -> Any:
-        return self._tokens("values", work)
+    def values(self, request: ForwardRequest) -> Any:
+        return self._tokens("values", request)
 
-    def scores(self, work: EvaluationWork) -> dict[Key, float]:
-        self.log.append(Asked(who=self.name, what="scores", work=work))
-        return {sample.key: self.score(sample.key) for sample in work.samples}
+    def scores(self, request: ForwardRequest) -> dict[SampleKey, float]:
+        self.log.append(Call(target=self.name, method="scores", argument=request))
+        return {sample.key: self.score(sample.key) for sample in request.samples}
 
-    def _tokens(self, what: str, work: EvaluationWork) -> Any:
-        self.log.append(Asked(who=self.name, what=what, work=work))
-        return LocalPayload([{s.key: token_values(s.key, s.num_tokens, self.offset) for s in work.samples}])
+    def _tokens(self, method: str, request: ForwardRequest) -> Any:
+        self.log.append(Call(target=self.name, method=method, argument=request))
+        return LocalPayload([{s.key: token_values(s.key, s.num_tokens, self.offset) for s in request.samples}])
 
-    def train_step(self, work: TrainWork) -> TrainStats:
-        self.log.append(Asked(who=self.name, what="train", work=work))
+    def train_step(self, request: TrainRequest) -> TrainStats:
+        self.log.append(Call(target=self.name, method="train", argument=request))
         loss = self.losses[min(self._steps, len(self.losses) - 1)]
         self._steps += 1
         return TrainStats(metrics={"loss": loss}, num_tokens=1)
 
-    def begin_train_step(self, work: TrainWork) -> Any:
-        stats = self.train_step(work)
+    def begin_train_step(self, request: TrainRequest) -> Any:
+        stats = self.train_step(request)
         return SimpleNamespace(result=lambda: stats)
 
 
 @dataclass
-class Checkpoints:
-    """Of which none is due but the last."""
+class FakeCheckpointer:
+    """Fake checkpointer; only the last step is due."""
 
-    log: list[Asked]
+    log: list[Call]
     last_step: int = 0
 
     def is_due(self, step: int) -> bool:
@@ -109,7 +109,7 @@ class Checkpoints:
 
     def begin(self, step: int) -> dict[str, float]:
         self.last_step = step
-        self.log.append(Asked(who="checkpoint", what="begin", work=step))
+        self.log.append(Call(target="checkpoint", method="begin", argument=step))
         return {}
 
     def add_state(self, state: Callable[[], RunState]) -> None:
@@ -123,8 +123,8 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """One call of the engines."""
+class SampleCall:
+    """Arguments of a recorded sampling call."""
 
     label: str
     prompts: tuple[str, ...]
@@ -133,25 +133,25 @@ class Sampled:
     seed: tuple[int, ...]
 
 
-Script = Callable[[str, int, int], float]
-"""From label, number of the prompt in the call and of the sample to the reward."""
+RewardFunction = Callable[[str, int, int], float]
+"""(label, index of the prompt in the call, index of the sample) -> reward."""
 
 
 @dataclass
-class Rollout:
-    script: Script
-    log: list[Asked]
+class FakeRolloutGroup:
+    script: RewardFunction
+    log: list[Call]
     lengths: Callable[[int], int] = lambda sample: 3 + sample
-    """Sampled tokens."""
+    """Number of sampled tokens by sample index."""
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: Any = ()
     ) -> list[FinishedGroup]:
         names = tuple(prompt.prompt_id for prompt in prompts)
-        asked = Sampled(label=label, prompts=names, num_samples=num_samples, sampling=sampling, seed=seed)
-        self.log.append(Asked(who="engines", what="sample", work=asked))
+        call = SampleCall(label=label, prompts=names, num_samples=num_samples, sampling=sampling, seed=seed)
+        self.log.append(Call(target="engines", method="sample", argument=call))
         return [
-            finished(
+            finished_group(
                 [
                     completion([0] + [1] * self.lengths(sample), reward=self.script(label, number, sample))
                     for sample in range(num_samples)
@@ -163,73 +163,73 @@ class Rollout:
 
     def estimate(self, job: EstimateJob, groups: Sequence[FinishedGroup]) -> Any:
         found, columns = estimate(job, [group.payload.fetch() for group in groups])
-        return found, {name: LocalPayload(column) for name, column in zip(job.gives, columns, strict=True)}
+        return found, {name: LocalPayload(column) for name, column in zip(job.outputs, columns, strict=True)}
 
-    def finish_records(self) -> None:
-        """There are none."""
+    def flush_records(self) -> None:
+        """Do nothing: the fake writes no records."""
 
-    def first_completion(self) -> float:
+    def first_completion_time(self) -> float:
         return time.time()
 
 
 @dataclass
-class Weights:
-    log: list[Asked]
+class FakeWeightSync:
+    log: list[Call]
     policy_version: int = -1
 
     def push(self, policy_version: int) -> Any:
         self.policy_version = policy_version
-        self.log.append(Asked(who="weights", what="push", work=policy_version))
+        self.log.append(Call(target="weights", method="push", argument=policy_version))
         return SimpleNamespace(bytes_moved=1, stats=SimpleNamespace(buckets=1), seconds={})
 
 
 @dataclass(frozen=True)
-class Scripted:
-    """A run that is over."""
+class FinishedRun:
+    """A finished run with everything that it logged and called."""
 
-    run: PolicyRun
-    log: list[Asked]
+    run: RLRun
+    log: list[Call]
     metrics: list[dict[str, float]]
-    """By step, pretraining apart."""
+    """Logged metrics by step, without critic pretraining."""
     pretraining: list[dict[str, float]]
-    notes: list[str]
+    messages: list[str]
 
     @property
-    def order(self) -> list[str]:
-        """Who was asked what, from the first sample on."""
-        names = [f"{asked.who} {asked.what}" for asked in self.log]
+    def call_order(self) -> list[str]:
+        """All calls as "target method", from the first sampling call on."""
+        names = [f"{call.target} {call.method}" for call in self.log]
         return names[names.index("engines sample") :]
 
-    def works(self, who: str, what: str) -> list[Any]:
-        return [asked.work for asked in self.log if (asked.who, asked.what) == (who, what)]
+    def arguments(self, target: str, method: str) -> list[Any]:
+        return [call.argument for call in self.log if (call.target, call.method) == (target, method)]
 
     @property
-    def pushed(self) -> list[int]:
-        """Policy versions."""
-        return self.works("weights", "push")
+    def pushed_versions(self) -> list[int]:
+        """Policy versions pushed to the engines."""
+        return self.arguments("weights", "push")
 
 
 def run_script(
     folder: Path,
     algorithm: dict[str, Any],
-    script: Script,
+    script: RewardFunction,
     *,
     steps: int = 1,
     models: dict[str, dict[str, Any]] | None = None,
-    apart: frozenset[str] = frozenset(),
+    dedicated: frozenset[str] = frozenset(),
     lengths: Callable[[int], int] = lambda sample: 3 + sample,
     events: EventLog | None = None,
     resumed: RunState | None = None,
-    saves: bool = False,
+    saves_checkpoints: bool = False,
     **sections: Any,
-) -> Scripted:
-    """`steps` of the algorithm, 2 prompts and 3 samples each where it says nothing else, on prompts p0 to p99.
+) -> FinishedRun:
+    """Train for `steps` with the algorithm on prompts p0 to p99; defaults: 2 prompts per step, 3 samples each.
 
     Args:
-        models: by role what is special about it, fields of `Model`; those of a run's roles are there anyway.
-        events: of the run, where the script has something to tell it.
-        resumed: what the run goes on from.
-        saves: have it keep checkpoints.
+        models: `FakeModel` fields that differ from the defaults, by role.
+        events: event log of the run, for scripts that request a stop.
+        resumed: state to resume from.
+        saves_checkpoints: give the run a checkpointer.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -239,39 +239,39 @@ def run_script(
         data={"path": "data.jsonl", "shuffle": False},
         **sections,
     )
-    log: list[Asked] = []
-    made = {r.name: Model(r.name, log, **(models or {}).get(r.name, {})) for r in config.roles}
-    frozen = {role.name for role in config.roles if role.optimizer is None}
-    there: Any = Models(
-        trained={name: model for name, model in made.items() if name not in frozen},
-        frozen={name: model for name, model in made.items() if name in frozen},
-        apart=apart,
+    log: list[Call] = []
+    fakes = {r.name: FakeModel(r.name, log, **(models or {}).get(r.name, {})) for r in config.auxiliary_models}
+    frozen = {auxiliary.name for auxiliary in config.auxiliary_models if auxiliary.optimizer is None}
+    models_of_run: Any = AuxiliaryModels(
+        trained={name: model for name, model in fakes.items() if name not in frozen},
+        frozen={name: model for name, model in fakes.items() if name in frozen},
+        dedicated=dedicated,
     )
-    policy = Model("policy", log, **(models or {}).get("policy", {}))
-    rollout, checkpoints = Rollout(script, log, lengths), Checkpoints(log) if saves else None
-    return train_on(config, policy, there, rollout, log, events or EventLog(), resumed, checkpoints)
+    policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
+    rollout, checkpoints = FakeRolloutGroup(script, log, lengths), FakeCheckpointer(log) if saves_checkpoints else None
+    return train_with_fakes(config, policy, models_of_run, rollout, log, events or EventLog(), resumed, checkpoints)
 
 
-def train_on(
+def train_with_fakes(
     config: RunConfig,
     trainer: Any,
-    models: Models,
-    rollout: Rollout,
-    log: list[Asked],
+    models: AuxiliaryModels,
+    rollout: FakeRolloutGroup,
+    log: list[Call],
     events: EventLog,
     resumed: RunState | None = None,
-    checkpoints: Checkpoints | None = None,
-) -> Scripted:
-    """The run from its first push to its last, on these."""
+    checkpoints: FakeCheckpointer | None = None,
+) -> FinishedRun:
+    """Train a complete run on the given fakes."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
     stand_ins: dict[str, Any] = {
         "trainer": trainer,
         "rollout": rollout,
-        "weights": Weights(log),
+        "weights": FakeWeightSync(log),
         "checkpoints": checkpoints,
     }
     startup = Startup(time.time())
-    run = PolicyRun(
+    run = RLRun(
         config,
         events,
         PhaseTimer(),
@@ -285,12 +285,12 @@ def train_on(
     train(run)
     run.save()
     run.finish()
-    said = [event.text for event in events.since(0)[0] if isinstance(event, Note)]
+    messages = [event.text for event in events.since(0)[0] if isinstance(event, MessageEvent)]
     rows = [json.loads(line) for line in (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return Scripted(
+    return FinishedRun(
         run=run,
         log=log,
         metrics=[row for row in rows if "reward/mean" in row],
         pretraining=[row for row in rows if any(name.startswith("pretraining/") for name in row)],
-        notes=[text for text in said if not text.startswith("started in ")],
+        messages=[text for text in messages if not text.startswith("started in ")],
     )

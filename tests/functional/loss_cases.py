@@ -1,4 +1,4 @@
-"""Every loss over packed tokens as one function of a pack, for what holds of all of them."""
+"""Every loss over packed tokens as a function of one pack, for tests that apply to all losses."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megarl.functional import (
     kl_penalty,
     value_loss,
 )
-from megarl.functional.losses import PolicyLoss
+from megarl.functional.losses import PolicyLossOutput
 from tests.functional.packs import Pack
 
 
-def clipped(pack: Pack) -> PolicyLoss:
+def clipped(pack: Pack) -> PolicyLossOutput:
     return clipped_policy_loss(
         pack.logprobs_T, pack.old_logprobs_T, pack.advantages_T, clip_low=0.2, clip_high=0.28, dual_clip=1.5
     )
 
 
-def gspo(pack: Pack) -> PolicyLoss:
+def gspo(pack: Pack) -> PolicyLossOutput:
     return gspo_loss(
         pack.logprobs_T,
         pack.old_logprobs_T,
@@ -38,11 +38,11 @@ def gspo(pack: Pack) -> PolicyLoss:
     )
 
 
-def cispo(pack: Pack) -> PolicyLoss:
+def cispo(pack: Pack) -> PolicyLossOutput:
     return cispo_loss(pack.logprobs_T, pack.old_logprobs_T, pack.advantages_T, clip_high=0.5)
 
 
-def gmpo(pack: Pack) -> PolicyLoss:
+def gmpo(pack: Pack) -> PolicyLossOutput:
     return gmpo_loss(
         pack.logprobs_T,
         pack.old_logprobs_T,
@@ -54,7 +54,7 @@ def gmpo(pack: Pack) -> PolicyLoss:
     )
 
 
-def decoupled(pack: Pack) -> PolicyLoss:
+def decoupled(pack: Pack) -> PolicyLossOutput:
     return decoupled_policy_loss(
         pack.logprobs_T,
         pack.old_logprobs_T,
@@ -67,7 +67,7 @@ def decoupled(pack: Pack) -> PolicyLoss:
     )
 
 
-POLICY: dict[str, Callable[[Pack], PolicyLoss]] = {
+POLICY_LOSSES: dict[str, Callable[[Pack], PolicyLossOutput]] = {
     "clipped": clipped,
     "gspo": gspo,
     "cispo": cispo,
@@ -76,18 +76,18 @@ POLICY: dict[str, Callable[[Pack], PolicyLoss]] = {
 }
 
 LOSSES: dict[str, Callable[[Pack], Tensor]] = {
-    **{name: lambda pack, loss=loss: loss(pack).loss_T for name, loss in POLICY.items()},
+    **{name: lambda pack, loss=loss: loss(pack).loss_T for name, loss in POLICY_LOSSES.items()},
     "k1": lambda pack: kl_penalty(pack.logprobs_T, pack.old_logprobs_T, kind="k1"),
     "k2": lambda pack: kl_penalty(pack.logprobs_T, pack.old_logprobs_T, kind="k2"),
     "k3": lambda pack: kl_penalty(pack.logprobs_T, pack.old_logprobs_T, kind="k3"),
-    # the network's output is called log-probability here, whatever the loss makes of it
+    # the input to differentiate is always `logprobs_T`; the value loss takes it as values
     "value": lambda pack: value_loss(pack.logprobs_T, pack.old_logprobs_T, pack.values_T, clip=0.5).loss_T,
     "value, unclipped": lambda pack: value_loss(pack.logprobs_T, pack.old_logprobs_T, pack.values_T, clip=None).loss_T,
 }
 
 
-def outcome(pack: Pack) -> Tensor:
-    """[S]."""
+def outcome_loss(pack: Pack) -> Tensor:
+    """[S] outcome loss of each sequence."""
     return implicit_reward_loss(
         pack.logprobs_T, pack.old_logprobs_T, pack.outcomes_S, pack.mask_T, pack.sequences, beta=0.7
     )

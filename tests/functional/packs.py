@@ -1,4 +1,4 @@
-"""Random packs with what real ones have: holes, sequences that do not count, sequences of one token.
+"""Random packs with the edge cases of real ones: gaps in the mask, fully masked sequences, one-token sequences.
 
 Shapes: T packed tokens, S sequences.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from megarl.functional.sequences import Sequences
 
 LENGTHS = [5, 1, 9, 4, 1, 6]
-NOTHING_COUNTS = (1, 3)
-"""A sequence of one token and a longer one."""
-ONE_COUNTS = 4
+FULLY_MASKED = (1, 3)
+"""Indices of sequences without any token inside the mask: one of length 1 and a longer one."""
+ONE_TOKEN_SEQUENCE = 4
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Everything that the functions take, float64."""
+    """All inputs of the functions under test, in float64."""
 
     logprobs_T: Tensor
     old_logprobs_T: Tensor
@@ -41,18 +41,18 @@ class Pack:
         cu = self.cu_seqlens_S.tolist()
         return list(pairwise(cu))
 
-    def alone(self) -> Iterator[Pack]:
-        """Each sequence as a pack of its own."""
+    def split(self) -> Iterator[Pack]:
+        """Yield each sequence as a separate pack."""
         for s, (start, end) in enumerate(self.bounds()):
             cu_seqlens_S = torch.tensor([0, end - start], dtype=torch.int32)
             yield replace(
-                self.take(torch.arange(start, end)),
+                self.select(torch.arange(start, end)),
                 outcomes_S=self.outcomes_S[s : s + 1],
                 cu_seqlens_S=cu_seqlens_S,
                 sequences=Sequences.of(cu_seqlens_S),
             )
 
-    def take(self, index_t: Tensor) -> Pack:
+    def select(self, index_t: Tensor) -> Pack:
         tokens = {f.name: getattr(self, f.name)[index_t] for f in fields(self) if f.name.endswith("_T")}
         return replace(self, **tokens)
 
@@ -60,16 +60,16 @@ class Pack:
         return replace(self, logprobs_T=logprobs_T)
 
 
-def a_pack(seed: int = 0, spread: float = 0.6) -> Pack:
+def make_pack(seed: int = 0, spread: float = 0.6) -> Pack:
     rng = np.random.default_rng(seed)
     total = sum(LENGTHS)
     cu_seqlens_S = torch.tensor(np.cumsum([0, *LENGTHS]), dtype=torch.int32)
     mask = rng.random(total) < 0.6
     bounds = list(pairwise(cu_seqlens_S.tolist()))
     mask[slice(*bounds[0])] = [True, False, False, True, True]
-    for s in NOTHING_COUNTS:
+    for s in FULLY_MASKED:
         mask[slice(*bounds[s])] = False
-    mask[slice(*bounds[ONE_COUNTS])] = True
+    mask[slice(*bounds[ONE_TOKEN_SEQUENCE])] = True
 
     def tokens(scale: float = 1.0, shift: float = 0.0) -> Tensor:
         return torch.tensor(rng.normal(size=total) * scale + shift)
@@ -89,14 +89,14 @@ def a_pack(seed: int = 0, spread: float = 0.6) -> Pack:
     )
 
 
-def by_sequence(pack: Pack, *tensors_T: Tensor) -> Iterator[tuple[np.ndarray, ...]]:
-    """Mask and tensors of one sequence after another, as arrays."""
+def iter_sequences(pack: Pack, *tensors_T: Tensor) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield the mask and the tensors of each sequence as arrays."""
     for start, end in pack.bounds():
         yield tuple(t[start:end].numpy() for t in (pack.mask_T, *tensors_T))
 
 
-def slope(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
-    """The gradient of a scalar function by central differences."""
+def numerical_gradient(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
+    """Return the gradient of a scalar function by central differences."""
     out = torch.zeros_like(at)
     for i in range(len(at)):
         shift = torch.zeros_like(at)
@@ -106,7 +106,7 @@ def slope(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) 
 
 
 def gradient(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    """The same by autograd."""
+    """Return the gradient of a scalar function by autograd."""
     leaf = at.clone().requires_grad_()
     (out,) = torch.autograd.grad(function(leaf), leaf)
     return out

@@ -1,3 +1,5 @@
+"""Advantages and returns against loops and hand-computed values."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -19,7 +21,7 @@ from megarl.functional.advantages import (
     remax_advantages,
     whiten,
 )
-from tests.functional.packs import LENGTHS, Pack, a_pack, by_sequence
+from tests.functional.packs import LENGTHS, Pack, iter_sequences, make_pack
 
 ONE_OF_FOUR = torch.tensor([1.0, 0.0, 0.0, 0.0])
 SAME_GROUP = torch.zeros(4, dtype=torch.int64)
@@ -33,7 +35,7 @@ SAME_GROUP = torch.zeros(4, dtype=torch.int64)
         ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_one_right_of_four(kind: GroupBaseline, want: list[float]) -> None:
+def test_group_advantages_golden_values(kind: GroupBaseline, want: list[float]) -> None:
     got = group_advantages(ONE_OF_FOUR, SAME_GROUP, kind=kind)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(want, rel=1e-5)
@@ -55,7 +57,7 @@ def by_loop(rewards: np.ndarray, groups: np.ndarray, kind: GroupBaseline) -> lis
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_unequal_groups_in_any_order_are_what_a_loop_makes_of_them(kind: GroupBaseline) -> None:
+def test_group_advantages_of_unequal_shuffled_groups_match_a_loop(kind: GroupBaseline) -> None:
     rng = np.random.default_rng(3)
     groups = rng.permutation(np.repeat([7, 2, 11, 40], [2, 5, 3, 8]))
     rewards = rng.normal(size=len(groups)) * 10 + 100
@@ -65,12 +67,12 @@ def test_unequal_groups_in_any_order_are_what_a_loop_makes_of_them(kind: GroupBa
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 1 / 3])
-def test_equal_rewards_teach_nothing(kind: GroupBaseline, reward: float) -> None:
+def test_equal_rewards_give_zero_advantages(kind: GroupBaseline, reward: float) -> None:
     got = group_advantages(torch.full((4,), reward), SAME_GROUP, kind=kind)
     assert got.tolist() == [0.0] * 4
 
 
-def test_a_group_of_one_has_no_baseline() -> None:
+def test_a_group_of_one_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 2 completions per group, got 1"):
         group_advantages(torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]), kind="rloo")
 
@@ -99,7 +101,7 @@ def test_gae_golden_values(
 
 def gae_by_loop(pack: Pack, gamma: float, lams: list[float]) -> tuple[list[float], list[float]]:
     advantages, returns = [], []
-    for (mask, rewards, values), lam in zip(by_sequence(pack, pack.rewards_T, pack.values_T), lams, strict=True):
+    for (mask, rewards, values), lam in zip(iter_sequences(pack, pack.rewards_T, pack.values_T), lams, strict=True):
         row, next_value, next_advantage = [(0.0, 0.0)] * len(mask), 0.0, 0.0
         for t in reversed(range(len(mask))):
             if mask[t]:
@@ -113,8 +115,8 @@ def gae_by_loop(pack: Pack, gamma: float, lams: list[float]) -> tuple[list[float
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("lam", [0.0, 1e-8, 0.95, 1.0, "each"])
-def test_gae_is_what_a_loop_makes_of_it(gamma: float, lam: float | str) -> None:
-    pack = a_pack()
+def test_gae_matches_a_loop(gamma: float, lam: float | str) -> None:
+    pack = make_pack()
     lams = [1.0, 0.3, 0.7, 0.1, 0.0, 0.98] if isinstance(lam, str) else [lam] * len(LENGTHS)
     got = gae(
         pack.rewards_T,
@@ -136,7 +138,7 @@ def test_gae_of_a_long_sequence_among_many_short_ones(lam: float) -> None:
     lengths = [*rng.integers(1, 60, 100), 32_768, *rng.integers(1, 60, 100)]
     total = sum(lengths)
     pack = replace(
-        a_pack(),
+        make_pack(),
         rewards_T=torch.tensor(rng.normal(size=total)),
         values_T=torch.tensor(rng.normal(size=total)),
         mask_T=torch.tensor(rng.random(total) < 0.8),
@@ -159,43 +161,43 @@ def test_sums_over_a_long_sequence_are_exact() -> None:
     np.testing.assert_allclose(returns_T.numpy(), (want * mask_T).numpy(), rtol=1e-6)
 
 
-def test_what_stands_outside_the_mask_counts_for_nothing() -> None:
-    pack = a_pack()
-    spoilt = torch.where(pack.mask_T, 0.0, torch.nan)
-    got = gae(pack.rewards_T + spoilt, pack.values_T + spoilt, pack.mask_T, pack.cu_seqlens_S, gamma=1.0, lam=0.9)
+def test_gae_ignores_values_outside_the_mask() -> None:
+    pack = make_pack()
+    corrupted = torch.where(pack.mask_T, 0.0, torch.nan)
+    got = gae(pack.rewards_T + corrupted, pack.values_T + corrupted, pack.mask_T, pack.cu_seqlens_S, gamma=1.0, lam=0.9)
     want = gae(pack.rewards_T, pack.values_T, pack.mask_T, pack.cu_seqlens_S, gamma=1.0, lam=0.9)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
         assert not a[~pack.mask_T].any()
 
 
-def test_a_pack_in_which_nothing_counts() -> None:
-    zeros, nothing, cu = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 1, 3], dtype=torch.int32)
+def test_a_fully_masked_pack_gives_zeros() -> None:
+    zeros, empty_mask, cu = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 1, 3], dtype=torch.int32)
     for got in (
-        *gae(zeros + 1, zeros + 2, nothing, cu, gamma=1.0, lam=1.0),
-        *gae(zeros + 1, zeros + 2, nothing, cu, gamma=1.0, lam=torch.tensor([0.1, 0.2])),
-        discounted_returns(zeros + 1, nothing, cu, gamma=1.0),
-        reinforce_pp_advantages(zeros + 1, nothing, cu, gamma=1.0),
-        whiten(zeros + 1, nothing),
-        remax_advantages(zeros + 1, torch.tensor([1.0, 2.0]), nothing, cu),
+        *gae(zeros + 1, zeros + 2, empty_mask, cu, gamma=1.0, lam=1.0),
+        *gae(zeros + 1, zeros + 2, empty_mask, cu, gamma=1.0, lam=torch.tensor([0.1, 0.2])),
+        discounted_returns(zeros + 1, empty_mask, cu, gamma=1.0),
+        reinforce_pp_advantages(zeros + 1, empty_mask, cu, gamma=1.0),
+        whiten(zeros + 1, empty_mask),
+        remax_advantages(zeros + 1, torch.tensor([1.0, 2.0]), empty_mask, cu),
     ):
         assert got.tolist() == [0.0] * 3
 
 
 def returns_by_loop(pack: Pack, gamma: float) -> list[float]:
     out = []
-    for mask, rewards in by_sequence(pack, pack.rewards_T):
-        places = np.flatnonzero(mask)
+    for mask, rewards in iter_sequences(pack, pack.rewards_T):
+        indices = np.flatnonzero(mask)
         row = np.zeros(len(mask))
-        for i, t in enumerate(places):
-            row[t] = sum(gamma**k * rewards[later] for k, later in enumerate(places[i:]))
+        for i, t in enumerate(indices):
+            row[t] = sum(gamma**k * rewards[later] for k, later in enumerate(indices[i:]))
         out += row.tolist()
     return out
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_discounted_returns_and_reinforce_pp(gamma: float) -> None:
-    pack = a_pack()
+    pack = make_pack()
     want = np.array(returns_by_loop(pack, gamma))
     got = discounted_returns(pack.rewards_T, pack.mask_T, pack.cu_seqlens_S, gamma=gamma)
     np.testing.assert_allclose(got.numpy(), want, atol=1e-12)
@@ -207,7 +209,7 @@ def test_discounted_returns_and_reinforce_pp(gamma: float) -> None:
 
 
 def test_whitened_values_have_mean_0_and_standard_deviation_1() -> None:
-    pack = a_pack()
+    pack = make_pack()
     got = whiten((pack.values_T * 100 + 1e4).float(), pack.mask_T)
     assert got.dtype == torch.float32
     assert not got[~pack.mask_T].any()
@@ -218,10 +220,10 @@ def test_whitened_values_have_mean_0_and_standard_deviation_1() -> None:
 
 
 def test_reinforce_pp_baseline_whitens_over_all_tokens() -> None:
-    pack = a_pack()
+    pack = make_pack()
     rewards, groups = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([3, 3, 1, 1, 3])
     means = [rewards[groups == g].mean() for g in groups]
-    # the last sequence of the pack is padding, whose tokens do not count
+    # the last sequence of the pack is padding: its tokens are outside the mask
     mask = pack.mask_T.clone()
     mask[pack.cu_seqlens_S[-2] :] = False
     row = np.concatenate([np.full(n, r) for n, r in zip(LENGTHS, [*(rewards - means), 0.0], strict=True)])
@@ -235,7 +237,7 @@ def test_reinforce_pp_baseline_whitens_over_all_tokens() -> None:
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:
-    pack = a_pack()
+    pack = make_pack()
     baseline = np.arange(len(LENGTHS)) / 10
     want = np.array(returns_by_loop(pack, 1.0)) - np.repeat(baseline, LENGTHS)
     got = remax_advantages(pack.rewards_T, torch.tensor(baseline), pack.mask_T, pack.cu_seqlens_S)
@@ -245,14 +247,14 @@ def test_remax_subtracts_the_greedy_reward() -> None:
     assert remax_advantages(rewards, torch.tensor([0.25]), mask, torch.tensor([0, 3])).tolist() == [0.0, 0.75, 0.75]
 
 
-def test_lambda_grows_with_the_length() -> None:
+def test_length_adaptive_lambda_grows_with_the_length() -> None:
     got = length_adaptive_lambda(torch.tensor([0, 1, 20, 100, 1000]), alpha=0.05)
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.8, 0.98], abs=1e-6)
 
 
-def test_a_pack_is_its_sequences_one_by_one() -> None:
-    pack = a_pack(7)
+def test_a_pack_equals_its_sequences_one_by_one() -> None:
+    pack = make_pack(7)
     lams = torch.tensor([1.0, 0.3, 0.7, 0.1, 0.0, 0.98])
 
     def tokens(part: Pack, lams: Tensor, baseline: Tensor) -> Tensor:
@@ -265,16 +267,16 @@ def test_a_pack_is_its_sequences_one_by_one() -> None:
             ]
         )
 
-    whole = tokens(pack, lams, lams.double())
-    parts = [tokens(part, lams[s : s + 1], lams[s : s + 1].double()) for s, part in enumerate(pack.alone())]
-    assert torch.allclose(whole, torch.cat(parts, 1), atol=1e-12)
+    full = tokens(pack, lams, lams.double())
+    parts = [tokens(part, lams[s : s + 1], lams[s : s + 1].double()) for s, part in enumerate(pack.split())]
+    assert torch.allclose(full, torch.cat(parts, 1), atol=1e-12)
 
 
 @pytest.mark.parametrize("slab", [1, 7, 12, 1000])
-def test_large_packs_are_worked_on_a_few_sequences_at_a_time(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.functional.advantages.SLAB", slab)
-    pack = a_pack(6)
-    # two sequences without any token, one of them last
+def test_large_packs_are_processed_in_blocks_of_sequences(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.functional.advantages.BLOCK_TOKENS", slab)
+    pack = make_pack(6)
+    # add two empty sequences, one of them at the end
     cu_seqlens_S = torch.cat([pack.cu_seqlens_S[:2], pack.cu_seqlens_S[1:], pack.cu_seqlens_S[-1:]])
     lams = [1.0, 0.5, 0.3, 0.7, 0.1, 0.0, 0.98, 0.5]
     got = gae(

@@ -1,6 +1,6 @@
-"""Sequences that context-parallel ranks share: each rank's tokens come out as they do from the whole pack.
+"""Losses of sequences split over context-parallel ranks equal those of the full pack.
 
-Two threads play the ranks; what they hand each other stays in one autograd graph, so that gradients are added up.
+Two threads stand in for the ranks; they share one autograd graph, so that gradients are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megarl.functional.correction import rollout_correction
 from megarl.functional.sequences import Sequences
-from tests.functional.loss_cases import LOSSES, outcome
-from tests.functional.packs import Pack, a_pack, gradient
+from tests.functional.loss_cases import LOSSES, outcome_loss
+from tests.functional.packs import Pack, gradient, make_pack
 
 RANKS = 2
 
 
-class Meeting:
-    """Where ranks add up what each has."""
+class ThreadAllReduce:
+    """All-reduce (sum) between threads."""
 
     def __init__(self) -> None:
         self._barrier = Barrier(RANKS, timeout=10)
@@ -40,13 +40,13 @@ class Meeting:
         return add_up
 
 
-def shared(pack: Pack, function: Callable[[Pack], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """By rank, the tokens that it holds (every other one of the pack) and what the function makes of them."""
-    meeting = Meeting()
+def per_rank(pack: Pack, function: Callable[[Pack], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return by rank the indices of its tokens (every other token of the pack) and the function's result on them."""
+    meeting = ThreadAllReduce()
     index = [torch.arange(rank, len(pack.mask_T), RANKS) for rank in range(RANKS)]
     parts = [
         replace(
-            pack.take(index[rank]),
+            pack.select(index[rank]),
             sequences=Sequences(pack.sequences.ids_T[index[rank]], pack.sequences.count, meeting.reduce(rank)),
         )
         for rank in range(RANKS)
@@ -55,42 +55,42 @@ def shared(pack: Pack, function: Callable[[Pack], Tensor]) -> tuple[list[Tensor]
         return index, list(ranks.map(function, parts))
 
 
-def put_together(pack: Pack, function: Callable[[Pack], Tensor]) -> Tensor:
-    index, shares = shared(pack, function)
+def merged_shares(pack: Pack, function: Callable[[Pack], Tensor]) -> Tensor:
+    index, shares = per_rank(pack, function)
     return torch.zeros_like(pack.logprobs_T).index_copy(0, torch.cat(index), torch.cat(shares).double())
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients_of_two_shares_are_those_of_the_pack(name: str) -> None:
-    pack = a_pack(2)
+def test_losses_and_gradients_of_two_shares_equal_the_full_pack(name: str) -> None:
+    pack = make_pack(2)
     loss = LOSSES[name]
-    assert torch.allclose(put_together(pack, loss), loss(pack), rtol=1e-12)
+    assert torch.allclose(merged_shares(pack, loss), loss(pack), rtol=1e-12)
 
-    def whole(logprobs_T: Tensor) -> Tensor:
+    def full(logprobs_T: Tensor) -> Tensor:
         return (loss(pack.with_logprobs(logprobs_T)) * pack.mask_T).sum()
 
     def in_shares(logprobs_T: Tensor) -> Tensor:
-        return (put_together(pack.with_logprobs(logprobs_T), loss) * pack.mask_T).sum()
+        return (merged_shares(pack.with_logprobs(logprobs_T), loss) * pack.mask_T).sum()
 
-    assert torch.allclose(gradient(in_shares, pack.logprobs_T), gradient(whole, pack.logprobs_T), rtol=1e-10)
+    assert torch.allclose(gradient(in_shares, pack.logprobs_T), gradient(full, pack.logprobs_T), rtol=1e-10)
 
 
-def test_both_ranks_find_the_same_outcome_loss() -> None:
-    pack = a_pack(2)
-    _, losses = shared(pack, outcome)
+def test_both_ranks_compute_the_same_outcome_loss() -> None:
+    pack = make_pack(2)
+    _, losses = per_rank(pack, outcome_loss)
     for loss_S in losses:
-        assert torch.allclose(loss_S, outcome(pack), rtol=1e-12)
+        assert torch.allclose(loss_S, outcome_loss(pack), rtol=1e-12)
 
     def counted_once(logprobs_T: Tensor) -> Tensor:
-        return torch.stack(shared(pack.with_logprobs(logprobs_T), outcome)[1]).sum() / RANKS
+        return torch.stack(per_rank(pack.with_logprobs(logprobs_T), outcome_loss)[1]).sum() / RANKS
 
-    want = gradient(lambda logprobs_T: outcome(pack.with_logprobs(logprobs_T)).sum(), pack.logprobs_T)
+    want = gradient(lambda logprobs_T: outcome_loss(pack.with_logprobs(logprobs_T)).sum(), pack.logprobs_T)
     assert torch.allclose(gradient(counted_once, pack.logprobs_T), want, rtol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["token_tis", "sequence_tis", "icepop", "geometric_mask"])
-def test_corrections_of_two_shares_are_those_of_the_pack(kind: str) -> None:
-    pack = a_pack(2, spread=0.3)
+def test_corrections_of_two_shares_equal_the_full_pack(kind: str) -> None:
+    pack = make_pack(2, spread=0.3)
 
     def weights(part: Pack) -> Tensor:
         correction = rollout_correction(
@@ -98,4 +98,4 @@ def test_corrections_of_two_shares_are_those_of_the_pack(kind: str) -> None:
         )
         return torch.where(correction.keep_T, correction.weights_T, -1.0)
 
-    assert torch.allclose(put_together(pack, weights), weights(pack), rtol=1e-12)
+    assert torch.allclose(merged_shares(pack, weights), weights(pack), rtol=1e-12)

@@ -1,3 +1,5 @@
+"""Rollout correction weights against a loop."""
+
 from __future__ import annotations
 
 import math
@@ -6,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.functional.correction import Correction, CorrectionKind, rollout_correction
-from tests.functional.packs import Pack, a_pack, by_sequence
+from megarl.functional.correction import CorrectionKind, CorrectionOutput, rollout_correction
+from tests.functional.packs import Pack, iter_sequences, make_pack
 
 BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
     "token_tis": (0.5, 1.2),
@@ -17,7 +19,7 @@ BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
 }
 
 
-def corrected(pack: Pack, kind: CorrectionKind) -> Correction:
+def corrected(pack: Pack, kind: CorrectionKind) -> CorrectionOutput:
     low, high = BOUNDS[kind]
     return rollout_correction(
         pack.old_logprobs_T, pack.behave_logprobs_T, pack.mask_T, pack.sequences, kind=kind, low=low, high=high
@@ -27,7 +29,7 @@ def corrected(pack: Pack, kind: CorrectionKind) -> Correction:
 def by_loop(pack: Pack, kind: CorrectionKind) -> tuple[list[float], list[bool]]:
     low, high = BOUNDS[kind]
     weights, keep = [], []
-    for mask, old, rollout in by_sequence(pack, pack.old_logprobs_T, pack.behave_logprobs_T):
+    for mask, old, rollout in iter_sequences(pack, pack.old_logprobs_T, pack.behave_logprobs_T):
         logs = (old - rollout)[mask]
         for t in range(len(mask)):
             w = math.exp(old[t] - rollout[t])
@@ -47,10 +49,10 @@ def by_loop(pack: Pack, kind: CorrectionKind) -> tuple[list[float], list[bool]]:
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_weights_are_what_a_loop_makes_of_them(kind: CorrectionKind) -> None:
+def test_weights_match_a_loop(kind: CorrectionKind) -> None:
     kept = counted = 0
     for seed in range(5):
-        pack = a_pack(seed, spread=0.3)
+        pack = make_pack(seed, spread=0.3)
         got = corrected(pack, kind)
         weights, keep = by_loop(pack, kind)
         np.testing.assert_allclose(got.weights_T.numpy(), weights, rtol=1e-12)
@@ -60,17 +62,17 @@ def test_weights_are_what_a_loop_makes_of_them(kind: CorrectionKind) -> None:
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_a_pack_is_its_sequences_one_by_one(kind: CorrectionKind) -> None:
-    pack = a_pack(8, spread=0.3)
-    parts = [corrected(part, kind) for part in pack.alone()]
-    whole = corrected(pack, kind)
-    assert torch.allclose(torch.cat([part.weights_T for part in parts]), whole.weights_T, rtol=1e-12)
-    assert torch.equal(torch.cat([part.keep_T for part in parts]), whole.keep_T)
+def test_a_pack_equals_its_sequences_one_by_one(kind: CorrectionKind) -> None:
+    pack = make_pack(8, spread=0.3)
+    parts = [corrected(part, kind) for part in pack.split()]
+    full = corrected(pack, kind)
+    assert torch.allclose(torch.cat([part.weights_T for part in parts]), full.weights_T, rtol=1e-12)
+    assert torch.equal(torch.cat([part.keep_T for part in parts]), full.keep_T)
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
-def test_weights_are_constants_that_the_mask_bounds(kind: CorrectionKind) -> None:
-    pack = a_pack()
+def test_weights_are_detached_and_zero_outside_the_mask(kind: CorrectionKind) -> None:
+    pack = make_pack()
     low, high = BOUNDS[kind]
     got = rollout_correction(
         torch.where(pack.mask_T, pack.old_logprobs_T, torch.nan).float().requires_grad_(),
@@ -83,15 +85,15 @@ def test_weights_are_constants_that_the_mask_bounds(kind: CorrectionKind) -> Non
     )
     assert not got.weights_T.requires_grad
     assert got.weights_T.dtype == torch.float32
-    # where engine and trainer agree nothing changes
+    # without a mismatch all weights are 1
     assert torch.equal(got.keep_T, pack.mask_T)
     assert torch.equal(got.weights_T, pack.mask_T.float())
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
 @pytest.mark.parametrize("gap", [-1e4, 1e4])
-def test_a_disagreement_past_all_reason_stays_finite(kind: CorrectionKind, gap: float) -> None:
-    pack = a_pack()
+def test_weights_of_an_extreme_mismatch_are_finite(kind: CorrectionKind, gap: float) -> None:
+    pack = make_pack()
     low, high = BOUNDS[kind]
     got = rollout_correction(
         pack.old_logprobs_T, pack.old_logprobs_T + gap, pack.mask_T, pack.sequences, kind=kind, low=low, high=high

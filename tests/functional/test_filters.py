@@ -1,3 +1,5 @@
+"""Filters, PF-PPO resampling and the overlong penalty."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -16,7 +18,7 @@ from megarl.functional.filters import (
 KINDS: list[FilterKind] = ["pow", "max_min", "max_random"]
 
 
-def test_overlong_completions_pay_along_the_buffer() -> None:
+def test_overlong_penalty_grows_linearly_in_the_buffer() -> None:
     lengths = torch.tensor([0, 16384, 16385, 18432, 20480])
     got = overlong_penalty(lengths, max_length=20480, buffer=4096, factor=1.0)
     assert got.dtype == torch.float32
@@ -48,21 +50,21 @@ def test_informative_groups_of_a_random_batch() -> None:
         ("max_random", [0.4, 0.1, 0.1, 0.4, 0.4]),
     ],
 )
-def test_weights_by_hand(kind: FilterKind, want: list[float]) -> None:
-    """The second group is constant; a large negative reward is the worst, whatever its size."""
+def test_pf_ppo_weights_by_hand(kind: FilterKind, want: list[float]) -> None:
+    """The second group is constant; in the first, the large negative reward has the lowest weight."""
     rewards, groups = torch.tensor([2.0, -10.0, -4.0, 3.0, 3.0]), torch.tensor([0, 0, 0, 1, 1])
     got = pf_ppo_weights(rewards, groups, kind=kind)
     assert got.tolist() == pytest.approx([w + WEIGHT_FLOOR for w in want], rel=1e-9)
 
 
-def test_right_and_wrong_have_the_square_of_their_reward() -> None:
+def test_pow_weights_of_binary_rewards_are_squared_rewards() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])
     got = pf_ppo_weights(rewards, torch.zeros(4, dtype=torch.int64), kind="pow")
     assert got.tolist() == pytest.approx((rewards.double() ** 2 + WEIGHT_FLOOR).tolist())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_a_random_batch(kind: FilterKind) -> None:
+def test_pf_ppo_weights_of_a_random_batch(kind: FilterKind) -> None:
     rng = np.random.default_rng(1)
     rewards, groups = rng.normal(size=40), rng.permutation(np.repeat([4, 9, 1, 30], [5, 12, 20, 3]))
     want = []
@@ -85,7 +87,7 @@ def test_completions_are_drawn_from_their_own_group_by_weight() -> None:
     groups = torch.tensor([7, 7, 7, 2, 2]).repeat(400)
     got = pf_ppo_resample(weights, groups, generator=torch.Generator().manual_seed(0))
     assert got.dtype == torch.int64
-    assert torch.equal(groups[got], groups), "a completion's place is taken by one of its own prompt"
+    assert torch.equal(groups[got], groups), "completions must be resampled from their own group"
     share = (place % 5)[got].bincount(minlength=5) / 2000
     np.testing.assert_allclose(share.numpy(), [0.4, 0.1, 0.1, 0.4, 0.0], atol=0.03)
     again = pf_ppo_resample(weights, groups, generator=torch.Generator().manual_seed(0))
@@ -94,7 +96,7 @@ def test_completions_are_drawn_from_their_own_group_by_weight() -> None:
     assert not torch.equal(got, other)
 
 
-def test_a_group_of_nothing_but_floor_is_drawn_evenly() -> None:
+def test_a_group_of_equal_weights_is_resampled_uniformly() -> None:
     groups = torch.zeros(1000, dtype=torch.int64)
     weights = pf_ppo_weights(torch.full((1000,), -2.0), groups, kind="pow")
     got = pf_ppo_resample(weights, groups, generator=torch.Generator().manual_seed(0))

@@ -1,3 +1,5 @@
+"""KL estimators and the adaptive KL coefficient."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config.algorithms.algorithm import KlKind
+from megarl.config.algorithms.policy import KlKind
 from megarl.functional.kl import AdaptiveKl, kl_penalty
 
 
@@ -18,7 +20,7 @@ def test_golden_values(kind: KlKind, want: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_many_tokens_are_what_a_loop_makes_of_them(kind: KlKind) -> None:
+def test_kl_penalty_matches_a_loop(kind: KlKind) -> None:
     new, ref = np.random.default_rng(0).normal(size=(2, 100))
     got = kl_penalty(torch.tensor(new), torch.tensor(ref), kind=kind)
     want = []
@@ -34,7 +36,7 @@ def test_k3_is_exact_near_0_and_finite_far_off() -> None:
 
 
 def test_k1_and_k3_estimate_the_divergence() -> None:
-    """Both have its expectation under the policy (summed here over a whole vocabulary)."""
+    """Their expectation under the policy, summed over a full vocabulary, is the KL divergence."""
     policy, ref = (torch.tensor(row).log_softmax(0) for row in np.random.default_rng(1).normal(size=(2, 50)))
     want = float((policy.exp() * (policy - ref)).sum())
     for kind in ("k1", "k3"):
@@ -52,5 +54,5 @@ def test_the_coefficient_follows_the_target(kl: float, num_samples: int, want: f
     assert AdaptiveKl(**asdict(adaptive)) == adaptive
 
 
-def test_more_samples_than_the_horizon_cannot_turn_the_penalty_round() -> None:
+def test_more_samples_than_the_horizon_cannot_make_the_coefficient_negative() -> None:
     assert AdaptiveKl().update(0.0, 1_000_000) == 0.0

@@ -1,3 +1,5 @@
+"""Safe RLHF advantages and the Lagrange multiplier."""
+
 from __future__ import annotations
 
 import math
@@ -16,7 +18,7 @@ def test_golden_values() -> None:
     assert LagrangeMultiplier().update(0.5) == pytest.approx(1.0513, abs=5e-5)
 
 
-def test_costs_weigh_as_much_as_the_multiplier_says() -> None:
+def test_combined_advantages_match_a_loop() -> None:
     rewards, costs = np.random.default_rng(0).normal(size=(2, 20))
     for multiplier in (0.0, 0.5, 4.0):
         got = safe_rlhf_advantages(torch.tensor(rewards), torch.tensor(costs), multiplier=multiplier)
@@ -38,6 +40,6 @@ def test_the_multiplier_rises_above_the_limit_up_to_its_maximum_and_falls_below(
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 6.0])
-def test_a_multiplier_that_cannot_be(value: float) -> None:
+def test_an_invalid_multiplier_is_rejected(value: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 5.0, got {value}"):
         LagrangeMultiplier(value)

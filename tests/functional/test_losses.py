@@ -1,3 +1,5 @@
+"""Policy and value losses against loops, finite differences and the objectives of the papers."""
+
 from __future__ import annotations
 
 import math
@@ -8,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.config.algorithms.algorithm import Aggregation
+from megarl.config.algorithms.policy import Aggregation
 from megarl.functional.losses import Denominators, aggregate, clipped_policy_loss, decoupled_policy_loss, value_loss
-from tests.functional.loss_cases import LOSSES, POLICY, cispo, gmpo, gspo
-from tests.functional.packs import Pack, a_pack, by_sequence, gradient, slope
+from tests.functional.loss_cases import LOSSES, POLICY_LOSSES, cispo, gmpo, gspo
+from tests.functional.packs import Pack, gradient, iter_sequences, make_pack, numerical_gradient
 
 LENGTHS = [3, 1, 5, 4]
 MODES: list[Aggregation] = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -40,7 +42,7 @@ def loss_of(advantage: float, ratio: float, dual_clip: float | None = None) -> f
         (-1.0, 4.0, None, 4.0),
         (-1.0, 4.0, 3.0, 3.0),
         (-1.0, 2.0, 3.0, 2.0),
-        (1.0, 4.0, 3.0, -1.28),  # the dual clip is of negative advantages only
+        (1.0, 4.0, 3.0, -1.28),  # the dual clip applies to negative advantages only
     ],
 )
 def test_golden_values(advantage: float, ratio: float, dual_clip: float | None, want: float) -> None:
@@ -48,7 +50,7 @@ def test_golden_values(advantage: float, ratio: float, dual_clip: float | None, 
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
-def test_many_tokens_are_what_a_loop_makes_of_them(dual_clip: float | None) -> None:
+def test_clipped_policy_loss_matches_a_loop(dual_clip: float | None) -> None:
     rng = np.random.default_rng(0)
     new, old, advantages = rng.normal(size=(3, 200)).astype(np.float32)
     got = clipped_policy_loss(
@@ -87,15 +89,15 @@ def test_a_clipped_token_has_no_gradient() -> None:
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
-def test_a_ratio_past_all_reason_stays_finite() -> None:
+def test_the_loss_of_an_extreme_ratio_is_finite() -> None:
     loss = clipped_policy_loss(
         torch.tensor([0.0]), torch.tensor([-1e4]), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.2
     )
     assert torch.isfinite(loss.loss_T).all()
 
 
-def a_batch() -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Values and masks by sequence; the second sequence has no token that counts."""
+def make_batch() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return values and masks by sequence; the second sequence is fully masked."""
     rng = np.random.default_rng(1)
     values = [rng.normal(size=n).astype(np.float32) for n in LENGTHS]
     masks = [rng.random(n) < 0.6 for n in LENGTHS]
@@ -129,8 +131,8 @@ def packed(values: list[np.ndarray], masks: list[np.ndarray]) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("split", [(4,), (1, 3), (2, 1, 1)])
-def test_the_shares_of_all_packs_add_up_to_the_mean(mode: Aggregation, split: tuple[int, ...]) -> None:
-    values, masks = a_batch()
+def test_aggregates_of_all_packs_sum_to_the_mean(mode: Aggregation, split: tuple[int, ...]) -> None:
+    values, masks = make_batch()
     count = Denominators(num_tokens=int(sum(m.sum() for m in masks)), num_sequences=len(values))
     total, start = 0.0, 0
     for size in split:
@@ -141,22 +143,22 @@ def test_the_shares_of_all_packs_add_up_to_the_mean(mode: Aggregation, split: tu
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_masked_counts_for_nothing_even_where_it_is_infinite(mode: Aggregation) -> None:
-    values, masks = a_batch()
-    spoilt = [np.where(m, v, np.inf).astype(np.float32) for v, m in zip(values, masks, strict=True)]
+def test_aggregate_ignores_masked_infinite_values(mode: Aggregation) -> None:
+    values, masks = make_batch()
+    corrupted = [np.where(m, v, np.inf).astype(np.float32) for v, m in zip(values, masks, strict=True)]
     count = Denominators(num_tokens=10, num_sequences=4)
     got = [
         float(aggregate(*packed(v, masks), mode=mode, denominators=count, length_norm=LENGTH_NORM))
-        for v in (values, spoilt)
+        for v in (values, corrupted)
     ]
     assert got[0] == got[1]
 
 
 def policy_by_loop(name: str, pack: Pack) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Loss, ratio and clip of each token, from the papers' formulas; 0 outside the mask."""
+    """Return loss, ratio and clip flag of each token from the formulas of the papers; 0 outside the mask."""
     columns = []
     tensors = (pack.logprobs_T, pack.old_logprobs_T, pack.behave_logprobs_T, pack.advantages_T)
-    for mask, new, old, behave, advantages in by_sequence(pack, *tensors):
+    for mask, new, old, behave, advantages in iter_sequences(pack, *tensors):
         mean = (new - old)[mask].mean() if mask.any() else 0.0
         clipped_logs = [min(d, 0.3) if a > 0 else max(d, -0.4) for d, a in zip(new - old, advantages, strict=True)]
         geometric = math.exp(np.mean(np.array(clipped_logs)[mask])) if mask.any() else 1.0
@@ -165,67 +167,67 @@ def policy_by_loop(name: str, pack: Pack) -> tuple[np.ndarray, np.ndarray, np.nd
             match name:
                 case "clipped" | "decoupled":
                     bounded = min(max(ratio, 0.8), 1.28)
-                    loss, cut = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+                    loss, is_clipped = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
                     loss = min(loss, -1.5 * a) if a < 0 else loss
                     loss *= min(math.exp(old[t] - behave[t]), 1.3) if name == "decoupled" else 1.0
                 case "gspo":
                     ratio = math.exp(mean)
                     bounded = min(max(ratio, 0.9), 1.15)
-                    loss, cut = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
+                    loss, is_clipped = max(-a * ratio, -a * bounded), -a * bounded > -a * ratio
                 case "cispo":
-                    loss, cut = -min(ratio, 1.5) * a * new[t], ratio > 1.5
+                    loss, is_clipped = -min(ratio, 1.5) * a * new[t], ratio > 1.5
                 case "gmpo":
-                    loss, cut, ratio = -a * geometric, clipped_logs[t] != new[t] - old[t], math.exp(mean)
-            columns.append((loss, ratio, cut) if mask[t] else (0.0, 0.0, False))
-    loss, ratio, cut = zip(*columns, strict=True)
-    return np.array(loss), np.array(ratio), np.array(cut)
+                    loss, is_clipped, ratio = -a * geometric, clipped_logs[t] != new[t] - old[t], math.exp(mean)
+            columns.append((loss, ratio, is_clipped) if mask[t] else (0.0, 0.0, False))
+    loss, ratio, is_clipped = zip(*columns, strict=True)
+    return np.array(loss), np.array(ratio), np.array(is_clipped)
 
 
-@pytest.mark.parametrize("name", POLICY)
-def test_every_policy_loss_is_what_a_loop_makes_of_it(name: str) -> None:
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_matches_a_loop(name: str) -> None:
     clipped, kept = 0, 0
     for seed in range(5):
-        pack = a_pack(seed)
-        got = POLICY[name](pack)
-        loss, ratio, cut = policy_by_loop(name, pack)
+        pack = make_pack(seed)
+        got = POLICY_LOSSES[name](pack)
+        loss, ratio, is_clipped = policy_by_loop(name, pack)
         mask = pack.mask_T.numpy()
         np.testing.assert_allclose(got.loss_T.numpy()[mask], loss[mask], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(got.ratio_T.numpy()[mask], ratio[mask], rtol=1e-9)
-        assert got.clipped_T.numpy()[mask].tolist() == cut[mask].tolist()
-        clipped, kept = clipped + int(cut[mask].sum()), kept + int((~cut)[mask].sum())
+        assert got.clipped_T.numpy()[mask].tolist() == is_clipped[mask].tolist()
+        clipped, kept = clipped + int(is_clipped[mask].sum()), kept + int((~is_clipped)[mask].sum())
     assert clipped > 5
     assert kept > 5
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
-def test_sequence_losses_read_nothing_outside_the_mask(name: str) -> None:
-    pack = a_pack()
-    spoilt = replace(pack, logprobs_T=torch.where(pack.mask_T, pack.logprobs_T, -torch.inf))
-    got, want = POLICY[name](spoilt), POLICY[name](pack)
+def test_sequence_losses_ignore_values_outside_the_mask(name: str) -> None:
+    pack = make_pack()
+    corrupted = replace(pack, logprobs_T=torch.where(pack.mask_T, pack.logprobs_T, -torch.inf))
+    got, want = POLICY_LOSSES[name](corrupted), POLICY_LOSSES[name](pack)
     assert torch.equal(got.loss_T[pack.mask_T], want.loss_T[pack.mask_T])
 
     def total(logprobs_T: Tensor) -> Tensor:
-        return POLICY[name](spoilt.with_logprobs(logprobs_T)).loss_T[pack.mask_T].sum()
+        return POLICY_LOSSES[name](corrupted.with_logprobs(logprobs_T)).loss_T[pack.mask_T].sum()
 
-    assert gradient(total, spoilt.logprobs_T).isfinite().all()
+    assert gradient(total, corrupted.logprobs_T).isfinite().all()
 
 
 def mean_of_sequences(pack: Pack, values_T: Tensor) -> Tensor:
-    """As `seq-mean-token-mean` aggregates."""
+    """Aggregate with `seq-mean-token-mean`."""
     counts_T = pack.sequences.spread(pack.sequences.sum(pack.mask_T.double())).clamp(min=1)
     denominators = Denominators(num_tokens=1, num_sequences=pack.sequences.count)
     return aggregate(values_T, pack.mask_T, counts_T, mode="seq-mean-token-mean", denominators=denominators)
 
 
-def with_one_advantage_a_sequence(pack: Pack) -> Pack:
+def with_sequence_advantages(pack: Pack) -> Pack:
     first_S = pack.advantages_T[pack.cu_seqlens_S[:-1].long()]
     return replace(pack, advantages_T=pack.sequences.spread(first_S))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_has_the_gradient_of_the_sequence_objective(seed: int) -> None:
-    """Equation 5 of the paper: the mean over sequences of min(s A, clip(s) A), s differentiable in all its tokens."""
-    pack = with_one_advantage_a_sequence(a_pack(seed))
+    """Equation 5 of the paper: mean over sequences of min(s A, clip(s) A), with s differentiable in all its tokens."""
+    pack = with_sequence_advantages(make_pack(seed))
 
     def objective(logprobs_T: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -240,15 +242,15 @@ def test_gspo_has_the_gradient_of_the_sequence_objective(seed: int) -> None:
         return mean_of_sequences(pack, gspo(pack.with_logprobs(logprobs_T)).loss_T)
 
     assert float(ours(pack.logprobs_T)) == pytest.approx(float(objective(pack.logprobs_T)), rel=1e-10)
-    want = slope(objective, pack.logprobs_T)
+    want = numerical_gradient(objective, pack.logprobs_T)
     assert want.abs().max() > 0.01
     assert torch.allclose(gradient(ours, pack.logprobs_T), want, atol=1e-8)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gmpo_is_the_geometric_mean_objective(seed: int) -> None:
-    """The paper's product form: of r to the power of 1 / |o|, each r clipped where its advantage pulls."""
-    pack = with_one_advantage_a_sequence(a_pack(seed))
+    """Product form of the paper: (product of clipped r)^(1 / |o|), r clipped on the side where A would gain."""
+    pack = with_sequence_advantages(make_pack(seed))
 
     def objective(logprobs_T: Tensor) -> Tensor:
         total = torch.zeros(())
@@ -265,47 +267,47 @@ def test_gmpo_is_the_geometric_mean_objective(seed: int) -> None:
         return mean_of_sequences(pack, gmpo(pack.with_logprobs(logprobs_T)).loss_T)
 
     assert float(ours(pack.logprobs_T)) == pytest.approx(float(objective(pack.logprobs_T)), rel=1e-10)
-    want = slope(objective, pack.logprobs_T)
+    want = numerical_gradient(objective, pack.logprobs_T)
     assert want.abs().max() > 0.01
     assert torch.allclose(gradient(ours, pack.logprobs_T), want, atol=1e-8)
 
 
 def test_cispo_keeps_a_gradient_where_it_clips() -> None:
     """d loss / d log pi = -min(r, 1 + clip_high) A: the ratio itself is a constant."""
-    pack = a_pack(spread=2)
+    pack = make_pack(spread=2)
     ratios = (pack.logprobs_T - pack.old_logprobs_T).exp().clamp(max=1.5)
     got = gradient(lambda logprobs_T: cispo(pack.with_logprobs(logprobs_T)).loss_T.sum(), pack.logprobs_T)
     assert torch.allclose(got, -ratios * pack.advantages_T, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name not in {"gspo", "cispo"}])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
-    pack = a_pack(3)
+def test_gradients_match_finite_differences(name: str) -> None:
+    pack = make_pack(3)
 
     def total(logprobs_T: Tensor) -> Tensor:
         weights = torch.linspace(0.5, 1.5, len(logprobs_T), dtype=torch.double) * pack.mask_T
         return (LOSSES[name](pack.with_logprobs(logprobs_T)) * weights).sum()
 
-    want = slope(total, pack.logprobs_T)
+    want = numerical_gradient(total, pack.logprobs_T)
     assert want.abs().max() > 0.01
     assert torch.allclose(gradient(total, pack.logprobs_T), want, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.double])
-def test_losses_keep_the_type_of_what_they_are_given(name: str, dtype: torch.dtype) -> None:
-    pack = a_pack()
+def test_losses_keep_the_dtype_of_their_inputs(name: str, dtype: torch.dtype) -> None:
+    pack = make_pack()
     tensors = {f.name: getattr(pack, f.name) for f in fields(pack)}
     floats = {k: v.to(dtype) for k, v in tensors.items() if isinstance(v, Tensor) and v.is_floating_point()}
     assert LOSSES[name](replace(pack, **floats)).dtype == dtype
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_pack_is_its_sequences_one_by_one(name: str) -> None:
-    pack = a_pack(4)
-    parts = torch.cat([LOSSES[name](part) for part in pack.alone()])
-    whole = LOSSES[name](pack)
-    assert torch.allclose(whole[pack.mask_T], parts[pack.mask_T], rtol=1e-12)
+def test_a_pack_equals_its_sequences_one_by_one(name: str) -> None:
+    pack = make_pack(4)
+    parts = torch.cat([LOSSES[name](part) for part in pack.split()])
+    full = LOSSES[name](pack)
+    assert torch.allclose(full[pack.mask_T], parts[pack.mask_T], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_a_pack_is_its_sequences_one_by_one(name: str) -> None:
     [
         (1.0, 1.0, 2.0, False),  # (1 - 3)^2 / 2
         (2.0, 1.0, 1.125, True),  # clipped to 1.5: (1.5 - 3)^2 / 2
-        (0.0, 1.0, 4.5, False),  # clipped to .5 would err less
+        (0.0, 1.0, 4.5, False),  # clipping to 0.5 would lower the loss
     ],
 )
 def test_value_loss_by_hand(value: float, old: float, want: float, clipped: bool) -> None:
@@ -325,26 +327,26 @@ def test_value_loss_by_hand(value: float, old: float, want: float, clipped: bool
     assert unclipped.clipped_T.tolist() == [False]
 
 
-def test_value_loss_is_what_a_loop_makes_of_it() -> None:
-    pack = a_pack(1)
+def test_value_loss_matches_a_loop() -> None:
+    pack = make_pack(1)
     got = value_loss(pack.values_T, pack.old_values_T, pack.rewards_T, clip=0.5)
     for t in range(len(pack.values_T)):
         v, old, ret = (float(x[t]) for x in (pack.values_T, pack.old_values_T, pack.rewards_T))
-        near = min(max(v, old - 0.5), old + 0.5)
-        assert float(got.loss_T[t]) == pytest.approx(0.5 * max((v - ret) ** 2, (near - ret) ** 2))
-        assert bool(got.clipped_T[t]) == ((near - ret) ** 2 > (v - ret) ** 2)
+        clipped_value = min(max(v, old - 0.5), old + 0.5)
+        assert float(got.loss_T[t]) == pytest.approx(0.5 * max((v - ret) ** 2, (clipped_value - ret) ** 2))
+        assert bool(got.clipped_T[t]) == ((clipped_value - ret) ** 2 > (v - ret) ** 2)
 
 
-def test_the_behaviour_weight_is_a_constant_with_a_cap() -> None:
+def test_the_behavior_weight_is_detached_and_capped() -> None:
     new, behave = torch.zeros(2), torch.tensor([-1.0, 1.0])
     advantages = torch.ones(2)
     bounds = {"clip_low": 0.2, "clip_high": 0.2}
-    whole = decoupled_policy_loss(new, new, behave, advantages, **bounds)
-    assert whole.loss_T.tolist() == pytest.approx([-math.e, -1 / math.e])
+    full = decoupled_policy_loss(new, new, behave, advantages, **bounds)
+    assert full.loss_T.tolist() == pytest.approx([-math.e, -1 / math.e])
     assert decoupled_policy_loss(new, new, behave, advantages, behave_cap=2.0, **bounds).loss_T.tolist() == (
         pytest.approx([-2.0, -1 / math.e])
     )
-    # nothing flows through the proximal policy's side of the weight
+    # no gradient flows through the proximal policy in the weight
     leaf = new.clone().requires_grad_()
     decoupled_policy_loss(leaf, leaf.detach(), behave, advantages, **bounds).loss_T.sum().backward()
     assert leaf.grad is not None

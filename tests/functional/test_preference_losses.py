@@ -1,3 +1,5 @@
+"""Preference losses against loops and finite differences."""
+
 from __future__ import annotations
 
 import math
@@ -7,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.functional.preference_losses import PreferenceLoss, dpo_loss, preference_loss, rpo_loss
-from tests.functional.packs import gradient, slope
+from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
+from tests.functional.packs import gradient, numerical_gradient
 
 B = 12
 
 
-def some(seed: int) -> Tensor:
+def random_tensor(seed: int) -> Tensor:
     return torch.tensor(np.random.default_rng(seed).normal(size=B) * 3)
 
 
-CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED = (some(seed) for seed in range(4))
+CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED = (random_tensor(seed) for seed in range(4))
 TOKENS = torch.tensor(np.random.default_rng(4).integers(1, 50, B))
-MARGINS = some(5).abs()
+MARGINS = random_tensor(5).abs()
 CHOSEN_SIGNS = torch.tensor(np.random.default_rng(6).choice([-1.0, 1.0], B))
 REJECTED_SIGNS = torch.tensor(np.random.default_rng(7).choice([-1.0, 1.0], B))
 
@@ -29,7 +31,7 @@ def minus_log_sigmoid(x: float) -> float:
 
 
 def test_dpo_by_hand() -> None:
-    """Beta .1 and log-ratios 2 and -3: logit .5."""
+    """Beta 0.1 and log-ratios 2 and -3 give logit 0.5."""
     args = [torch.tensor([x]) for x in (-10.0, -20.0, -12.0, -17.0)]
     got = dpo_loss(*args, beta=0.1)
     assert got.loss_B.tolist() == pytest.approx([0.474077], abs=1e-6)
@@ -39,7 +41,7 @@ def test_dpo_by_hand() -> None:
     assert equal.loss_B.tolist() == pytest.approx([math.log(2)])
 
 
-def test_dpo_and_rpo_are_what_a_loop_makes_of_them() -> None:
+def test_dpo_and_rpo_match_a_loop() -> None:
     dpo = dpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, beta=0.3)
     rpo = rpo_loss(CHOSEN, REJECTED, REF_CHOSEN, REF_REJECTED, TOKENS, beta=0.3, alpha=0.7)
     for i in range(B):
@@ -52,7 +54,7 @@ def test_dpo_and_rpo_are_what_a_loop_makes_of_them() -> None:
 
 
 @pytest.mark.parametrize("margins", [None, MARGINS])
-def test_scores_are_what_a_loop_makes_of_them(margins: Tensor | None) -> None:
+def test_preference_loss_matches_a_loop(margins: Tensor | None) -> None:
     reward = preference_loss(CHOSEN, REJECTED, margins_B=margins)
     cost = preference_loss(CHOSEN, REJECTED, margins_B=margins, kind="cost")
     signed = preference_loss(
@@ -74,8 +76,8 @@ def test_scores_are_what_a_loop_makes_of_them(margins: Tensor | None) -> None:
     assert torch.equal(signed.rejected_rewards_B, -REJECTED)
 
 
-def test_a_cost_model_learns_that_harm_costs() -> None:
-    """A harmless chosen answer is pushed below 0, a harmful rejected one above."""
+def test_safety_signs_push_costs_of_harmful_answers_up() -> None:
+    """The gradient pushes the cost of a safe chosen answer below 0, of a harmful rejected answer above 0."""
     signs = {"chosen_signs_B": torch.tensor([-1.0]), "rejected_signs_B": torch.tensor([1.0])}
     costs = torch.zeros(2, requires_grad=True)
     preference_loss(costs[:1], costs[1:], kind="cost", **signs).loss_B.sum().backward()
@@ -83,7 +85,7 @@ def test_a_cost_model_learns_that_harm_costs() -> None:
     assert costs.grad.tolist() == pytest.approx([1.0, -1.0])
 
 
-def every_loss(chosen_B: Tensor, rejected_B: Tensor) -> list[PreferenceLoss]:
+def all_losses(chosen_B: Tensor, rejected_B: Tensor) -> list[PreferenceLossOutput]:
     return [
         dpo_loss(chosen_B, rejected_B, REF_CHOSEN, REF_REJECTED, beta=0.3),
         rpo_loss(chosen_B, rejected_B, REF_CHOSEN, REF_REJECTED, TOKENS, beta=0.3, alpha=0.7),
@@ -96,25 +98,25 @@ def every_loss(chosen_B: Tensor, rejected_B: Tensor) -> list[PreferenceLoss]:
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_gradients_are_those_of_finite_differences(which: int) -> None:
+def test_gradients_match_finite_differences(which: int) -> None:
     for function, at in (
-        (lambda x: every_loss(x, REJECTED)[which].loss_B.sum(), CHOSEN),
-        (lambda x: every_loss(CHOSEN, x)[which].loss_B.sum(), REJECTED),
+        (lambda x: all_losses(x, REJECTED)[which].loss_B.sum(), CHOSEN),
+        (lambda x: all_losses(CHOSEN, x)[which].loss_B.sum(), REJECTED),
     ):
-        assert torch.allclose(gradient(function, at), slope(function, at), atol=1e-8)
+        assert torch.allclose(gradient(function, at), numerical_gradient(function, at), atol=1e-8)
 
 
 def test_rewards_are_detached_and_huge_differences_finite() -> None:
     leaf = CHOSEN.clone().requires_grad_()
-    for loss in every_loss(leaf, REJECTED):
+    for loss in all_losses(leaf, REJECTED):
         assert loss.loss_B.requires_grad
         assert not loss.chosen_rewards_B.requires_grad
-    for loss in every_loss(CHOSEN - 1e6, REJECTED + 1e6):
+    for loss in all_losses(CHOSEN - 1e6, REJECTED + 1e6):
         assert loss.loss_B.isfinite().all()
 
 
-def test_signs_that_cannot_be() -> None:
+def test_invalid_safety_signs_are_rejected() -> None:
     with pytest.raises(ValueError, match="both answers or of none"):
         preference_loss(CHOSEN, REJECTED, kind="cost", chosen_signs_B=CHOSEN_SIGNS)
-    with pytest.raises(ValueError, match="need kind 'cost'"):
+    with pytest.raises(ValueError, match="needs kind 'cost'"):
         preference_loss(CHOSEN, REJECTED, chosen_signs_B=CHOSEN_SIGNS, rejected_signs_B=REJECTED_SIGNS)

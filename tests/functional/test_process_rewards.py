@@ -1,3 +1,5 @@
+"""PRIME rewards and the outcome loss against loops and hand-computed values."""
+
 from __future__ import annotations
 
 import math
@@ -9,21 +11,21 @@ from torch import Tensor
 
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 from megarl.functional.sequences import Sequences
-from tests.functional.loss_cases import outcome
-from tests.functional.packs import LENGTHS, Pack, a_pack, by_sequence, gradient, slope
+from tests.functional.loss_cases import outcome_loss
+from tests.functional.packs import LENGTHS, Pack, gradient, iter_sequences, make_pack, numerical_gradient
 
 GROUPS = [5, 5, 2, 5, 2]
-"""Of the completions; the pack's last sequence is padding."""
+"""Group ids of the completions; the last sequence of the pack is padding."""
 
 
-def without_the_last(pack: Pack) -> Tensor:
+def mask_without_last_sequence(pack: Pack) -> Tensor:
     mask_T = pack.mask_T.clone()
     mask_T[pack.cu_seqlens_S[-2] :] = False
     return mask_T
 
 
 def prime_by_loop(pack: Pack, mask: np.ndarray, outcomes: list[float], beta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Process and outcome advantages by token."""
+    """Return process and outcome advantages of each token, computed with loops."""
     bounds = pack.bounds()
     r = beta * (pack.logprobs_T - pack.old_logprobs_T).numpy()
     means = [r[a:b][mask[a:b]].mean() if mask[a:b].any() else 0.0 for a, b in bounds]
@@ -38,11 +40,11 @@ def prime_by_loop(pack: Pack, mask: np.ndarray, outcomes: list[float], beta: flo
     return process, outcome_part
 
 
-def test_prime_is_what_a_loop_makes_of_it() -> None:
+def test_prime_rewards_match_a_loop() -> None:
     outcomes = [1.0, 0.0, 1.0, 1.0, 0.0]
     for seed in range(3):
-        pack = a_pack(seed)
-        mask_T = without_the_last(pack)
+        pack = make_pack(seed)
+        mask_T = mask_without_last_sequence(pack)
         got = prime_rewards(
             pack.logprobs_T,
             pack.old_logprobs_T,
@@ -58,7 +60,7 @@ def test_prime_is_what_a_loop_makes_of_it() -> None:
         np.testing.assert_allclose(got.numpy(), 5 * process + 3 * outcome_part, atol=1e-6)
 
 
-def test_prime_by_hand() -> None:
+def test_prime_rewards_by_hand() -> None:
     """Two completions, r = 1 1 | 3: process 1 - 3 at both tokens of the first, outcome 1 - 0."""
     got = prime_rewards(
         torch.tensor([1.0, 1.0, 3.0]),
@@ -74,37 +76,37 @@ def test_prime_by_hand() -> None:
     assert got.tolist() == pytest.approx([-4 + 10, -2 + 10, 2 - 10])
 
 
-def test_outcome_loss_is_what_a_loop_makes_of_it() -> None:
-    pack = a_pack()
+def test_outcome_loss_matches_a_loop() -> None:
+    pack = make_pack()
     want = []
-    rows = by_sequence(pack, pack.logprobs_T, pack.old_logprobs_T)
+    rows = iter_sequences(pack, pack.logprobs_T, pack.old_logprobs_T)
     for (mask, new, ref), right in zip(rows, pack.outcomes_S.tolist(), strict=True):
         p = 1 / (1 + math.exp(-0.7 * (new - ref)[mask].sum()))
         want.append(-(right * math.log(p) + (1 - right) * math.log(1 - p)) if mask.any() else 0.0)
-    assert outcome(pack).tolist() == pytest.approx(want, rel=1e-10)
+    assert outcome_loss(pack).tolist() == pytest.approx(want, rel=1e-10)
     assert want.count(0.0) == 2
 
 
 def test_outcome_loss_gradient_and_parts() -> None:
-    pack = a_pack(1)
+    pack = make_pack(1)
 
     def total(logprobs_T: Tensor) -> Tensor:
-        return outcome(pack.with_logprobs(logprobs_T)).sum()
+        return outcome_loss(pack.with_logprobs(logprobs_T)).sum()
 
-    want = slope(total, pack.logprobs_T)
+    want = numerical_gradient(total, pack.logprobs_T)
     assert want.abs().max() > 0.01
     assert torch.allclose(gradient(total, pack.logprobs_T), want, atol=1e-8)
-    assert torch.allclose(torch.cat([outcome(part) for part in pack.alone()]), outcome(pack), rtol=1e-12)
+    assert torch.allclose(torch.cat([outcome_loss(part) for part in pack.split()]), outcome_loss(pack), rtol=1e-12)
 
 
-def test_outcome_loss_of_a_sure_model_stays_finite() -> None:
+def test_outcome_loss_of_an_extreme_logit_is_finite() -> None:
     sequences = Sequences.of(torch.tensor([0, 2]))
     args = (torch.tensor([0.0, -1e5]), torch.zeros(2), torch.tensor([1.0]), torch.ones(2, dtype=torch.bool))
     assert implicit_reward_loss(*args, sequences, beta=0.05).tolist() == pytest.approx([5000.0])
 
 
-def test_a_completion_needs_others() -> None:
-    pack = a_pack()
+def test_a_group_of_one_is_rejected() -> None:
+    pack = make_pack()
     with pytest.raises(ValueError, match="at least 2 completions per group"):
         prime_rewards(
             pack.logprobs_T,

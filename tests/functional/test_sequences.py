@@ -1,21 +1,23 @@
+"""Sums, means and spreading over the sequences of a pack."""
+
 from __future__ import annotations
 
 import torch
 
 from megarl.functional.sequences import Sequences
-from tests.functional.packs import a_pack, by_sequence, gradient, slope
+from tests.functional.packs import gradient, iter_sequences, make_pack, numerical_gradient
 
 CU_SEQLENS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 
 
-def test_ids_follow_the_bounds_even_of_an_empty_sequence() -> None:
+def test_ids_handle_an_empty_sequence() -> None:
     sequences = Sequences.of(CU_SEQLENS)
     assert sequences.count == 3
     assert sequences.ids_T.tolist() == [0, 0, 2, 2, 2]
     assert sequences.ids_T.dtype == torch.int64
 
 
-def test_sums_means_and_spreading() -> None:
+def test_sum_mean_and_spread() -> None:
     sequences = Sequences.of(CU_SEQLENS)
     values = torch.tensor([1.0, 2.0, 3.0, torch.inf, 5.0])
     mask = torch.tensor([False, False, True, False, True])
@@ -24,20 +26,20 @@ def test_sums_means_and_spreading() -> None:
     assert sequences.spread(torch.tensor([7, 8, 9])).tolist() == [7, 7, 9, 9, 9]
 
 
-def test_means_are_those_of_a_loop_and_differentiable() -> None:
-    pack = a_pack()
-    want = [v[m].mean() if m.any() else 0.0 for m, v in by_sequence(pack, pack.values_T)]
+def test_mean_matches_a_loop_and_is_differentiable() -> None:
+    pack = make_pack()
+    want = [v[m].mean() if m.any() else 0.0 for m, v in iter_sequences(pack, pack.values_T)]
     got = pack.sequences.mean(pack.values_T, pack.mask_T)
     assert torch.allclose(got, torch.tensor(want), atol=1e-12)
 
     def squares(values: torch.Tensor) -> torch.Tensor:
         return pack.sequences.spread(pack.sequences.mean(values, pack.mask_T)).square().sum()
 
-    assert torch.allclose(gradient(squares, pack.values_T), slope(squares, pack.values_T), atol=1e-8)
+    assert torch.allclose(gradient(squares, pack.values_T), numerical_gradient(squares, pack.values_T), atol=1e-8)
 
 
-def test_what_other_ranks_hold_is_added() -> None:
-    whole = Sequences.of(CU_SEQLENS)
+def test_sums_of_other_ranks_are_added() -> None:
+    full = Sequences.of(CU_SEQLENS)
     elsewhere = torch.tensor([10.0, 20.0, 30.0])
-    share = Sequences(whole.ids_T[1:4], whole.count, lambda sums_S: sums_S + elsewhere)
+    share = Sequences(full.ids_T[1:4], full.count, lambda sums_S: sums_S + elsewhere)
     assert share.sum(torch.ones(3)).tolist() == [11.0, 20.0, 32.0]

@@ -1,4 +1,4 @@
-"""Finished groups whose tokens are in this process."""
+"""Makes finished groups whose tokens are in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.workers.payload import LocalPayload
 
 
 def completion(mask: Sequence[int], *, reward: float = 0.0, rewards: Mapping[str, float] | None = None) -> Trajectory:
-    """Of as many tokens as `mask` has; 1: sampled."""
+    """Return a trajectory with one token per entry of `mask`; 1: sampled."""
     sampled = np.array(mask, bool)
     return Trajectory(
         prompt_id="data.jsonl:1",
@@ -29,8 +29,8 @@ def completion(mask: Sequence[int], *, reward: float = 0.0, rewards: Mapping[str
     )
 
 
-def finished(trajectories: Sequence[Trajectory], group_id: int = 0) -> FinishedGroup:
-    """A group of them."""
+def finished_group(trajectories: Sequence[Trajectory], group_id: int = 0) -> FinishedGroup:
+    """Return a finished group of these trajectories."""
     summary = GroupSummary(
         group_id=group_id,
         prompt_id="data.jsonl:1",
@@ -42,13 +42,13 @@ def finished(trajectories: Sequence[Trajectory], group_id: int = 0) -> FinishedG
     return FinishedGroup(summary, payload)
 
 
-def of_rewards(*rewards: Sequence[float]) -> list[FinishedGroup]:
-    """A group for each, whose completions have 2 sampled tokens and these rewards."""
-    return [finished([completion([0, 1, 1], reward=r) for r in group], g) for g, group in enumerate(rewards)]
+def groups_with_rewards(*rewards: Sequence[float]) -> list[FinishedGroup]:
+    """Return one group per argument; its completions have these rewards and 2 sampled tokens each."""
+    return [finished_group([completion([0, 1, 1], reward=r) for r in group], g) for g, group in enumerate(rewards)]
 
 
 def run_config(algorithm: Mapping[str, Any], **sections: Any) -> RunConfig:
-    """A run's, as far as the controller's arithmetic asks for it."""
+    """Return a minimal valid run configuration with this `algorithm:` section."""
     tree = {
         "run_dir": "runs/x",
         "model": {"path": "model"},

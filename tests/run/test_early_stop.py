@@ -1,4 +1,4 @@
-"""Runs that are asked to end before their last step."""
+"""Runs stopped early, before their last step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import pytest
 
 from megarl.config import SftConfig
 from megarl.config.load import make_config
-from megarl.errors import StoppedEarly
+from megarl.errors import EarlyStop
 from megarl.megatron.requests import TrainStats
 from megarl.run.events import EventLog
 from megarl.stages.supervised import SupervisedRun
-from tests.algorithms.scripted_run import Scripted, run_script
+from tests.algorithms.scripted_run import FinishedRun, run_script
 
 VAPO = {"type": "vapo", "kl_reward": None, "pretraining": {"max_steps": 5, "window": 5, "settled": 0.1}}
 
 
-def run_until(label: str, folder: Path, algorithm: dict[str, Any]) -> Scripted:
-    """Four steps, asked to end while the engines work at `label`; at once where that is empty."""
+def run_until(label: str, folder: Path, algorithm: dict[str, Any]) -> FinishedRun:
+    """Run up to four steps; request a stop while sampling `label`, or before the start if it is empty."""
     events = EventLog()
     if not label:
-        events.finish_early()
+        events.request_stop()
 
     def script(now: str, number: int, sample: int) -> float:
         if now == label:
-            events.finish_early()
+            events.request_stop()
         return float(sample == number)
 
     return run_script(folder, algorithm, script, steps=4, events=events)
@@ -40,61 +40,61 @@ def summary(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_the_step_under_way_is_the_last(tmp_path: Path) -> None:
+def test_a_stop_request_ends_the_run_after_the_current_step(tmp_path: Path) -> None:
     done = run_until("step-2", tmp_path, {"type": "grpo", "kl_loss": None})
-    assert done.order == ["engines sample", "policy train", "weights push"] * 2
+    assert done.call_order == ["engines sample", "policy train", "weights push"] * 2
     assert len(done.metrics) == 2
     assert (summary(tmp_path)["steps"], summary(tmp_path)["steps_planned"]) == (2, 4)
-    with pytest.raises(StoppedEarly) as stopped:
-        done.run.require_whole()
+    with pytest.raises(EarlyStop) as stopped:
+        done.run.raise_if_stopped_early()
     assert str(stopped.value) == (
         f"stopped after step 2 of 4, as SIGUSR1 asked; the model as it is: {done.run.config.export_path}"
     )
 
 
-def test_asked_in_the_last_step_the_run_is_whole(tmp_path: Path) -> None:
+def test_a_stop_request_in_the_last_step_is_no_early_stop(tmp_path: Path) -> None:
     done = run_until("step-4", tmp_path, {"type": "grpo", "kl_loss": None})
     assert len(done.metrics) == 4
-    done.run.require_whole()
+    done.run.raise_if_stopped_early()
 
 
-def test_asked_while_it_starts_there_is_no_step_and_nothing_to_export(tmp_path: Path) -> None:
+def test_a_stop_request_at_startup_runs_no_step_and_exports_nothing(tmp_path: Path) -> None:
     done = run_until("", tmp_path, {"type": "grpo", "kl_loss": None})
-    assert [asked.what for asked in done.log] == ["push"]
+    assert [call.method for call in done.log] == ["push"]
     saved: list[str] = []
     trainer: Any = SimpleNamespace(save_hf=saved.append)
     done.run.export(trainer)
     assert saved == []
     assert summary(tmp_path)["steps"] == 0
-    with pytest.raises(StoppedEarly, match=r"^stopped before its first step of 4, as SIGUSR1 asked$"):
-        done.run.require_whole()
+    with pytest.raises(EarlyStop, match=r"^stopped before its first step of 4, as SIGUSR1 asked$"):
+        done.run.raise_if_stopped_early()
 
 
-def test_pretraining_of_a_critic_ends_too(tmp_path: Path) -> None:
+def test_a_stop_request_ends_critic_pretraining(tmp_path: Path) -> None:
     done = run_until("step-0-2", tmp_path, VAPO)
     assert (len(done.pretraining), done.metrics) == (2, [])
-    with pytest.raises(StoppedEarly, match="before its first step"):
-        done.run.require_whole()
+    with pytest.raises(EarlyStop, match="before its first step"):
+        done.run.raise_if_stopped_early()
 
 
-class Rows(SupervisedRun):
-    """Asks itself to end while step `last` is begun."""
+class StoppingRun(SupervisedRun):
+    """Requests a stop of itself while step `last` is started."""
 
     def __init__(self, config: SftConfig, events: EventLog, trainer: Any, last: int) -> None:
         super().__init__(config, events, trainer, num_rows=8)
-        self._last, self.begun, self.evaluated = last, 0, list[int]()
+        self._last, self.started, self.evaluated = last, 0, list[int]()
 
-    def work(self, rows: Sequence[int]) -> Any:
-        self.begun += 1
-        if self.begun == self._last:
-            self._events.finish_early()
-        return self.begun
+    def make_train_request(self, rows: Sequence[int]) -> Any:
+        self.started += 1
+        if self.started == self._last:
+            self._events.request_stop()
+        return self.started
 
     def evaluate(self) -> None:
         self.evaluated.append(self.step)
 
 
-class Trainer:
+class FakeTrainer:
     def __init__(self) -> None:
         self.log: list[str] = []
 
@@ -109,7 +109,7 @@ class Trainer:
         self.log.append(f"export {folder}")
 
 
-def test_steps_that_were_begun_are_finished_then_the_model_is_written(tmp_path: Path) -> None:
+def test_started_steps_are_finished_before_the_export(tmp_path: Path) -> None:
     tree = {
         "run_dir": str(tmp_path),
         "model": {"path": "m"},
@@ -117,10 +117,10 @@ def test_steps_that_were_begun_are_finished_then_the_model_is_written(tmp_path: 
         "tracking": {"tensorboard": False},
         "trainer": {"steps": 9, "eval_every": 2},
     }
-    config, trainer = make_config(SftConfig, tree), Trainer()
-    run = Rows(config, EventLog(), trainer, last=3)
+    config, trainer = make_config(SftConfig, tree), FakeTrainer()
+    run = StoppingRun(config, EventLog(), trainer, last=3)
     run.train()
     assert trainer.log == ["step 1", "step 2", "step 3", f"export {config.export_path}"]
     assert run.evaluated == [0, 2]
-    with pytest.raises(StoppedEarly, match=r"^stopped after step 3 of 9, "):
-        run.require_whole()
+    with pytest.raises(EarlyStop, match=r"^stopped after step 3 of 9, "):
+        run.raise_if_stopped_early()

@@ -1,4 +1,4 @@
-"""What the controller makes of a step's completions: rewards, references, mini-batches."""
+"""Rollout batch: rewards, forward requests and training requests."""
 
 from __future__ import annotations
 
@@ -9,78 +9,77 @@ import numpy as np
 import pytest
 
 from megarl.functional import Denominators
-from megarl.megatron.requests import LikelihoodLoss, ReturnsLoss, TrainWork, split_by_dp
+from megarl.megatron.loss_specs import SftLoss, ValueLoss
+from megarl.megatron.requests import TrainRequest, split_by_dp
 from megarl.placement.rank_grid import RankGrid
-from megarl.run.rollout_batch import Experience, metrics_of
+from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from megarl.workers.payload import LocalPayload
-from tests.run.finished_groups import completion, finished, of_rewards, run_config
+from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
-SAMPLED = [[3, 1], [2, 2, 5], [4], [0, 6]]
-"""Sampled tokens of each group's completions; each has 2 tokens of prompt, and a hole where there is room."""
+NUM_SAMPLED = [[3, 1], [2, 2, 5], [4], [0, 6]]
+"""Number of sampled tokens by group and completion; each has 2 prompt tokens, and those above 2 a gap in the mask."""
 
 
-def make_batch() -> Experience:
+def make_batch() -> RolloutBatch:
     def mask(count: int) -> list[int]:
         return [0, 0, *([1] * (count - 1) + [0] if count > 2 else []), *([1] if count > 2 else [1] * count)]
 
-    groups = [[completion(mask(count), reward=count / 10) for count in group] for group in SAMPLED]
-    return Experience(groups=[finished(group, g) for g, group in enumerate(groups)])
+    groups = [[completion(mask(count), reward=count / 10) for count in group] for group in NUM_SAMPLED]
+    return RolloutBatch(groups=[finished_group(group, g) for g, group in enumerate(groups)])
 
 
-def config(mini_batches: int = 1, prompts: int = 4, **algorithm: Any) -> Any:
+def make_config(mini_batches: int = 1, prompts: int = 4, **algorithm: Any) -> Any:
     return run_config(
-        {"mini_batches": mini_batches, "prompts_per_step": prompts, "group_size": 2, **algorithm},
+        {"num_mini_batches": mini_batches, "prompts_per_step": prompts, "group_size": 2, **algorithm},
         trainer={"max_tokens_per_micro_batch": 123},
     )
 
 
-def sampled_of(work: TrainWork) -> list[list[tuple[int, int]]]:
-    return [[sample.key for sample in batch.samples] for batch in work.mini_batches]
+def mini_batch_keys(request: TrainRequest) -> list[list[tuple[int, int]]]:
+    return [[sample.key for sample in batch.samples] for batch in request.mini_batches]
 
 
-def test_completions_are_counted_group_after_group() -> None:
+def test_completions_are_numbered_group_after_group() -> None:
     batch = make_batch()
     assert batch.keys == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (3, 0), (3, 1)]
     assert batch.group_ids == [0, 0, 1, 1, 1, 2, 3, 3]
-    assert batch.first_of_groups == [0, 2, 5, 6]
-    assert batch.rewards == batch.term("match") == [0.3, 0.1, 0.2, 0.2, 0.5, 0.4, 0.0, 0.6]
-    assert [s.response_length for s in batch.summaries] == [n for group in SAMPLED for n in group]
+    assert batch.group_offsets == [0, 2, 5, 6]
+    assert batch.rewards == batch.reward_term("match") == [0.3, 0.1, 0.2, 0.2, 0.5, 0.4, 0.0, 0.6]
+    assert [s.response_length for s in batch.summaries] == [n for group in NUM_SAMPLED for n in group]
 
 
-def test_evaluation_work_names_every_completion_and_where_it_is() -> None:
+def test_forward_request_refers_to_every_completion() -> None:
     batch = make_batch()
-    batch.picked = [0, 0]
+    batch.sample_indices = [0, 0]
     batch.scalars["advantages"] = [1.0] * 8
-    work = batch.evaluation_work(config())
-    assert [sample.key for sample in work.samples] == batch.keys
-    for sample in work.samples:
-        trajectory = work.payloads[sample.payload].fetch()[sample.index]
+    request = batch.forward_request(make_config())
+    assert [sample.key for sample in request.samples] == batch.keys
+    for sample in request.samples:
+        trajectory = request.payloads[sample.payload].fetch()[sample.index]
         assert sample.num_tokens == trajectory.num_tokens
         assert sample.scalars == {}
-    assert work.max_tokens_per_micro_batch == 123
+    assert request.max_tokens_per_micro_batch == 123
 
 
 @pytest.mark.parametrize(
     ("mini_batches", "want"), [(1, [[0, 1, 2, 3]]), (2, [[0, 1], [2, 3]]), (4, [[0], [1], [2], [3]])]
 )
-def test_mini_batches_are_of_whole_groups_and_divide_by_their_own_counts(
-    mini_batches: int, want: list[list[int]]
-) -> None:
+def test_mini_batches_have_complete_groups_and_their_own_denominators(mini_batches: int, want: list[list[int]]) -> None:
     batch = make_batch()
-    work = batch.train_work(config(mini_batches, epochs=3), LikelihoodLoss(), {})
-    assert sampled_of(work) == [[(g, i) for g in groups for i in range(len(SAMPLED[g]))] for groups in want]
-    for one, groups in zip(work.mini_batches, want, strict=True):
-        lengths = [n for g in groups for n in SAMPLED[g]]
-        assert one.denominators == Denominators(num_tokens=sum(lengths), num_sequences=len(lengths))
-    assert work.epochs == 3
-    assert work.max_tokens_per_micro_batch == 123
+    request = batch.train_request(make_config(mini_batches, ppo_epochs=3), SftLoss(), {})
+    assert mini_batch_keys(request) == [[(g, i) for g in groups for i in range(len(NUM_SAMPLED[g]))] for groups in want]
+    for mini_batch, groups in zip(request.mini_batches, want, strict=True):
+        lengths = [n for g in groups for n in NUM_SAMPLED[g]]
+        assert mini_batch.denominators == Denominators(num_tokens=sum(lengths), num_sequences=len(lengths))
+    assert request.epochs == 3
+    assert request.max_tokens_per_micro_batch == 123
 
 
 @pytest.mark.parametrize("mini_batches", [3, 8])
-def test_fewer_groups_than_were_asked_for_make_fewer_or_uneven_mini_batches(mini_batches: int) -> None:
-    """As where a filter has left few."""
-    work = make_batch().train_work(config(mini_batches, prompts=24), LikelihoodLoss(), {})
-    keys = sampled_of(work)
+def test_fewer_groups_make_fewer_or_uneven_mini_batches(mini_batches: int) -> None:
+    """As after a filter that drops groups."""
+    request = make_batch().train_request(make_config(mini_batches, prompts=24), SftLoss(), {})
+    keys = mini_batch_keys(request)
     assert all(keys)
     assert len(keys) == min(mini_batches, 4)
     assert [key for batch in keys for key in batch] == make_batch().keys
@@ -89,50 +88,50 @@ def test_fewer_groups_than_were_asked_for_make_fewer_or_uneven_mini_batches(mini
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-def test_completions_that_were_picked_several_times_count_as_often() -> None:
+def test_repeated_sample_indices_count_repeatedly() -> None:
     batch = make_batch()
-    batch.picked = [1, 1, 4, 2, 4, 7, 7, 7]
+    batch.sample_indices = [1, 1, 4, 2, 4, 7, 7, 7]
     batch.scalars["positive"] = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-    work = batch.train_work(config(2), LikelihoodLoss(), {})
-    assert sampled_of(work) == [[(0, 1), (0, 1), (1, 2), (1, 0), (1, 2)], [(3, 1), (3, 1), (3, 1)]]
-    assert [one.denominators for one in work.mini_batches] == [
+    request = batch.train_request(make_config(2), SftLoss(), {})
+    assert mini_batch_keys(request) == [[(0, 1), (0, 1), (1, 2), (1, 0), (1, 2)], [(3, 1), (3, 1), (3, 1)]]
+    assert [mini_batch.denominators for mini_batch in request.mini_batches] == [
         Denominators(num_tokens=1 + 1 + 5 + 2 + 5, num_sequences=5, num_positive_tokens=1 + 1 + 5 + 5),
         Denominators(num_tokens=18, num_sequences=3, num_positive_tokens=0),
     ]
 
 
-def test_a_mini_batch_in_which_nothing_was_sampled_divides_by_one() -> None:
-    batch = Experience(groups=[finished([completion([0, 0]), completion([0])])])
-    (one,) = batch.train_work(config(), LikelihoodLoss(), {}).mini_batches
-    assert one.denominators == Denominators(num_tokens=1, num_sequences=2)
+def test_a_mini_batch_without_sampled_tokens_divides_by_one() -> None:
+    batch = RolloutBatch(groups=[finished_group([completion([0, 0]), completion([0])])])
+    (mini_batch,) = batch.train_request(make_config(), SftLoss(), {}).mini_batches
+    assert mini_batch.denominators == Denominators(num_tokens=1, num_sequences=2)
 
 
-def test_a_loss_gets_what_it_asks_for_under_the_name_it_uses() -> None:
+def test_columns_and_scalars_are_renamed_for_the_loss() -> None:
     batch = make_batch()
     cost_values: Any = LocalPayload([{key: np.zeros(3, np.float32) for key in batch.keys}])
     other: Any = LocalPayload([])
     batch.columns |= {"cost_values": cost_values, "advantages": other, "values": other}
     batch.scalars |= {"outcomes": list(map(float, range(8))), "advantages": [9.0] * 8, "positive": [1.0] * 8}
-    asked: Any = {"values": "cost_values", "outcomes": "outcomes", "advantages": "advantages"}
-    work = batch.train_work(config(), ReturnsLoss(clip=None), asked)
-    # token by token where both are there
-    assert work.columns == {"values": cost_values, "advantages": other}
-    (one,) = work.mini_batches
-    assert [sample.scalars for sample in one.samples] == [{"outcomes": float(n)} for n in range(8)]
+    columns: Any = {"values": "cost_values", "outcomes": "outcomes", "advantages": "advantages"}
+    request = batch.train_request(make_config(), ValueLoss(clip=None), columns)
+    # a per-token column takes precedence over a scalar of the same name
+    assert request.columns == {"values": cost_values, "advantages": other}
+    (mini_batch,) = request.mini_batches
+    assert [sample.scalars for sample in mini_batch.samples] == [{"outcomes": float(n)} for n in range(8)]
 
 
 @pytest.mark.parametrize("grid", [RankGrid(), RankGrid(dp=3), RankGrid(dp=2, cp=2)], ids=repr)
-def test_samples_that_belong_together_are_neighbours_in_one_micro_batch(grid: RankGrid) -> None:
-    groups = [finished([completion([0] + [1] * n)] * 2, n) for n in range(1, 30)]
-    work = replace(
-        Experience(groups=groups).train_work(config(prompts=29), LikelihoodLoss(), {}),
-        together=2,
+def test_samples_of_a_unit_are_adjacent_in_one_micro_batch(grid: RankGrid) -> None:
+    groups = [finished_group([completion([0] + [1] * n)] * 2, n) for n in range(1, 30)]
+    request = replace(
+        RolloutBatch(groups=groups).train_request(make_config(prompts=29), SftLoss(), {}),
+        sequences_per_unit=2,
         max_tokens_per_micro_batch=70,
     )
-    works = split_by_dp(work, grid)
+    requests = split_by_dp(request, grid)
     seen = []
     for dp in range(grid.dp):
-        (mine,) = works[grid.output_rank(dp)].mini_batches
+        (mine,) = requests[grid.output_rank(dp)].mini_batches
         for indices in mine.micro_batches:
             assert len(indices) % 2 == 0
             assert all(b == a + 1 and a % 2 == 0 for a, b in zip(indices[::2], indices[1::2], strict=True))
@@ -140,29 +139,29 @@ def test_samples_that_belong_together_are_neighbours_in_one_micro_batch(grid: Ra
     assert sorted(seen) == list(range(58))
 
 
-def test_further_reward_terms_complete_the_weighted_sum() -> None:
+def test_add_rewards_recomputes_the_weighted_sum() -> None:
     batch = make_batch()
-    given = {"model": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "cost": [0.5] * 8}
-    batch.add_rewards(given, {"match": 2.0, "model": 0.1})
+    values = {"model": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], "cost": [0.5] * 8}
+    batch.add_rewards(values, {"match": 2.0, "model": 0.1})
     for n, (summary, before) in enumerate(zip(batch.summaries, make_batch().rewards, strict=True)):
-        assert summary.rewards == {"match": before, "model": given["model"][n], "cost": 0.5}
-        assert summary.reward == pytest.approx(2 * before + 0.1 * given["model"][n])
-    assert batch.term("cost") == [0.5] * 8
+        assert summary.rewards == {"match": before, "model": values["model"][n], "cost": 0.5}
+        assert summary.reward == pytest.approx(2 * before + 0.1 * values["model"][n])
+    assert batch.reward_term("cost") == [0.5] * 8
 
 
-def test_a_term_that_is_added_is_part_of_the_sum_as_it_is() -> None:
+def test_add_to_rewards_adds_a_term_with_weight_one() -> None:
     batch = make_batch()
     before = batch.rewards
     batch.add_to_rewards("overlong", [-0.1 * n for n in range(8)])
     assert batch.rewards == pytest.approx([reward - 0.1 * n for n, reward in enumerate(before)])
-    assert batch.term("overlong") == [-0.1 * n for n in range(8)]
-    assert batch.term("match") == before
+    assert batch.reward_term("overlong") == [-0.1 * n for n in range(8)]
+    assert batch.reward_term("match") == before
 
 
 def test_metrics_are_means_over_completions() -> None:
-    batch = Experience(groups=of_rewards([1.0, 0.0], [0.5, 0.5], [0.0, 1.0, 1.0]))
+    batch = RolloutBatch(groups=groups_with_rewards([1.0, 0.0], [0.5, 0.5], [0.0, 1.0, 1.0]))
     batch.scalars["advantages"] = [1.0, -1.0, 0.0, 0.0, -2.0, 1.5, 1.5]
-    metrics = metrics_of(batch)
+    metrics = batch_metrics(batch)
     assert metrics["reward/mean"] == metrics["reward/match"] == pytest.approx(4 / 7)
     assert metrics["reward/informative_groups"] == pytest.approx(2 / 3)
     assert metrics["response/length"] == 2

@@ -1,4 +1,4 @@
-"""A run that goes on from a saved state asks its models and engines for what it would have asked them anyway."""
+"""A resumed run makes the same calls and logs the same metrics as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
 from megarl.run.events import EventLog
 from megarl.run.run_state import RunState
-from megarl.run.run_totals import Books
-from tests.algorithms.scripted_run import Scripted, run_script
+from megarl.run.run_totals import RunTotals
+from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS
 
 STEPS, SAVED = 5, 2
@@ -33,18 +33,18 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def reward(label: str, prompt: int, sample: int) -> float:
-    """Different of each; in every third prompt of an attempt all alike."""
+    """Reward that differs between samples; constant for odd prompts of labels that end in "-1"."""
     if prompt % 2 == 1 and label.endswith("-1"):
         return 1.0
     return math.sin(len(label) * 7 + sum(map(ord, label)) + prompt * 3 + sample)
 
 
-def train(folder: Path, name: str, *, stops_after: int | None = None, resumed: RunState | None = None) -> Scripted:
+def train(folder: Path, name: str, *, stops_after: int | None = None, resumed: RunState | None = None) -> FinishedRun:
     events = EventLog()
 
     def script(label: str, prompt: int, sample: int) -> float:
         if stops_after is not None and label.startswith(f"step-{stops_after}"):
-            events.finish_early()
+            events.request_stop()
         return reward(label, prompt, sample)
 
     sections: dict[str, Any] = SAFE_TERMS if name == "safe_rlhf" else {}
@@ -53,61 +53,61 @@ def train(folder: Path, name: str, *, stops_after: int | None = None, resumed: R
     return run_script(folder, algorithm, script, steps=STEPS, events=events, resumed=resumed, models=models, **sections)
 
 
-def asked(run: Scripted, after: int) -> list[tuple[str, str, str]]:
-    """All calls of the steps behind `after`, in order."""
+def calls_after(run: FinishedRun, after: int) -> list[tuple[str, str, str]]:
+    """Return all calls of the steps after `after`, in order."""
     steps = [f"step-{step}" for step in range(after + 1, STEPS + 1)]
     first = next(
-        n for n, a in enumerate(run.log) if a.what == "sample" and a.work.label.split("-greedy")[0] in steps[:1]
+        n for n, a in enumerate(run.log) if a.method == "sample" and a.argument.label.split("-greedy")[0] in steps[:1]
     )
     folder = run.run.config.run_dir
-    return [(a.who, a.what, repr(a.work).replace(folder, "")) for a in run.log[first:]]
+    return [(a.target, a.method, repr(a.argument).replace(folder, "")) for a in run.log[first:]]
 
 
-def told(run: Scripted, after: int) -> list[dict[str, float]]:
-    """Metrics of the steps behind `after`, save what is measured."""
+def metrics_after(run: FinishedRun, after: int) -> list[dict[str, float]]:
+    """Return the metrics of the steps after `after`, without measured times and sizes."""
     measured = ("time/", "tokens_per_second", "controller/", "rollout/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in run.metrics if row["step"] > after]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_resumed_run_asks_and_says_the_same(name: str, tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", name)
-    part = train(tmp_path / "parts", name, stops_after=SAVED)
-    assert part.run.step == SAVED
-    part.run.state().write(tmp_path)
-    rest = train(tmp_path / "parts", name, resumed=RunState.read(tmp_path))
-    assert [row["step"] for row in rest.metrics] == list(range(1, STEPS + 1))
-    assert len(told(whole, SAVED)) == STEPS - SAVED
-    assert told(rest, SAVED) == told(whole, SAVED)
-    assert asked(rest, SAVED) == asked(whole, SAVED)
-    assert rest.pushed[0] == part.pushed[-1] == SAVED
-    assert rest.run.state().books.tokens == whole.run.state().books.tokens
-    assert rest.run.state().carried == whole.run.state().carried
+def test_a_resumed_run_makes_the_same_calls_and_metrics(name: str, tmp_path: Path) -> None:
+    full = train(tmp_path / "full", name)
+    stopped = train(tmp_path / "parts", name, stops_after=SAVED)
+    assert stopped.run.step == SAVED
+    stopped.run.state().write(tmp_path)
+    resumed_run = train(tmp_path / "parts", name, resumed=RunState.read(tmp_path))
+    assert [row["step"] for row in resumed_run.metrics] == list(range(1, STEPS + 1))
+    assert len(metrics_after(full, SAVED)) == STEPS - SAVED
+    assert metrics_after(resumed_run, SAVED) == metrics_after(full, SAVED)
+    assert calls_after(resumed_run, SAVED) == calls_after(full, SAVED)
+    assert resumed_run.pushed_versions[0] == stopped.pushed_versions[-1] == SAVED
+    assert resumed_run.run.state().totals.tokens == full.run.state().totals.tokens
+    assert resumed_run.run.state().algorithm_state == full.run.state().algorithm_state
 
 
-def test_steps_behind_the_saved_one_are_forgotten(tmp_path: Path) -> None:
-    part = train(tmp_path / "run", "grpo", stops_after=SAVED)
-    state = part.run.state()
+def test_metrics_after_the_saved_step_are_discarded(tmp_path: Path) -> None:
+    stopped = train(tmp_path / "run", "grpo", stops_after=SAVED)
+    state = stopped.run.state()
     train(tmp_path / "run", "grpo", resumed=state)
     train(tmp_path / "run", "grpo", resumed=state)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
 
 
-def test_every_number_survives(tmp_path: Path) -> None:
+def test_state_round_trips_exactly(tmp_path: Path) -> None:
     state = RunState(
         step=7,
         policy_version=6,
         samplers={"prompts": SamplerState(epoch=1, position=3, seed=2**40)},
-        carried={"kl": {"coefficient": 0.1 + 0.2}, "odd": {"value": math.inf}},
+        algorithm_state={"kl": {"coefficient": 0.1 + 0.2}, "odd": {"value": math.inf}},
         metrics_bytes=2**40,
-        books=Books(evaluations={0: 1 / 3}, seconds_by_phase={"train": 1e-300}, logprob_abs_max=math.inf),
+        totals=RunTotals(evaluations={0: 1 / 3}, seconds_by_phase={"train": 1e-300}, logprob_abs_max=math.inf),
     )
     state.write(tmp_path)
     assert RunState.read(tmp_path) == state
 
 
-def test_a_state_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_state_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     with pytest.raises(DataError, match=rf"^{path} cannot be read: No such file"):
         RunState.read(tmp_path)
