@@ -145,7 +145,12 @@ def _print_table(rows: Sequence[Row]) -> None:
         created = "-" if row.created is None else row.created.replace("T", " ").replace("+00:00", " UTC")
         valid = "yes" if row.whole else "no"
         table.add_row(
-            str(row.step), created, f"{format_si(row.bytes)}B", _format_layout(row.layout), valid, row.kept_by or "nothing"
+            str(row.step),
+            created,
+            f"{format_si(row.bytes)}B",
+            _format_layout(row.layout),
+            valid,
+            row.kept_by or "nothing",
         )
     console().print(table)
 

@@ -159,8 +159,7 @@ def test_values_that_need_all_plans_are_left_out_for_many_ranks(
 def test_an_engine_on_several_nodes_is_reported(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--nodes", "2", "--strategy", "exact") == 0
     assert (
-        "exact: tensor-parallel ranks of an engine are on 2 nodes; a run needs them on one"
-        in capsys.readouterr().out
+        "exact: tensor-parallel ranks of an engine are on 2 nodes; a run needs them on one" in capsys.readouterr().out
     )
 
 
