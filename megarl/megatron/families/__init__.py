@@ -1,1 +1,1 @@
-"""Model families: which Hugging Face architectures there are, and how their tensors map to megatron-core's."""
+"""Supported Hugging Face model families and the mapping between their tensors and megatron-core parameters."""

@@ -1,15 +1,19 @@
-"""What the families have in common: embedding, numbered layers, final norm, head, layers that predict further tokens.
+"""The model description that all families share: embedding, decoder layers, final norm, head, and MTP layers.
+
+`ModelArchitecture` maps every megatron-core parameter to Hugging Face tensors:
 
     megatron-core                            Hugging Face
     embedding.word_embeddings.weight         model.embed_tokens.weight
     decoder.layers.7.<part of a layer>       model.layers.7.<...>            attention.py, feed_forward.py
     decoder.final_layernorm.weight           model.norm.weight
-    output_layer.weight                      lm_head.weight, or the embedding where they are tied; of a value model
-                                             score.weight
-    mtp.layers.0.transformer_layer.<part>    model.layers.61.<...>           numbered after the decoder's
+    output_layer.weight                      lm_head.weight; the embedding if tied; score.weight of a value model
+    mtp.layers.0.transformer_layer.<part>    model.layers.61.<...>           numbered after the decoder layers
     mtp.layers.0.enorm.weight                model.layers.61.enorm.weight
 
-Layers and experts are numbered globally on both sides, so that no two model chunks of a rank share a name.
+MTP is multi-token prediction: each MTP layer predicts one further token. MTP layers are never trained; their weights
+are kept so that checkpoints and exports are complete.
+
+Layers and experts have global numbers on both sides, so two model chunks of a rank never share a parameter name.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import Literal
 
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
-from megarl.megatron.families.layer_parts import LayerPart, Units
-from megarl.megatron.families.parameter_map import ParameterMap, Rows, split_rows, whole
+from megarl.megatron.families.layer_parts import LayerPart, ShardingUnit
+from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.megatron.families.rope import Rope
 from megarl.reshard.layout.layout import TensorSpec
 
@@ -32,23 +36,24 @@ EMBEDDING_TENSOR = "model.embed_tokens.weight"
 SCORE_TENSOR = "score.weight"
 
 Head = Literal["lm", "value"]
-"""What a decoder ends in: logits of the next token, or one number a token."""
+"""Output head of a model: next-token logits ("lm") or one scalar per token ("value")."""
 
 LM_SUFFIX, VALUE_SUFFIX = "ForCausalLM", "ForSequenceClassification"
-"""How Hugging Face's names of architectures end, by head."""
+"""Suffixes of Hugging Face architecture names, by head."""
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
-_OF_MTP = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
-_IN_MTP = "transformer_layer."
+_MTP_EXTRA_PARAMETERS = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight")
+_MTP_LAYER_PREFIX = "transformer_layer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoder:
-    """A model as its config.json describes it: what it computes, and what its parameters are made of."""
+class ModelArchitecture:
+    """A model as its config.json describes it: what it computes and how its parameters map to Hugging Face tensors."""
 
-    architecture: str
+    name: str
+    """Hugging Face's name of the architecture, e.g. `Qwen3ForCausalLM`."""
     num_layers: int
-    """Without those that predict further tokens."""
+    """Number of decoder layers, without MTP layers."""
     hidden_size: int
     vocab_size: int
     max_positions: int
@@ -57,81 +62,90 @@ class Decoder:
     rope: Rope
     attention: GroupedQueryAttention | LatentAttention
     mlp: GatedMlp
-    """Of layers without routed experts."""
+    """MLP of the layers without routed experts."""
     experts: MixtureOfExperts | None = None
     dense_layers: frozenset[int] = frozenset()
-    """Where there are experts, the layers without."""
+    """Numbers of the layers without routed experts, if the model has experts."""
     num_mtp_layers: int = 0
-    """Layers that predict a further token each (multi-token prediction); carried along, never trained."""
+    """Number of multi-token-prediction (MTP) layers. They are loaded and saved, never trained."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     zero_centered_norms: bool = False
-    """Whether norms multiply by 1 + weight."""
+    """Norms multiply by 1 + weight."""
     embedding_scale: float = 1.0
-    """Embeddings are multiplied by it."""
+    """Factor that embeddings are multiplied by."""
     logit_softcap: float | None = None
-    """Logits are bent into (-logit_softcap, logit_softcap) by tanh."""
-    windows: tuple[int, ...] = ()
-    """By layer, how many tokens back attention sees, itself included; 0: all. Empty: all layers see all."""
+    """Soft cap of the logits: logit_softcap * tanh(logits / logit_softcap); None: no cap."""
+    window_sizes: tuple[int, ...] = ()
+    """Sliding-window size of each layer in tokens, the token itself included; 0: full attention.
+
+    Empty: all layers have full attention.
+    """
     head: Head = "lm"
-    absent: tuple[str, ...] = ()
-    """Tensors that its folder may lack, which are zeros then."""
-    unused: tuple[str, ...] = ()
-    """Patterns of names of tensors that its folder may hold and that it does not have."""
+    optional_tensors: tuple[str, ...] = ()
+    """Hugging Face tensors that the model folder may lack; they are initialized with zeros."""
+    ignored_patterns: tuple[str, ...] = ()
+    """Name patterns of tensors that the model folder may hold and that the model does not use."""
 
-    def with_value_head(self, *, from_lm: bool) -> Decoder:
-        """The same layers below a linear from a token's hidden state to one number.
+    def with_value_head(self, *, from_lm: bool) -> ModelArchitecture:
+        """Return the value model with the same layers: the head is a linear from a hidden state to one scalar.
 
-        Nothing is tied to the embedding, and there are no layers that predict further tokens.
+        Embeddings are not tied, and there are no MTP layers.
 
         Args:
-            from_lm: whether its folder is a language model's: its head is left, the new one starts from zeros.
+            from_lm: the model folder holds a language model: its head is ignored, the value head starts from zeros.
         """
-        further = range(self.num_layers, self.num_layers + self.num_mtp_layers)
+        mtp_layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         return replace(
             self,
-            architecture=self.architecture.removesuffix(LM_SUFFIX) + VALUE_SUFFIX,
+            name=self.name.removesuffix(LM_SUFFIX) + VALUE_SUFFIX,
             head="value",
             tie_embeddings=False,
             num_mtp_layers=0,
             logit_softcap=None,
-            absent=(SCORE_TENSOR,) if from_lm else (),
-            unused=(*(f"model.layers.{number}.*" for number in further), *(("lm_head.weight",) if from_lm else ())),
+            optional_tensors=(SCORE_TENSOR,) if from_lm else (),
+            ignored_patterns=(
+                *(f"model.layers.{number}.*" for number in mtp_layers),
+                *(("lm_head.weight",) if from_lm else ()),
+            ),
         )
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer that has any; 0: dense."""
+        """Number of routed experts per MoE layer; 0 for a dense model."""
         return self.experts.num_experts if self.experts else 0
 
-    def is_routed(self, number: int) -> bool:
-        """Whether layer `number` has routed experts; from `num_layers` on, a layer that predicts a further token."""
+    def has_routed_experts(self, number: int) -> bool:
+        """Return whether layer `number` has routed experts; numbers from `num_layers` on are MTP layers."""
         return self.experts is not None and number not in self.dense_layers
 
-    def layer(self, number: int) -> tuple[LayerPart, ...]:
-        """The parts of decoder layer `number`; from `num_layers` on, of a layer that predicts a further token."""
+    def layer_parts(self, number: int) -> tuple[LayerPart, ...]:
+        """Return the parts of layer `number`; numbers from `num_layers` on are MTP layers."""
         if self.experts is not None and number not in self.dense_layers:
             return self.attention, self.experts
         return self.attention, self.mlp
 
-    def maps(self) -> dict[str, ParameterMap]:
-        """By megatron-core's name in its first spelling, every parameter, in the order of the layers."""
+    def parameter_maps(self) -> dict[str, ParameterMap]:
+        """Return the map of every parameter by its megatron-core name, in layer order.
+
+        Names are those of megatron-core's torch-only layers (`LayerPart.parameter_names`).
+        """
         maps = {EMBEDDING: self.parameter_map(EMBEDDING)}
         for i in range(self.num_layers):
-            maps |= self._layer_maps(f"decoder.layers.{i}.", i)
+            maps |= self._layer_parameter_maps(f"decoder.layers.{i}.", i)
         rest = ("decoder.final_layernorm.weight", HEAD)
-        return maps | {name: self.parameter_map(name) for name in rest} | self.mtp_maps()
+        return maps | {name: self.parameter_map(name) for name in rest} | self.mtp_parameter_maps()
 
-    def mtp_maps(self) -> dict[str, ParameterMap]:
-        """Of `maps`, what belongs to the layers that predict further tokens."""
+    def mtp_parameter_maps(self) -> dict[str, ParameterMap]:
+        """Return those `parameter_maps` that belong to MTP layers."""
         maps: dict[str, ParameterMap] = {}
         for i in range(self.num_mtp_layers):
-            maps |= self._layer_maps(f"mtp.layers.{i}.{_IN_MTP}", self.num_layers + i)
-            names = (f"mtp.layers.{i}.{name}" for name in _OF_MTP)
+            maps |= self._layer_parameter_maps(f"mtp.layers.{i}.{_MTP_LAYER_PREFIX}", self.num_layers + i)
+            names = (f"mtp.layers.{i}.{name}" for name in _MTP_EXTRA_PARAMETERS)
             maps |= {name: self.parameter_map(name) for name in names}
         return maps
 
-    def copies(self) -> dict[str, str]:
-        """Tensors that a published folder repeats, and of which: each prediction layer's embedding and head."""
+    def duplicated_tensors(self) -> dict[str, str]:
+        """Return duplicate -> original tensor name: published folders repeat embedding and head in each MTP layer."""
         head = EMBEDDING_TENSOR if self.tie_embeddings else "lm_head.weight"
         copies = {}
         for number in range(self.num_layers, self.num_layers + self.num_mtp_layers):
@@ -140,71 +154,73 @@ class Decoder:
         return copies
 
     def tensors(self, dtype: str) -> dict[str, TensorSpec]:
-        """Every Hugging Face tensor, in the order of the layers; tied embeddings appear once."""
-        return tensors_of(self.maps().values(), dtype)
+        """Return the spec of every Hugging Face tensor, in layer order; tied embeddings appear once."""
+        return hf_tensors_of(self.parameter_maps().values(), dtype)
 
     def parameter_map(self, name: str) -> ParameterMap:
-        """How the megatron-core parameter `name` (layers and experts numbered globally) is made of tensors."""
+        """Return how megatron-core parameter `name` (global layer and expert numbers) maps to Hugging Face tensors."""
         hidden = self.hidden_size
         match name:
             case "embedding.word_embeddings.weight":
                 return split_rows(EMBEDDING_TENSOR, height=self.vocab_size, width=hidden)
             case "output_layer.weight" if self.head == "value":
-                return whole(SCORE_TENSOR, 1, hidden)
+                return replicated(SCORE_TENSOR, 1, hidden)
             case "output_layer.weight":
                 head = EMBEDDING_TENSOR if self.tie_embeddings else "lm_head.weight"
                 return split_rows(head, height=self.vocab_size, width=hidden)
             case "decoder.final_layernorm.weight":
-                return whole("model.norm.weight", hidden)
+                return replicated("model.norm.weight", hidden)
         in_layer = _LAYER.fullmatch(name)
         assert in_layer, name
         if in_layer[1] == "decoder":
-            return self._in_layer(int(in_layer[2]), in_layer[3])
+            return self._map_layer_parameter(int(in_layer[2]), in_layer[3])
         number = self.num_layers + int(in_layer[2])
-        if in_layer[3].startswith(_IN_MTP):
-            return self._in_layer(number, in_layer[3].removeprefix(_IN_MTP))
-        return self._of_mtp(f"model.layers.{number}.", in_layer[3])
+        if in_layer[3].startswith(_MTP_LAYER_PREFIX):
+            return self._map_layer_parameter(number, in_layer[3].removeprefix(_MTP_LAYER_PREFIX))
+        return self._map_mtp_parameter(f"model.layers.{number}.", in_layer[3])
 
-    def units(self) -> list[Units]:
-        """What tensor- and expert-parallel ranks must divide, each named by the first layer that has it."""
-        first: dict[tuple[str, int], Units] = {}
+    def sharding_units(self) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly, each described by the first layer that has it."""
+        first: dict[tuple[str, int], ShardingUnit] = {}
         for i in range(self.num_layers):
-            for part in self.layer(i):
-                for at_zero, units in zip(part.units(""), part.units(f"model.layers.{i}."), strict=True):
-                    first.setdefault((at_zero.what, units.total), units)
+            for part in self.layer_parts(i):
+                for without_layer, unit in zip(
+                    part.sharding_units(""), part.sharding_units(f"model.layers.{i}."), strict=True
+                ):
+                    first.setdefault((without_layer.description, unit.total), unit)
         return list(first.values())
 
-    def _layer_maps(self, ours: str, number: int) -> Iterator[tuple[str, ParameterMap]]:
-        theirs = f"model.layers.{number}."
-        for part in self.layer(number):
-            for name in part.names():
-                mapping = part.map(theirs, name)
+    def _layer_parameter_maps(self, mcore_prefix: str, number: int) -> Iterator[tuple[str, ParameterMap]]:
+        hf_prefix = f"model.layers.{number}."
+        for part in self.layer_parts(number):
+            for name in part.parameter_names():
+                mapping = part.map_parameter(hf_prefix, name)
                 assert mapping, name
-                yield ours + name, mapping
+                yield mcore_prefix + name, mapping
 
-    def _in_layer(self, number: int, name: str) -> ParameterMap:
+    def _map_layer_parameter(self, number: int, name: str) -> ParameterMap:
         prefix = f"model.layers.{number}."
-        for part in self.layer(number):
-            mapping = part.map(prefix, name)
+        for part in self.layer_parts(number):
+            mapping = part.map_parameter(prefix, name)
             if mapping:
                 return mapping
         raise AssertionError(f"no mapping for megatron-core parameter {prefix}{name}")
 
-    def _of_mtp(self, prefix: str, name: str) -> ParameterMap:
+    def _map_mtp_parameter(self, prefix: str, name: str) -> ParameterMap:
         hidden = self.hidden_size
         match name:
             case "enorm.weight" | "hnorm.weight":
-                return whole(prefix + name, hidden)
+                return replicated(prefix + name, hidden)
             case "eh_proj.weight":
                 return split_rows(prefix + name, height=hidden, width=2 * hidden)
             case "final_layernorm.weight":
-                return whole(prefix + "shared_head.norm.weight", hidden)
+                return replicated(prefix + "shared_head.norm.weight", hidden)
         raise AssertionError(f"no mapping for megatron-core parameter {prefix}{name}")
 
 
-def tensors_of(maps: Iterable[ParameterMap], dtype: str) -> dict[str, TensorSpec]:
-    """Every Hugging Face tensor that parameters are made of."""
-    rows_of: dict[str, tuple[Rows, str]] = {}
+def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> dict[str, TensorSpec]:
+    """Return the spec of every Hugging Face tensor that the parameter maps refer to."""
+    rows_of: dict[str, tuple[RowRange, str]] = {}
     for mapping in maps:
         for part in mapping.parts:
             for rows in part:

@@ -1,16 +1,16 @@
-"""The attentions of a decoder layer, with the norms around them."""
+"""Attention parts of a decoder layer, with the norms around them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.megatron.families.layer_parts import Units
-from megarl.megatron.families.parameter_map import ParameterMap, Rows, split_columns, split_rows, whole
+from megarl.megatron.families.layer_parts import ShardingUnit
+from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_columns, split_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedQueryAttention:
-    """Query heads that share key-value heads in groups (arXiv 2305.13245)."""
+    """Grouped-query attention (arXiv 2305.13245)."""
 
     hidden_size: int
     num_heads: int
@@ -18,16 +18,16 @@ class GroupedQueryAttention:
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
-    """Whether each head's query and key are normalised."""
+    """The query and key of each head are normalized."""
     post_norm: bool = False
-    """Whether what attention adds to the residual stream is normalised first."""
+    """The attention output is normalized before it is added to the residual stream (Gemma 2)."""
     scale: float | None = None
-    """Of the scores; None: head_dim ** -0.5."""
+    """Scale of the attention scores; None: head_dim ** -0.5."""
     softcap: float | None = None
-    """Scores are bent into (-softcap, softcap) by tanh."""
+    """Soft cap of the attention scores: softcap * tanh(scores / softcap); None: no cap."""
 
-    def names(self) -> list[str]:
-        """See `LayerPart.names`."""
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters."""
         attention = ["linear_qkv.weight"]
         attention += ["linear_qkv.bias"] if self.qkv_bias else []
         attention += ["q_layernorm.weight", "k_layernorm.weight"] if self.qk_norm else []
@@ -35,35 +35,37 @@ class GroupedQueryAttention:
         attention += ["linear_proj.post_layernorm.weight"] if self.post_norm else []
         return ["input_layernorm.weight", *(f"self_attention.{name}" for name in attention)]
 
-    def map(self, prefix: str, name: str) -> ParameterMap | None:
-        """See `LayerPart.map`."""
-        hidden, theirs = self.hidden_size, prefix + "self_attn."
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if there is no such parameter."""
+        hidden, hf_prefix = self.hidden_size, prefix + "self_attn."
         match name.removeprefix("self_attention."):
             case "input_layernorm.weight" | "linear_qkv.layer_norm_weight":
-                return whole(prefix + "input_layernorm.weight", hidden)
+                return replicated(prefix + "input_layernorm.weight", hidden)
             case "q_layernorm.weight":
-                return whole(theirs + "q_norm.weight", self.head_dim)
+                return replicated(hf_prefix + "q_norm.weight", self.head_dim)
             case "k_layernorm.weight":
-                return whole(theirs + "k_norm.weight", self.head_dim)
+                return replicated(hf_prefix + "k_norm.weight", self.head_dim)
             case "linear_qkv.weight":
-                return self._interleaved(theirs, "weight", (hidden,))
+                return self._interleaved_qkv(hf_prefix, "weight", (hidden,))
             case "linear_qkv.bias":
-                return self._interleaved(theirs, "bias", ())
+                return self._interleaved_qkv(hf_prefix, "bias", ())
             case "linear_proj.weight":
-                return split_columns(theirs + "o_proj.weight", hidden, self.num_heads * self.head_dim)
+                return split_columns(hf_prefix + "o_proj.weight", hidden, self.num_heads * self.head_dim)
             case "linear_proj.post_layernorm.weight" if self.post_norm:
-                return whole(prefix + "post_attention_layernorm.weight", hidden)
+                return replicated(prefix + "post_attention_layernorm.weight", hidden)
         return None
 
-    def units(self, prefix: str) -> list[Units]:
-        """See `LayerPart.units`."""
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly."""
         return [
-            Units(f"{prefix}self_attn.q_proj.weight has query heads", self.num_heads, "tp"),
-            Units(f"{prefix}self_attn.k_proj.weight has key-value heads", self.num_kv_heads, "tp", repeats=True),
+            ShardingUnit(f"{prefix}self_attn.q_proj.weight has query heads", self.num_heads, "tp"),
+            ShardingUnit(
+                f"{prefix}self_attn.k_proj.weight has key-value heads", self.num_kv_heads, "tp", can_replicate=True
+            ),
         ]
 
-    def _interleaved(self, theirs: str, kind: str, rest: tuple[int, ...]) -> ParameterMap:
-        """Per key-value group: its query heads, its key head, its value head."""
+    def _interleaved_qkv(self, hf_prefix: str, kind: str, rest: tuple[int, ...]) -> ParameterMap:
+        """Map `linear_qkv`: for each key-value group its query heads, its key head and its value head."""
         d, per_group = self.head_dim, self.num_heads // self.num_kv_heads
         heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         rows = []
@@ -71,65 +73,70 @@ class GroupedQueryAttention:
             for x, count in (("q", per_group), ("k", 1), ("v", 1)):
                 start = group * count * d
                 shape = (heads[x] * d, *rest)
-                rows.append(Rows(f"{theirs}{x}_proj.{kind}", shape, start, start + count * d))
+                rows.append(RowRange(f"{hf_prefix}{x}_proj.{kind}", shape, start, start + count * d))
         return ParameterMap((tuple(rows),), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (arXiv 2412.19437, section 2.1.1); every tensor rank holds the down projections."""
+    """Multi-head latent attention, MLA (arXiv 2412.19437, section 2.1.1).
+
+    The down projections are replicated over tensor-parallel ranks.
+    """
 
     hidden_size: int
     num_heads: int
-    q_rank: int | None
-    """Of the queries' latent; None: queries are projected at once."""
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
+    q_lora_rank: int | None
+    """Rank of the query latent; None: queries have no low-rank projection."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
-    def names(self) -> list[str]:
-        """See `LayerPart.names`."""
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters."""
         queries = ["linear_q_down_proj.weight", "q_layernorm.weight", "linear_q_up_proj.weight"]
         keys = ["linear_kv_down_proj.weight", "kv_layernorm.weight", "linear_kv_up_proj.weight"]
-        attention = [*(["linear_q_proj.weight"] if self.q_rank is None else queries), *keys, "linear_proj.weight"]
+        attention = [*(["linear_q_proj.weight"] if self.q_lora_rank is None else queries), *keys, "linear_proj.weight"]
         return ["input_layernorm.weight", *(f"self_attention.{name}" for name in attention)]
 
-    def map(self, prefix: str, name: str) -> ParameterMap | None:
-        """See `LayerPart.map`."""
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if there is no such parameter."""
         if name == "input_layernorm.weight":
-            return whole(prefix + name, self.hidden_size)
-        ours, theirs = name.removeprefix("self_attention."), prefix + "self_attn."
-        return self._queries(ours, theirs) or self._keys(ours, theirs)
+            return replicated(prefix + name, self.hidden_size)
+        mcore_name, hf_prefix = name.removeprefix("self_attention."), prefix + "self_attn."
+        return self._map_query(mcore_name, hf_prefix) or self._map_key_value_output(mcore_name, hf_prefix)
 
-    def units(self, prefix: str) -> list[Units]:
-        """See `LayerPart.units`."""
-        query = "q_proj" if self.q_rank is None else "q_b_proj"
-        return [Units(f"{prefix}self_attn.{query}.weight has query heads", self.num_heads, "tp")]
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly."""
+        query = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        return [ShardingUnit(f"{prefix}self_attn.{query}.weight has query heads", self.num_heads, "tp")]
 
-    def _queries(self, ours: str, theirs: str) -> ParameterMap | None:
-        hidden, rows = self.hidden_size, self.num_heads * (self.nope_dim + self.rope_dim)
-        if self.q_rank is None:
-            is_query = ours == "linear_q_proj.weight"
-            return split_rows(theirs + "q_proj.weight", height=rows, width=hidden) if is_query else None
-        match ours:
+    def _map_query(self, mcore_name: str, hf_prefix: str) -> ParameterMap | None:
+        hidden, rows = self.hidden_size, self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
+            is_query = mcore_name == "linear_q_proj.weight"
+            return split_rows(hf_prefix + "q_proj.weight", height=rows, width=hidden) if is_query else None
+        match mcore_name:
             case "linear_q_down_proj.weight":
-                return whole(theirs + "q_a_proj.weight", self.q_rank, hidden)
+                return replicated(hf_prefix + "q_a_proj.weight", self.q_lora_rank, hidden)
             case "q_layernorm.weight" | "linear_q_up_proj.layer_norm_weight":
-                return whole(theirs + "q_a_layernorm.weight", self.q_rank)
+                return replicated(hf_prefix + "q_a_layernorm.weight", self.q_lora_rank)
             case "linear_q_up_proj.weight":
-                return split_rows(theirs + "q_b_proj.weight", height=rows, width=self.q_rank)
+                return split_rows(hf_prefix + "q_b_proj.weight", height=rows, width=self.q_lora_rank)
         return None
 
-    def _keys(self, ours: str, theirs: str) -> ParameterMap | None:
-        match ours:
+    def _map_key_value_output(self, mcore_name: str, hf_prefix: str) -> ParameterMap | None:
+        match mcore_name:
             case "linear_kv_down_proj.weight":
-                return whole(theirs + "kv_a_proj_with_mqa.weight", self.kv_rank + self.rope_dim, self.hidden_size)
+                return replicated(
+                    hf_prefix + "kv_a_proj_with_mqa.weight", self.kv_lora_rank + self.qk_rope_head_dim, self.hidden_size
+                )
             case "kv_layernorm.weight" | "linear_kv_up_proj.layer_norm_weight":
-                return whole(theirs + "kv_a_layernorm.weight", self.kv_rank)
+                return replicated(hf_prefix + "kv_a_layernorm.weight", self.kv_lora_rank)
             case "linear_kv_up_proj.weight":
-                rows = self.num_heads * (self.nope_dim + self.v_dim)
-                return split_rows(theirs + "kv_b_proj.weight", height=rows, width=self.kv_rank)
+                rows = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+                return split_rows(hf_prefix + "kv_b_proj.weight", height=rows, width=self.kv_lora_rank)
             case "linear_proj.weight":
-                return split_columns(theirs + "o_proj.weight", self.hidden_size, self.num_heads * self.v_dim)
+                return split_columns(hf_prefix + "o_proj.weight", self.hidden_size, self.num_heads * self.v_head_dim)
         return None

@@ -1,4 +1,4 @@
-"""What the families read from a config.json: the keys that all have, checked and with Hugging Face's defaults."""
+"""The keys of config.json that all families share, validated and with Hugging Face's defaults."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
 
 
-class DecoderConfig(BaseModel):
-    """The keys of a decoder with rotary embeddings and a gated MLP; a family adds its own."""
+class HfConfig(BaseModel):
+    """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -31,11 +31,11 @@ class DecoderConfig(BaseModel):
     tie_word_embeddings: bool = False
     rope_theta: PositiveFloat | None = None
     rope_scaling: dict[str, Any] | None = None
-    """As transformers 4 wrote it."""
+    """RoPE scaling as transformers 4 writes it."""
     rope_parameters: dict[str, Any] | None = None
-    """As transformers 5 writes it, `rope_theta` within."""
+    """RoPE parameters as transformers 5 writes them, `rope_theta` included."""
 
-    # Options that change what layers compute or hold: any other value is refused by name.
+    # Options that change what layers compute or hold: any other value raises an error that names the key.
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
@@ -43,15 +43,15 @@ class DecoderConfig(BaseModel):
 
     @classmethod
     def read(cls, config: Mapping[str, Any], *, origin: str) -> Self:
-        """The checked content of a config.json; `origin` names it in errors.
+        """Validate the content of a config.json; `origin` is its name in error messages.
 
         Raises:
-            ConfigError: a key is missing, of the wrong kind, or sets an option that is not supported; a line each.
+            ConfigError: keys are missing, have the wrong type or set unsupported options; one line each.
         """
         try:
             return cls.model_validate(dict(config))
         except ValidationError as e:
-            raise ConfigError("\n".join(f"{origin}: {_sentence(error)}" for error in e.errors())) from e
+            raise ConfigError("\n".join(f"{origin}: {_error_message(error)}" for error in e.errors())) from e
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -65,22 +65,23 @@ class DecoderConfig(BaseModel):
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads: as many as query heads where nothing is said."""
+        """Number of key-value heads; by default the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
-    def decoder(self, architecture: str, *, origin: str, theta: float = 10000.0) -> Decoder:
-        """A plain one: grouped-query attention and a gated MLP, nothing else. Families replace what they do otherwise.
+    def to_architecture(self, name: str, *, origin: str, theta: float = 10000.0) -> ModelArchitecture:
+        """Return the architecture of a plain decoder: grouped-query attention, gated MLP. Families replace parts.
 
         Args:
+            name: Hugging Face's name of the architecture.
             theta: the family's default of `rope_theta`.
 
         Raises:
-            ConfigError: the rotary embedding is of a type that is not supported.
+            ConfigError: the RoPE type is not supported.
         """
         stated = {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
         base = float(stated.get("rope_theta") or self.rope_theta or theta)
-        return Decoder(
-            architecture=architecture,
+        return ModelArchitecture(
+            name=name,
             num_layers=self.num_hidden_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
@@ -93,7 +94,7 @@ class DecoderConfig(BaseModel):
         )
 
     def grouped_query_attention(self) -> GroupedQueryAttention:
-        """Without biases and norms."""
+        """Return grouped-query attention without biases and query/key norms."""
         return GroupedQueryAttention(
             hidden_size=self.hidden_size,
             num_heads=self.num_attention_heads,
@@ -102,7 +103,7 @@ class DecoderConfig(BaseModel):
         )
 
 
-def _sentence(error: Any) -> str:
+def _error_message(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     match error["type"]:
         case "missing":

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, first layers dense, then routed experts and shared ones.
+"""DeepSeek-V3 (arXiv 2412.19437): MLA, first layers dense, then routed and shared experts, MTP layers.
 
-A checkpoint also holds, for each layer that predicts a further token, a copy of the embedding and of the head
-(`model.layers.61.embed_tokens.weight`, `...shared_head.head.weight`): the main model's serve both here and in SGLang,
-so the table leaves the copies out, and an export writes them anew (`Decoder.copies`).
+A published checkpoint also holds a copy of the embedding and of the head for each MTP layer
+(`model.layers.61.embed_tokens.weight`, `...shared_head.head.weight`). Trainer and SGLang use those of the main model:
+the parameter maps leave the copies out, and an export writes them (`ModelArchitecture.duplicated_tensors`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
-from megarl.megatron.families.config_json import DecoderConfig
+from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 
 
-class _Config(DecoderConfig):
+class _Config(HfConfig):
     q_lora_rank: PositiveInt | None = None
     kv_lora_rank: PositiveInt
     qk_nope_head_dim: PositiveInt
@@ -40,29 +40,29 @@ class _Config(DecoderConfig):
     num_nextn_predict_layers: NonNegativeInt | None = None
 
     @model_validator(mode="after")
-    def _groups_are_scored_alike(self) -> Self:
-        # A group's score is the sum of its 2 best experts'; megatron-core's of its top_k // top_groups best.
+    def _check_group_scores(self) -> Self:
+        # A group's score is the sum of its 2 best experts' scores; megatron-core sums the top_k // topk_group best.
         if self.n_group > 1 and self.num_experts_per_tok != 2 * self.topk_group:
             raise ValueError(
                 f"num_experts_per_tok needs to be 2 * topk_group, got {self.num_experts_per_tok} != 2 * "
-                f"{self.topk_group} = {2 * self.topk_group}: groups of experts are scored by 2 of each"
+                f"{self.topk_group} = {2 * self.topk_group}: megatron-core would score expert groups differently"
             )
         return self
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     return replace(
-        c.decoder("DeepseekV3ForCausalLM", origin=origin),
+        c.to_architecture("DeepseekV3ForCausalLM", origin=origin),
         attention=LatentAttention(
             hidden_size=c.hidden_size,
             num_heads=c.num_attention_heads,
-            q_rank=c.q_lora_rank,
-            kv_rank=c.kv_lora_rank,
-            nope_dim=c.qk_nope_head_dim,
-            rope_dim=c.qk_rope_head_dim,
-            v_dim=c.v_head_dim,
+            q_lora_rank=c.q_lora_rank,
+            kv_lora_rank=c.kv_lora_rank,
+            qk_nope_head_dim=c.qk_nope_head_dim,
+            qk_rope_head_dim=c.qk_rope_head_dim,
+            v_head_dim=c.v_head_dim,
         ),
         experts=MixtureOfExperts(
             hidden_size=c.hidden_size,
@@ -70,13 +70,13 @@ def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
             ffn_size=c.moe_intermediate_size,
             routing=Routing(
                 top_k=c.num_experts_per_tok,
-                score="sigmoid",
-                groups=c.n_group,
-                top_groups=c.topk_group,
-                scaling=c.routed_scaling_factor,
+                scoring_func="sigmoid",
+                num_groups=c.n_group,
+                topk_group=c.topk_group,
+                routed_scaling_factor=c.routed_scaling_factor,
             ),
             shared_ffn_size=c.moe_intermediate_size * (c.n_shared_experts or 0),
-            router_bias=True,
+            expert_bias=True,
         ),
         dense_layers=frozenset(range(c.first_k_dense_replace)),
         num_mtp_layers=c.num_nextn_predict_layers or 0,

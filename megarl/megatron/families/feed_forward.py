@@ -1,4 +1,4 @@
-"""What follows attention in a decoder layer: a gated MLP, or a mixture of such experts, with the norms around them."""
+"""Feed-forward parts of a decoder layer: a gated MLP or a mixture of experts (MoE), with the norms around it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.megatron.families.layer_parts import Units
-from megarl.megatron.families.parameter_map import ParameterMap, split_columns, split_rows, whole
+from megarl.megatron.families.layer_parts import ShardingUnit
+from megarl.megatron.families.parameter_map import ParameterMap, replicated, split_columns, split_rows
 
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(?P<local>[12])\.weight|linear_fc(?P<grouped>[12])\.weight(\d+))"
@@ -16,55 +16,57 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     hidden_size: int
     ffn_size: int
-    sandwiched: bool = False
-    """Whether what the MLP adds to the residual stream is normalised first, as what goes into it is (Gemma 2)."""
+    post_norm: bool = False
+    """The MLP output is normalized before it is added to the residual stream (Gemma 2)."""
 
-    def names(self) -> list[str]:
-        """See `LayerPart.names`."""
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters."""
         names = ["pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-        return names + (["mlp.linear_fc2.post_layernorm.weight"] if self.sandwiched else [])
+        return names + (["mlp.linear_fc2.post_layernorm.weight"] if self.post_norm else [])
 
-    def map(self, prefix: str, name: str) -> ParameterMap | None:
-        """See `LayerPart.map`."""
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if there is no such parameter."""
         match name:
             case "pre_mlp_layernorm.weight" | "mlp.linear_fc1.layer_norm_weight":
-                before = "pre_feedforward" if self.sandwiched else "post_attention"
-                return whole(f"{prefix}{before}_layernorm.weight", self.hidden_size)
-            case "mlp.linear_fc2.post_layernorm.weight" if self.sandwiched:
-                return whole(prefix + "post_feedforward_layernorm.weight", self.hidden_size)
+                before = "pre_feedforward" if self.post_norm else "post_attention"
+                return replicated(f"{prefix}{before}_layernorm.weight", self.hidden_size)
+            case "mlp.linear_fc2.post_layernorm.weight" if self.post_norm:
+                return replicated(prefix + "post_feedforward_layernorm.weight", self.hidden_size)
             case "mlp.linear_fc1.weight":
-                return gate_up(prefix + "mlp.", self.hidden_size, self.ffn_size)
+                return gated_fc1(prefix + "mlp.", self.hidden_size, self.ffn_size)
             case "mlp.linear_fc2.weight":
                 return split_columns(prefix + "mlp.down_proj.weight", self.hidden_size, self.ffn_size)
         return None
 
-    def units(self, prefix: str) -> list[Units]:
-        """See `LayerPart.units`."""
-        return [Units(f"{prefix}mlp.gate_proj.weight has rows", self.ffn_size, "tp")]
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly."""
+        return [ShardingUnit(f"{prefix}mlp.gate_proj.weight has rows", self.ffn_size, "tp")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How a token's experts are picked and weighed."""
+    """How the router selects and weights the experts of a token."""
 
     top_k: int
-    """Experts of a token."""
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True
-    """Whether the weights of a token's experts add up to 1 (before `scaling`)."""
-    groups: int = 1
-    """Experts compete in groups of which `top_groups` are picked first (arXiv 2412.19437, section 2.1.2)."""
-    top_groups: int = 1
-    scaling: float = 1.0
+    """Number of experts per token."""
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    """The weights of a token's experts are normalized to sum to 1, before `routed_scaling_factor`."""
+    num_groups: int = 1
+    """Number of expert groups. The router first selects `topk_group` groups, then experts within these
+    (arXiv 2412.19437, section 2.1.2)."""
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    """Factor that the weights of a token's experts are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertNames:
-    """What Hugging Face calls the tensors of a mixture of experts."""
+class HfExpertNames:
+    """Hugging Face's module names in a mixture-of-experts layer."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -74,23 +76,23 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
-    """A router, gated MLPs of which it picks a few for each token, and optionally one that sees every token."""
+    """Mixture of experts: a router, routed gated MLPs, and optionally shared experts that process every token."""
 
     hidden_size: int
     num_experts: int
     ffn_size: int
-    """Of one routed expert."""
+    """Hidden size of one routed expert."""
     routing: Routing
-    theirs: ExpertNames = ExpertNames()
+    hf_names: HfExpertNames = HfExpertNames()
     shared_ffn_size: int = 0
-    """Of the shared experts together, which are one MLP; 0: none."""
-    router_bias: bool = False
-    """Whether a bias per expert, kept in float32, corrects what the router picks (`expert_bias`, a buffer)."""
+    """Hidden size of all shared experts together, which form one MLP; 0: none."""
+    expert_bias: bool = False
+    """The router selects experts with a float32 bias per expert (megatron-core's buffer `expert_bias`)."""
 
-    def names(self) -> list[str]:
-        """See `LayerPart.names`."""
+    def parameter_names(self) -> list[str]:
+        """Return the megatron-core names of the parameters."""
         names = ["pre_mlp_layernorm.weight", "mlp.router.weight"]
-        names += ["mlp.router.expert_bias"] if self.router_bias else []
+        names += ["mlp.router.expert_bias"] if self.expert_bias else []
         names += [
             f"mlp.experts.local_experts.{expert}.linear_fc{i}.weight"
             for expert in range(self.num_experts)
@@ -100,43 +102,47 @@ class MixtureOfExperts:
             names += [f"mlp.shared_experts.linear_fc{i}.weight" for i in (1, 2)]
         return names
 
-    def map(self, prefix: str, name: str) -> ParameterMap | None:
-        """See `LayerPart.map`."""
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if there is no such parameter."""
         expert = _EXPERT.fullmatch(name)
         if expert:
-            return self._expert(prefix, int(expert[1] or expert[4]), expert["local"] or expert["grouped"])
+            return self._map_expert(prefix, int(expert[1] or expert[4]), expert["local"] or expert["grouped"])
         hidden, shared = self.hidden_size, prefix + "mlp.shared_experts."
         match name:
             case "pre_mlp_layernorm.weight":
-                return whole(prefix + "post_attention_layernorm.weight", hidden)
+                return replicated(prefix + "post_attention_layernorm.weight", hidden)
             case "mlp.router.weight":
-                return whole(f"{prefix}{self.theirs.block}.gate.weight", self.num_experts, hidden)
-            case "mlp.router.expert_bias" if self.router_bias:
-                return whole(prefix + "mlp.gate.e_score_correction_bias", self.num_experts, dtype="float32")
+                return replicated(f"{prefix}{self.hf_names.block}.gate.weight", self.num_experts, hidden)
+            case "mlp.router.expert_bias" if self.expert_bias:
+                return replicated(prefix + "mlp.gate.e_score_correction_bias", self.num_experts, dtype="float32")
             case "mlp.shared_experts.linear_fc1.weight":
-                return gate_up(shared, hidden, self.shared_ffn_size)
+                return gated_fc1(shared, hidden, self.shared_ffn_size)
             case "mlp.shared_experts.linear_fc2.weight":
                 return split_columns(shared + "down_proj.weight", hidden, self.shared_ffn_size)
         return None
 
-    def units(self, prefix: str) -> list[Units]:
-        """See `LayerPart.units`."""
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that parallel ranks must divide evenly."""
         units = [
-            Units(f"{prefix}{self.theirs.block} has experts", self.num_experts, "ep"),
-            Units(f"{prefix}{self.theirs.block}.experts.0.{self.theirs.gate}.weight has rows", self.ffn_size, "etp"),
+            ShardingUnit(f"{prefix}{self.hf_names.block} has experts", self.num_experts, "ep"),
+            ShardingUnit(
+                f"{prefix}{self.hf_names.block}.experts.0.{self.hf_names.gate}.weight has rows", self.ffn_size, "etp"
+            ),
         ]
         if self.shared_ffn_size:
-            units.append(Units(f"{prefix}mlp.shared_experts.gate_proj.weight has rows", self.shared_ffn_size, "tp"))
+            units.append(
+                ShardingUnit(f"{prefix}mlp.shared_experts.gate_proj.weight has rows", self.shared_ffn_size, "tp")
+            )
         return units
 
-    def _expert(self, prefix: str, expert: int, linear: str) -> ParameterMap:
-        theirs = f"{prefix}{self.theirs.block}.experts.{expert}."
+    def _map_expert(self, prefix: str, expert: int, linear: str) -> ParameterMap:
+        hf_prefix = f"{prefix}{self.hf_names.block}.experts.{expert}."
         if linear == "2":
-            return split_columns(f"{theirs}{self.theirs.down}.weight", self.hidden_size, self.ffn_size, expert)
-        gate, up = (f"{theirs}{name}.weight" for name in (self.theirs.gate, self.theirs.up))
+            return split_columns(f"{hf_prefix}{self.hf_names.down}.weight", self.hidden_size, self.ffn_size, expert)
+        gate, up = (f"{hf_prefix}{name}.weight" for name in (self.hf_names.gate, self.hf_names.up))
         return split_rows(gate, up, height=self.ffn_size, width=self.hidden_size, expert=expert)
 
 
-def gate_up(prefix: str, hidden_size: int, ffn_size: int) -> ParameterMap:
-    """megatron-core's `linear_fc1`: each rank's share of gate above its share of up."""
+def gated_fc1(prefix: str, hidden_size: int, ffn_size: int) -> ParameterMap:
+    """Return the map of megatron-core's `linear_fc1`: each rank stacks its shard of gate above its shard of up."""
     return split_rows(f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight", height=ffn_size, width=hidden_size)

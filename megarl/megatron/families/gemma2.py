@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118): norms on both sides of attention and MLP, windows in every other layer, capped scores."""
+"""Gemma 2 (arXiv 2408.00118): pre- and post-norms, sliding windows in every other layer, soft-capped scores."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.config_json import DecoderConfig
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.config_json import HfConfig
 
 
-class _Config(DecoderConfig):
+class _Config(HfConfig):
     tie_word_embeddings: bool = True
-    # says the same as hidden_activation, which is the one that Hugging Face reads
+    # a duplicate of hidden_activation; Hugging Face reads the latter
     hidden_act: Literal["gelu_pytorch_tanh", "gelu"] = "gelu_pytorch_tanh"  # type: ignore[assignment]
     hidden_activation: Literal["gelu_pytorch_tanh"] | None = "gelu_pytorch_tanh"
     head_dim: PositiveInt | None = 256
@@ -25,17 +25,17 @@ class _Config(DecoderConfig):
     final_logit_softcapping: PositiveFloat | None = 30.0
     use_bidirectional_attention: Literal[False] | None = None
 
-    def windows(self) -> tuple[int, ...]:
+    def window_sizes(self) -> tuple[int, ...]:
         kinds = self.layer_types or [
             "full_attention" if i % 2 else "sliding_attention" for i in range(self.num_hidden_layers)
         ]
         return tuple((self.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
-    plain = c.decoder("Gemma2ForCausalLM", origin=origin)
+    plain = c.to_architecture("Gemma2ForCausalLM", origin=origin)
     return replace(
         plain,
         attention=replace(
@@ -44,10 +44,10 @@ def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
             scale=c.query_pre_attn_scalar**-0.5,
             softcap=c.attn_logit_softcapping,
         ),
-        mlp=replace(plain.mlp, sandwiched=True),
+        mlp=replace(plain.mlp, post_norm=True),
         activation="gelu_tanh",
         zero_centered_norms=True,
         embedding_scale=c.hidden_size**0.5,
         logit_softcap=c.final_logit_softcapping,
-        windows=c.windows(),
+        window_sizes=c.window_sizes(),
     )

@@ -1,8 +1,10 @@
-"""What a decoder layer is made of, each part with its megatron-core and Hugging Face names.
+"""The interface of a decoder layer's parts, which know their parameters' megatron-core and Hugging Face names.
 
-Names on megatron-core's side are those within a layer (`self_attention.linear_qkv.weight`), experts numbered globally.
-Transformer Engine fuses a norm into the linear that follows it, under the linear's name (`...layer_norm_weight`), and
-its grouped linear numbers experts at the end (`mlp.experts.linear_fc1.weight7`); both spellings are understood.
+megatron-core names are relative to the layer (`self_attention.linear_qkv.weight`), with global expert numbers, and have
+two spellings. Transformer Engine fuses a norm into the linear that follows it (`...linear_qkv.layer_norm_weight`), and
+its grouped linear has the expert number at the end (`mlp.experts.linear_fc1.weight7`). Torch-only layers have separate
+norms (`input_layernorm.weight`) and one module per expert. `map_parameter` accepts both, `parameter_names` returns the
+latter.
 """
 
 from __future__ import annotations
@@ -14,25 +16,27 @@ from megarl.megatron.families.parameter_map import ParameterMap
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
-    """What ranks can only divide among themselves whole."""
+class ShardingUnit:
+    """Indivisible units of a tensor, such as heads or experts, that parallel ranks must divide evenly."""
 
-    what: str
-    """As `model.layers.0.self_attn.q_proj.weight has query heads`."""
+    description: str
+    """Text for error messages, e.g. `model.layers.0.self_attn.q_proj.weight has query heads`."""
     total: int
+    """Number of units in the full tensor."""
     axis: Literal["tp", "etp", "ep"]
-    repeats: bool = False
-    """Where an engine has more ranks than there are, several ranks hold the same."""
+    """Parallel dimension that divides the units."""
+    can_replicate: bool = False
+    """Several ranks may hold the same unit if there are more ranks than units."""
 
 
 class LayerPart(Protocol):
-    """A part of a layer; `prefix` is that of the layer's Hugging Face tensors."""
+    """A part of a decoder layer; `prefix` is the common prefix of the layer's Hugging Face tensors."""
 
-    def names(self) -> list[str]:
-        """Of its parameters, in megatron-core's first spelling."""
+    def parameter_names(self) -> list[str]:
+        """Return the names of its parameters in the spelling of megatron-core's torch-only layers."""
 
-    def map(self, prefix: str, name: str) -> ParameterMap | None:
-        """How its parameter `name` is made; None where the part has none of that name."""
+    def map_parameter(self, prefix: str, name: str) -> ParameterMap | None:
+        """Return the map of parameter `name`; None if this part has no such parameter."""
 
-    def units(self, prefix: str) -> list[Units]:
-        """What tensor- and expert-parallel ranks must divide."""
+    def sharding_units(self, prefix: str) -> list[ShardingUnit]:
+        """Return the units that tensor- and expert-parallel ranks must divide evenly."""

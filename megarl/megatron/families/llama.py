@@ -1,14 +1,14 @@
-"""Llama 3 (arXiv 2407.21783): nothing but a stretched rotary embedding; Llama 2 lacks even that."""
+"""Llama 2 and Llama 3 (arXiv 2407.21783): a plain decoder; Llama 3 scales RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.config_json import DecoderConfig
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.config_json import HfConfig
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
-    return DecoderConfig.read(config, origin=origin).decoder("LlamaForCausalLM", origin=origin)
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
+    return HfConfig.read(config, origin=origin).to_architecture("LlamaForCausalLM", origin=origin)

@@ -8,25 +8,25 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.config_json import DecoderConfig
-from megarl.megatron.families.feed_forward import ExpertNames, MixtureOfExperts, Routing
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.config_json import HfConfig
+from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
 
 
-class _Config(DecoderConfig):
+class _Config(HfConfig):
     num_local_experts: PositiveInt = 8
     num_experts_per_tok: PositiveInt = 2
     sliding_window: None = None
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     experts = MixtureOfExperts(
         hidden_size=c.hidden_size,
         num_experts=c.num_local_experts,
         ffn_size=c.intermediate_size,
         routing=Routing(top_k=c.num_experts_per_tok),
-        theirs=ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        hf_names=HfExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
     )
-    return replace(c.decoder("MixtralForCausalLM", origin=origin, theta=1e6), experts=experts)
+    return replace(c.to_architecture("MixtralForCausalLM", origin=origin, theta=1e6), experts=experts)

@@ -1,4 +1,4 @@
-"""What is wrong with a model folder, read from its JSON and the headers of its safetensors: no tensor, no torch."""
+"""Checks of a Hugging Face model folder by its config.json and safetensors headers; no tensor data is read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import DataError
-from megarl.megatron.families.architecture import Decoder, Head
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.architecture import Head, ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.weight_index import derived_tensors, problems
 
-SIZES = (
+REQUIRED_SIZES = (
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
@@ -21,45 +21,45 @@ SIZES = (
     "rms_norm_eps",
     "vocab_size",
 )
-"""Keys of config.json without which no supported model can be built."""
+"""Keys of config.json that every supported model requires."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The content of `folder`/config.json, with a positive number under each of `SIZES`.
+    """Return the content of `folder`/config.json after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:
-        DataError: no such folder or file, not a JSON object, or a size is missing.
+        DataError: the folder or file does not exist, the file is not a JSON object, or a size is missing.
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
     tree = read_json_object(folder / "config.json")
-    wrong = [key for key in SIZES if not _positive(tree.get(key))]
+    wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
     return tree
 
 
-def read_decoder(folder: Path, *, head: Head | None = "lm") -> Decoder:
-    """The model that `folder`/config.json describes, ending in `head`; see `read_family`.
+def load_architecture_from_folder(folder: Path, *, head: Head | None = "lm") -> ModelArchitecture:
+    """Return the architecture that `folder`/config.json describes, with output head `head`.
 
     Raises:
-        DataError: see `read_hf_config`.
-        ConfigError: it is not supported.
+        DataError: config.json is missing or invalid (`read_hf_config`).
+        ConfigError: the architecture is not supported (`load_architecture`).
     """
-    return read_family(read_hf_config(folder), origin=str(folder / "config.json"), head=head)
+    return load_architecture(read_hf_config(folder), origin=str(folder / "config.json"), head=head)
 
 
 def model_head(config: StageConfig) -> Head:
-    """What the model that the stage trains ends in."""
+    """Return the output head of the model that the stage trains."""
     return "value" if isinstance(config, RmConfig) else "lm"
 
 
-def weight_problems(folder: Path, model: Decoder) -> list[str]:
-    """A sentence for each way in which the safetensors of `folder` are not the weights of `model`."""
+def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
+    """Return one message for each way in which the safetensors of `folder` do not match `model`."""
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
-    ignored = (*derived_tensors(tied=model.tie_embeddings), *model.unused)
-    return problems(folder, needed, model=model.architecture, ignored=ignored, optional=model.absent)
+    ignored = (*derived_tensors(tied=model.tie_embeddings), *model.ignored_patterns)
+    return problems(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
 
 
-def _positive(value: object) -> bool:
+def _is_positive_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

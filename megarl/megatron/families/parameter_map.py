@@ -1,8 +1,8 @@
-"""How one megatron-core parameter is made of Hugging Face tensors; everything else follows from it.
+"""Mapping of one megatron-core parameter to Hugging Face tensors; loading, export and weight sync derive from it.
 
-A parameter is one or more *parts*, each sharded over the tensor-parallel ranks on its own (gate and up of a gated MLP
-are two parts: rank r holds [gate_r; up_r]). A part is row ranges of Hugging Face tensors, stacked along dimension 0
-(query, key and value, interleaved by group). Rows past the stacked ones are padding.
+A parameter consists of one or more *parts*, each sharded over the tensor-parallel ranks separately: gate and up of a
+gated MLP are two parts, and rank r holds [gate_r; up_r]. A part is a sequence of row ranges of Hugging Face tensors,
+stacked along dimension 0: query, key and value, interleaved by key-value group. Rows after these are padding.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.reshard.layout.layout import Box, Piece
+from megarl.reshard.layout.layout import Box, ShardPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """Rows `start:stop` of a Hugging Face tensor of shape `shape`."""
 
     tensor: str
@@ -23,45 +23,48 @@ class Rows:
     stop: int
 
     @classmethod
-    def all(cls, tensor: str, shape: tuple[int, ...]) -> Rows:
-        """The whole tensor."""
+    def all(cls, tensor: str, shape: tuple[int, ...]) -> RowRange:
+        """Return the range of all rows of `tensor`."""
         return cls(tensor, shape, 0, shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterMap:
-    """One megatron-core parameter in Hugging Face terms."""
+    """One megatron-core parameter in terms of Hugging Face tensors."""
 
-    parts: tuple[tuple[Rows, ...], ...]
+    parts: tuple[tuple[RowRange, ...], ...]
+    """Row ranges of each part; parts are sharded separately and stacked in each rank's shard."""
     shard_dim: int | None
-    """Dimension that tensor-parallel ranks split; None: every rank holds all of it."""
+    """Dimension that tensor-parallel ranks split; None: the parameter is replicated."""
     expert: int | None = None
-    """The routed expert that it belongs to, counted over all expert-parallel ranks: it lies on one of these, where the
-    *expert* tensor-parallel ranks split it."""
+    """Global number of the routed expert; None: not an expert's parameter.
+
+    One expert-parallel rank holds it, and the *expert* tensor-parallel ranks split it.
+    """
     dtype: str | None = None
-    """As torch names it; None: the model's."""
+    """Torch dtype name, e.g. "float32"; None: the model's dtype."""
 
 
-def whole(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
-    """A tensor that every tensor-parallel rank holds all of."""
-    return ParameterMap(((Rows.all(tensor, shape),),), None, dtype=dtype)
+def replicated(tensor: str, *shape: int, dtype: str | None = None) -> ParameterMap:
+    """Map a parameter to a tensor of `shape` that every tensor-parallel rank holds in full."""
+    return ParameterMap(((RowRange.all(tensor, shape),),), None, dtype=dtype)
 
 
 def split_rows(*tensors: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
-    """Tensors [height, width] of which every rank holds its share of rows, one tensor's after another's."""
-    return ParameterMap(tuple((Rows.all(tensor, (height, width)),) for tensor in tensors), 0, expert)
+    """Map a parameter to tensors [height, width] split by rows; each rank stacks its shards of all tensors."""
+    return ParameterMap(tuple((RowRange.all(tensor, (height, width)),) for tensor in tensors), 0, expert)
 
 
 def split_columns(tensor: str, height: int, width: int, expert: int | None = None) -> ParameterMap:
-    """A tensor [height, width] of which every rank holds its share of columns."""
-    return ParameterMap(((Rows.all(tensor, (height, width)),),), 1, expert)
+    """Map a parameter to a tensor [height, width] split by columns."""
+    return ParameterMap(((RowRange.all(tensor, (height, width)),),), 1, expert)
 
 
 def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) -> tuple[int, ...]:
-    """Of the parameter on one of `size` ranks that split it.
+    """Return the shape of the parameter's shard on each of `size` ranks that split it.
 
     Args:
-        rows: over all ranks where padding makes them more than the tensors have.
+        rows: number of rows over all ranks, if padding adds rows; None: no padding.
     """
     first = mapping.parts[0][0]
     held = sum(r.stop - r.start for part in mapping.parts for r in part)
@@ -71,10 +74,12 @@ def local_shape(mapping: ParameterMap, size: int, *, rows: int | None = None) ->
     return tuple(shape)
 
 
-def pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, rank: int, size: int) -> Iterator[Piece]:
-    """The pieces that tensor-parallel rank `rank` of `size` holds in its parameter `local` of shape `local_shape`.
+def shard_pieces(
+    local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, rank: int, size: int
+) -> Iterator[ShardPiece]:
+    """Yield the shard pieces in parameter `local` of tensor-parallel rank `rank` of `size`; its shape is `local_shape`.
 
-    Of a routed expert, `rank` and `size` are those of expert tensor parallelism.
+    For a routed expert, `rank` and `size` are those of expert tensor parallelism.
     """
     if mapping.shard_dim == 1:
         yield from _column_pieces(local, mapping, local_shape, rank)
@@ -92,13 +97,13 @@ def pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], *, r
                 source = (rows.start + lo - at, rows.start + hi - at)
                 target = (p * rows_per_part + lo - first, p * rows_per_part + hi - first)
                 rest: Box = tuple((0, n) for n in rows.shape[1:])
-                yield Piece(rows.tensor, (source, *rest), local, (target, *rest))
+                yield ShardPiece(rows.tensor, (source, *rest), local, (target, *rest))
             at += rows.stop - rows.start
         assert at <= shards * rows_per_part, f"{local}: {at} rows do not fit {shards} shards of {rows_per_part}"
 
 
-def _column_pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[Piece]:
+def _column_pieces(local: str, mapping: ParameterMap, local_shape: tuple[int, ...], rank: int) -> Iterator[ShardPiece]:
     ((rows,),) = mapping.parts
     height, width = local_shape
     assert rows.shape[0] == height, (local, rows.shape, local_shape)
-    yield Piece(rows.tensor, ((0, height), (rank * width, (rank + 1) * width)), local, ((0, height), (0, width)))
+    yield ShardPiece(rows.tensor, ((0, height), (rank * width, (rank + 1) * width)), local, ((0, height), (0, width)))

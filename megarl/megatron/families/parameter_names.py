@@ -1,4 +1,4 @@
-"""Names of a rank's parameters, whose layers and experts megatron-core numbers from 0 on every rank."""
+"""Conversion of megatron-core's parameter names, which number layers and experts per rank, to global numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+|(?<=mlp\.experts\.l
 
 
 def global_name(name: str, layers: range, first_expert: int) -> str:
-    """megatron-core's `name` in a chunk that holds `layers`, with layers and experts numbered over all ranks.
+    """Return `name` with global layer and expert numbers instead of those of the rank.
 
     Args:
-        first_expert: number of the rank's first routed expert.
+        name: megatron-core's parameter name in the model chunk.
+        layers: global numbers of the chunk's layers.
+        first_expert: global number of the rank's first routed expert.
     """
     name = _LAYER.sub(lambda found: str(layers[int(found[0])]), name)
     return _EXPERT.sub(lambda found: str(first_expert + int(found[0])), name)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): queries, keys and values are biased."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): query, key and value projections have biases."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.config_json import DecoderConfig
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.config_json import HfConfig
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
-    c = DecoderConfig.read(config, origin=origin)
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
+    c = HfConfig.read(config, origin=origin)
     attention = replace(c.grouped_query_attention(), qkv_bias=True)
-    return replace(c.decoder("Qwen2ForCausalLM", origin=origin), attention=attention)
+    return replace(c.to_architecture("Qwen2ForCausalLM", origin=origin), attention=attention)

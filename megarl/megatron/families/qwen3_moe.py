@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): Qwen3's attention, and routed experts in all layers or in some."""
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3's attention, and routed experts in all or some layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.config_json import DecoderConfig
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
 
 
-class _Config(DecoderConfig):
-    # transformers 5 writes the second name
+class _Config(HfConfig):
+    # transformers 5 writes `num_local_experts`
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
@@ -23,18 +23,18 @@ class _Config(DecoderConfig):
     mlp_only_layers: tuple[NonNegativeInt, ...] | None = None
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> Decoder:
-    """See `read_family`."""
+def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     without, step = c.mlp_only_layers or (), c.decoder_sparse_step
     return replace(
-        c.decoder("Qwen3MoeForCausalLM", origin=origin),
+        c.to_architecture("Qwen3MoeForCausalLM", origin=origin),
         attention=replace(c.grouped_query_attention(), qk_norm=True),
         experts=MixtureOfExperts(
             hidden_size=c.hidden_size,
             num_experts=c.num_experts,
             ffn_size=c.moe_intermediate_size,
-            routing=Routing(top_k=c.num_experts_per_tok, normalised=c.norm_topk_prob),
+            routing=Routing(top_k=c.num_experts_per_tok, norm_topk_prob=c.norm_topk_prob),
         ),
         dense_layers=frozenset(i for i in range(c.num_hidden_layers) if i in without or (i + 1) % step),
     )

@@ -1,7 +1,7 @@
-"""Every trainer rank's layout from sizes alone: no model is built, so any scale can be planned.
+"""Weight layouts of all trainer ranks, computed from sizes alone: no model is built, so any scale can be planned.
 
-What a rank holds depends on its stage, its tensor rank and, of the routed experts, its expert-parallel and its expert
-tensor rank. Each such share is made once, and ranks that hold the same have the same layout object.
+The shards of a rank depend on its pipeline and tensor rank and, for routed experts, on its expert-parallel and expert
+tensor rank. Each distinct layout is created once; ranks with the same shards share the layout object.
 """
 
 from __future__ import annotations
@@ -9,44 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.architecture import EMBEDDING, HEAD, Decoder, tensors_of
-from megarl.megatron.families.parameter_map import ParameterMap, local_shape, pieces
+from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture, hf_tensors_of
+from megarl.megatron.families.parameter_map import ParameterMap, local_shape, shard_pieces
 from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import Piece, WeightLayout
+from megarl.reshard.layout.layout import ShardPiece, WeightLayout
 
 VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this times tp, as Megatron-LM does."""
+"""The vocabulary is padded to a multiple of this times tp, as in Megatron-LM."""
 
 Maps = Mapping[str, ParameterMap]
 
 
-def padded_vocab(model: Decoder, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
+def padded_vocab(model: ModelArchitecture, tp: int) -> int:
+    """Return the number of embedding rows over all tensor-parallel ranks, padding included."""
     multiple = VOCAB_MULTIPLE * tp
     return -(-model.vocab_size // multiple) * multiple
 
 
-def trainer_layouts(model: Decoder, grid: RankGrid, dtype: str, split: PipelineSplit = EVEN) -> list[WeightLayout]:
-    """By rank, what megatron-core holds of `model`; local names number layers and experts globally.
+def trainer_layouts(
+    model: ModelArchitecture, grid: RankGrid, dtype: str, split: PipelineSplit = EVEN
+) -> list[WeightLayout]:
+    """Return the layout of each rank; local names are megatron-core's with global layer and expert numbers.
 
     Raises:
-        ConfigError: layers or experts do not divide.
+        ConfigError: `grid` or `split` does not divide the layers or experts.
     """
     _require_experts(model, grid.ep)
-    maps = model.maps()
-    tensors = tensors_of(maps.values(), dtype)
+    maps = model.parameter_maps()
+    tensors = hf_tensors_of(maps.values(), dtype)
     padded = {EMBEDDING, HEAD} if model.head == "lm" else {EMBEDDING}
     rows = dict.fromkeys(padded, padded_vocab(model, grid.tp))
-    everywhere: dict[tuple[int, int], tuple[Piece, ...]] = {}
-    routed: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
-    for stage, names in enumerate(_names_of_stages(model, maps, grid.pp, split)):
-        others, by_ep = _deal_experts({name: maps[name] for name in names}, model.num_experts // grid.ep, grid.ep)
+    everywhere: dict[tuple[int, int], tuple[ShardPiece, ...]] = {}
+    routed: dict[tuple[int, int, int], tuple[ShardPiece, ...]] = {}
+    for stage, names in enumerate(_stage_parameter_names(model, maps, grid.pp, split)):
+        others, by_ep = _split_experts({name: maps[name] for name in names}, model.num_experts // grid.ep, grid.ep)
         for tp in range(grid.tp):
-            everywhere[stage, tp] = tuple(_pieces(others, tp, grid.tp, rows))
+            everywhere[stage, tp] = tuple(_rank_pieces(others, tp, grid.tp, rows))
         for ep, experts in enumerate(by_ep):
             for etp in range(grid.expert_tp):
-                routed[stage, ep, etp] = tuple(_pieces(experts, etp, grid.expert_tp, {}))
+                routed[stage, ep, etp] = tuple(_rank_pieces(experts, etp, grid.expert_tp, {}))
     layouts: dict[tuple[int, int, int, int], WeightLayout] = {}
     by_rank = []
     for rank in range(grid.size):
@@ -58,33 +60,33 @@ def trainer_layouts(model: Decoder, grid: RankGrid, dtype: str, split: PipelineS
     return by_rank
 
 
-def _require_experts(model: Decoder, ep: int) -> None:
+def _require_experts(model: ModelArchitecture, ep: int) -> None:
     if ep > 1 and (not model.num_experts or model.num_experts % ep):
         got = (
             f"{model.num_experts} % {ep} = {model.num_experts % ep}" if model.num_experts else f"ep {ep} and no experts"
         )
-        raise ConfigError(f"ep needs to divide the experts of {model.architecture}, got {got}")
+        raise ConfigError(f"ep needs to divide the experts of {model.name}, got {got}")
 
 
-def _deal_experts(maps: Maps, per_rank: int, ep: int) -> tuple[Maps, list[Maps]]:
-    """What all expert-parallel ranks hold, and by expert-parallel rank its experts."""
+def _split_experts(maps: Maps, per_rank: int, ep: int) -> tuple[Maps, list[Maps]]:
+    """Return the parameters outside the experts, and the experts' parameters by expert-parallel rank."""
     others = {name: mapping for name, mapping in maps.items() if mapping.expert is None}
-    dealt: list[dict[str, ParameterMap]] = [{} for _ in range(ep)]
+    experts_by_ep: list[dict[str, ParameterMap]] = [{} for _ in range(ep)]
     for name, mapping in maps.items():
         if mapping.expert is not None:
-            dealt[mapping.expert // per_rank][name] = mapping
-    return others, list(dealt)
+            experts_by_ep[mapping.expert // per_rank][name] = mapping
+    return others, list(experts_by_ep)
 
 
-def _pieces(maps: Maps, rank: int, size: int, rows: Mapping[str, int]) -> Iterator[Piece]:
-    """`rows`: over all ranks, of parameters that padding makes longer than their tensors."""
+def _rank_pieces(maps: Maps, rank: int, size: int, rows: Mapping[str, int]) -> Iterator[ShardPiece]:
+    """Yield the pieces of tensor rank `rank` of `size`; `rows`: padded row count over all ranks, by parameter."""
     for name, mapping in maps.items():
         shape = local_shape(mapping, size, rows=rows.get(name))
-        yield from pieces(name, mapping, shape, rank=rank, size=size)
+        yield from shard_pieces(name, mapping, shape, rank=rank, size=size)
 
 
-def _names_of_stages(model: Decoder, maps: Maps, pp: int, split: PipelineSplit) -> Sequence[list[str]]:
-    """[stage] -> its parameters."""
+def _stage_parameter_names(model: ModelArchitecture, maps: Maps, pp: int, split: PipelineSplit) -> Sequence[list[str]]:
+    """Return the parameter names of each pipeline stage."""
     stage_of = {
         str(layer): stage
         for stage, chunks in enumerate(stage_layers(model.num_layers, pp, split))
@@ -99,7 +101,7 @@ def _names_of_stages(model: Decoder, maps: Maps, pp: int, split: PipelineSplit) 
             case ["decoder", "layers", number, _]:
                 names[stage_of[number]].append(name)
             case ["output_layer", *_] if model.tie_embeddings and pp == 1:
-                pass  # it is the embedding
+                pass  # the same parameter as the embedding
             case _:
                 names[-1].append(name)
     return names

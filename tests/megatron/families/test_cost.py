@@ -1,4 +1,4 @@
-"""What a token costs, against published counts of active parameters."""
+"""Cost per token compared with published counts of active parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.megatron.families.cost import sequence_cost
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.load_architecture import load_architecture
 from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
 QWEN2 = {
@@ -48,27 +48,27 @@ DEEPSEEK_V3 = PUBLISHED_DEEPSEEK_V3 | {"num_experts_per_tok": 8, "n_group": 8, "
 
 
 def cost(config):
-    return sequence_cost(read_family(config, origin="test"))
+    return sequence_cost(load_architecture(config, origin="test"))
 
 
-def test_qwen2_5_7b_is_the_one_written_down():
+def test_qwen2_5_7b_matches_the_constant():
     assert cost(QWEN2) == QWEN2_5_7B
 
 
 @pytest.mark.parametrize(
     ("config", "billions"),
     [
-        (GEMMA2, 2.61),  # arXiv 2408.00118, table 2: 2,024,517,888 + the tied embedding's 590 million
-        (MIXTRAL, 12.9 - 0.13),  # arXiv 2401.04088: 13 billion active, the embedding among them
-        (DEEPSEEK_V3, 37.5 - 0.93),  # arXiv 2412.19437: 37 billion active; of 37.5 the embedding is 0.93
+        (GEMMA2, 2.61),  # arXiv 2408.00118, table 2: 2,024,517,888 + 590 million of the tied embedding
+        (MIXTRAL, 12.9 - 0.13),  # arXiv 2401.04088: 13 billion active, embedding included
+        (DEEPSEEK_V3, 37.5 - 0.93),  # arXiv 2412.19437: 37 billion active; 0.93 of 37.5 are the embedding
     ],
     ids=["gemma2", "mixtral", "deepseek_v3"],
 )
-def test_parameters_are_those_that_papers_count(config, billions):
+def test_active_parameters_match_the_papers(config, billions):
     assert cost(config).matmul_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_windows_and_heads():
+def test_windows_and_attention_widths():
     gemma = cost(GEMMA2)
     assert (gemma.attention_layers, gemma.windowed_layers, gemma.window) == (26, 13, 4096)
     assert gemma.attention_width == 8 * (256 + 256)

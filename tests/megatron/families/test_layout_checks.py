@@ -1,12 +1,12 @@
-"""What `trainer.recompute` may ask of a model."""
+"""Checks of `trainer.recompute` against a model."""
 
 from __future__ import annotations
 
 import pytest
 
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
-from megarl.megatron.families.layout_checks import recomputable, recompute_problems
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.layout_checks import recomputable_modules, recompute_problems
+from megarl.megatron.families.load_architecture import load_architecture
 from tests.megatron.fidelity.models import CONFIGS
 
 ARCHITECTURES = {
@@ -17,7 +17,7 @@ ARCHITECTURES = {
 
 
 def model_of(name):
-    return read_family(CONFIGS[name] | {"architectures": [ARCHITECTURES[name]]}, origin="config.json")
+    return load_architecture(CONFIGS[name] | {"architectures": [ARCHITECTURES[name]]}, origin="config.json")
 
 
 def problems(name, parallel=None, **options):
@@ -32,12 +32,12 @@ def problems(name, parallel=None, **options):
         ("deepseek_v3", ["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"]),
     ],
 )
-def test_models_have_modules_to_recompute(name, modules):
-    assert recomputable(model_of(name)) == modules
+def test_recomputable_modules_of_each_model(name, modules):
+    assert recomputable_modules(model_of(name)) == modules
     assert problems(name, granularity="selective", modules=modules) == []
 
 
-def test_a_module_that_no_layer_has_is_named_with_those_there_are():
+def test_unknown_module_is_reported_with_the_available_ones():
     assert problems("qwen3", granularity="selective", modules=("core_attn", "mla_up_proj")) == [
         "trainer.recompute.modules: no layer of Qwen3ForCausalLM has mla_up_proj, needs one of core_attn, mlp"
     ]
@@ -45,7 +45,7 @@ def test_a_module_that_no_layer_has_is_named_with_those_there_are():
     assert "no layer of Qwen3MoeForCausalLM has shared_experts, needs one of core_attn, mlp, moe" in problem
 
 
-def test_whole_layers_are_recomputed_in_groups_that_divide_every_chunk():
+def test_recompute_layers_must_divide_every_model_chunk():
     assert problems("qwen3", granularity="full", layers=2) == []
     assert problems("qwen3", {"pp": 2, "vpp": 2}, granularity="full") == []
     assert problems("qwen3", granularity="full", layers=3) == [
@@ -56,5 +56,5 @@ def test_whole_layers_are_recomputed_in_groups_that_divide_every_chunk():
     assert problems("qwen3", granularity="none", layers=3) == []
 
 
-def test_sizes_that_cannot_be_dealt_are_left_to_the_check_of_those():
+def test_recompute_checks_skip_invalid_parallel_sizes():
     assert problems("qwen3", {"pp": 3}, granularity="full") == []

@@ -1,4 +1,4 @@
-"""Planned layouts against those of the models that are built on real ranks: names, boxes, dtypes."""
+"""Compares planned trainer layouts with those of models built on real ranks: names, boxes, dtypes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ CASES = [
 ]
 
 
-def layouts_of_ranks(spec):
+def gather_layouts(spec):
     import torch.distributed as dist
 
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
-    rank = ModelRank(spec)
+    model = MegatronModel(spec)
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (rank.layout, {name: tuple(t.shape) for name, t in rank.tensors().items()}))
-    return rank.model, everyone
+    dist.all_gather_object(everyone, (model.layout, {name: tuple(t.shape) for name, t in model.tensors().items()}))
+    return model.architecture, everyone
 
 
 @pytest.mark.parametrize(("name", "sizes", "world"), CASES, ids=lambda value: str(value).replace("'", ""))
-def test_layouts_are_those_of_the_modules(name, sizes, world, model_folder, tmp_path):
+def test_planned_layouts_match_built_models(name, sizes, world, model_folder, tmp_path):
     parallel = ParallelConfig(**sizes)
     spec = ModelSpec(model_path=model_folder(name), dtype="float32", parallel=parallel)
-    model, built = run_ranks(layouts_of_ranks, world, tmp_path, spec)
+    model, built = run_ranks(gather_layouts, world, tmp_path, spec)
     planned = trainer_layouts(model, RankGrid.of(parallel, world), "float32", pipeline_split(parallel))
     for plan, (layout, shapes) in zip(planned, built, strict=True):
         assert set(plan.pieces) == set(layout.pieces)

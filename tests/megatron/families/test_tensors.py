@@ -1,4 +1,4 @@
-"""The tables' Hugging Face names and shapes against transformers; their spellings of megatron-core's names."""
+"""Hugging Face names and shapes of each family compared with transformers, and spellings of megatron-core names."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.load_architecture import load_architecture
 from tests.megatron.families.tiny import CONFIGS, DEEPSEEK_V3, QWEN3_MOE, tiny
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensors_are_those_of_a_published_checkpoint(name: str, tmp_path: Path) -> None:
+def test_tensors_match_a_published_checkpoint(name: str, tmp_path: Path) -> None:
     from megarl.rollout.sglang.weight_layout.trace_child import checkpoint_tensors
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     published = {tensor: spec.shape for tensor, spec in checkpoint_tensors(str(tmp_path), "float32").items()}
-    ours = {tensor: spec.shape for tensor, spec in tiny(name).tensors("float32").items()}
-    further = {tensor for tensor in ours if tensor.startswith("model.layers.4.")}
-    assert {tensor: shape for tensor, shape in ours.items() if tensor not in further} == published
-    # transformers leaves the layer out that predicts a further token: it is a decoder layer with four tensors more
-    if further:
-        same = {tensor.replace("layers.3.", "layers.4.") for tensor in ours if ".layers.3." in tensor}
+    model_tensors = {tensor: spec.shape for tensor, spec in tiny(name).tensors("float32").items()}
+    mtp = {tensor for tensor in model_tensors if tensor.startswith("model.layers.4.")}
+    assert {tensor: shape for tensor, shape in model_tensors.items() if tensor not in mtp} == published
+    # transformers leaves out the MTP layer, which is a decoder layer with four additional tensors
+    if mtp:
+        same = {tensor.replace("layers.3.", "layers.4.") for tensor in model_tensors if ".layers.3." in tensor}
         added = {f"model.layers.4.{x}.weight" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
-        assert further == same | added
-        assert ours["model.layers.4.eh_proj.weight"] == (48, 96)
+        assert mtp == same | added
+        assert model_tensors["model.layers.4.eh_proj.weight"] == (48, 96)
 
 
-def test_only_the_routers_bias_has_a_dtype_of_its_own() -> None:
+def test_only_the_expert_bias_has_its_own_dtype() -> None:
     other = {name for name, spec in tiny("deepseek_v3").tensors("bfloat16").items() if spec.dtype != "bfloat16"}
     assert other == {f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3, 4)}
     assert {tiny("deepseek_v3").tensors("bfloat16")[name].dtype for name in other} == {"float32"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_name_is_found_again(name: str) -> None:
+def test_parameter_map_finds_every_name(name: str) -> None:
     model = tiny(name)
-    maps = model.maps()
+    maps = model.parameter_maps()
     assert {parameter: model.parameter_map(parameter) for parameter in maps} == maps
 
 
@@ -51,16 +51,16 @@ def test_every_name_is_found_again(name: str) -> None:
         ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
     ],
 )
-def test_transformer_engines_spellings(fused: str, plain: str) -> None:
+def test_transformer_engine_spellings_are_accepted(fused: str, plain: str) -> None:
     model = tiny("deepseek_v3")
     for prefix in ("decoder.layers.2.", "mtp.layers.0.transformer_layer."):
         assert model.parameter_map(prefix + fused) == model.parameter_map(prefix + plain)
 
 
-def test_both_names_of_the_number_of_experts_are_read() -> None:
-    assert read_family(QWEN3_MOE, origin="test").num_experts == 8
+def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
+    assert load_architecture(QWEN3_MOE, origin="test").num_experts == 8
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
-    assert read_family(renamed, origin="test").num_experts == 8
+    assert load_architecture(renamed, origin="test").num_experts == 8
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,6 @@ def test_both_names_of_the_number_of_experts_are_read() -> None:
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type yarn needs factor"),
     ],
 )
-def test_refusals(change: dict[str, object], message: str) -> None:
+def test_unsupported_configs_raise(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_family(DEEPSEEK_V3 | change, origin="test")
+        load_architecture(DEEPSEEK_V3 | change, origin="test")

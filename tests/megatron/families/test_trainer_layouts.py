@@ -1,4 +1,4 @@
-"""What all ranks hold together: every tensor, as often as it is replicated."""
+"""Trainer layouts: together, all ranks hold every element of every tensor once per replica."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.pipeline_stages import PipelineSplit
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
@@ -20,7 +20,7 @@ GRIDS = [
     (RankGrid(), PipelineSplit()),
     (RankGrid(tp=2, dp=2, ep=2), PipelineSplit()),
     (RankGrid(tp=4, dp=2, pp=2, ep=8, etp=1), PipelineSplit()),
-    (RankGrid(tp=1, cp=2, dp=4, pp=2, ep=2, etp=2), PipelineSplit(chunks=2)),
+    (RankGrid(tp=1, cp=2, dp=4, pp=2, ep=2, etp=2), PipelineSplit(num_chunks=2)),
     (RankGrid(tp=2, dp=4, pp=3, ep=4, etp=2), PipelineSplit(last=1, first=1)),
     (RankGrid(tp=2, dp=2, pp=2, ep=4, etp=1), PipelineSplit(last=1)),
 ]
@@ -28,7 +28,7 @@ GRIDS = [
 
 @pytest.mark.parametrize(("grid", "split"), GRIDS, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_element_is_held_as_often_as_it_is_replicated(name: str, grid: RankGrid, split: PipelineSplit) -> None:
+def test_every_element_is_held_once_per_replica(name: str, grid: RankGrid, split: PipelineSplit) -> None:
     model = tiny(name)
     layouts = trainer_layouts(model, grid, "float32", split)
     held = {tensor: np.zeros(spec.shape, int) for tensor, spec in layouts[0].tensors.items()}
@@ -51,18 +51,18 @@ def test_every_element_is_held_as_often_as_it_is_replicated(name: str, grid: Ran
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_two_parameters_of_a_rank_overlap(name: str) -> None:
     grid = RankGrid(tp=2, dp=2, pp=2, ep=2)
-    for layout in trainer_layouts(tiny(name), grid, "float32", PipelineSplit(chunks=2)):
+    for layout in trainer_layouts(tiny(name), grid, "float32", PipelineSplit(num_chunks=2)):
         bottoms = Counter((p.local, p.local_box[0], p.local_box[-1]) for p in layout.pieces)
         assert max(bottoms.values()) == 1
 
 
-def test_experts_that_do_not_divide_are_refused() -> None:
+def test_ep_that_does_not_divide_the_experts_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"experts of Qwen3MoeForCausalLM, got 8 % 3 = 2"):
         trainer_layouts(tiny("qwen3_moe"), RankGrid(dp=3, ep=3), "float32")
 
 
-def test_deepseek_v3_on_2048_ranks_takes_no_time() -> None:
-    model = read_family(PUBLISHED_DEEPSEEK_V3, origin="test")
+def test_deepseek_v3_on_2048_ranks_is_planned_in_seconds() -> None:
+    model = load_architecture(PUBLISHED_DEEPSEEK_V3, origin="test")
     grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
     before = time.process_time()
     layouts = trainer_layouts(model, grid, "bfloat16", PipelineSplit(last=1))
@@ -71,5 +71,5 @@ def test_deepseek_v3_on_2048_ranks_takes_no_time() -> None:
     assert (len(layouts), len(distinct)) == (2048, 1024)
     assert len({id(piece) for layout in distinct.values() for piece in layout.pieces}) < 55_000
     parameters = sum(int(np.prod(spec.shape)) for spec in layouts[0].tensors.values())
-    assert parameters == 682_636_487_424  # of 671 B and the layer for the token after next, which shares embeddings
+    assert parameters == 682_636_487_424  # 671 B, plus the MTP layer, which shares the embeddings
     assert seconds < 5, seconds

@@ -1,11 +1,11 @@
-"""Tiny configurations of mixtures of experts, and DeepSeek-V3's as published."""
+"""Tiny config.json contents of mixture-of-experts models, and that of the published DeepSeek-V3."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.megatron.families.architecture import Decoder
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.load_architecture import load_architecture
 
 QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -74,8 +74,8 @@ PUBLISHED_DEEPSEEK_V3 = DEEPSEEK_V3 | {
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
 }
-"""Of the published size."""
+"""config.json content of DeepSeek-V3 in its published size."""
 
 
-def tiny(name: str) -> Decoder:
-    return read_family(CONFIGS[name], origin=name)
+def tiny(name: str) -> ModelArchitecture:
+    return load_architecture(CONFIGS[name], origin=name)
