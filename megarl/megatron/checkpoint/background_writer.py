@@ -1,10 +1,10 @@
-"""Writes a rank's part of a checkpoint, now or in the background from a copy in host memory.
+"""Writes a rank's part of a checkpoint: synchronously, or in a background thread from staged host copies.
 
-    begin_save     | copy to the host | training goes on ...
-    thread                            | write, hash, fsync |
-    finish_save                                             | what was written
+    begin_save     | copy to host memory | training continues ...
+    thread                               | write, hash, fsync |
+    finish_save                                               | return the files written
 
-A piece in a file is an archive as `torch.save` makes it: torch's distributed checkpoints are read from such.
+Each tensor in a file is an archive as written by `torch.save`, the format of torch's distributed checkpoints.
 """
 
 from __future__ import annotations
@@ -24,183 +24,193 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from megarl.megatron.checkpoint.model_state import in_own_storage
+from megarl.megatron.checkpoint.model_state import with_own_storage
 from megarl.megatron.requests import SavedFile
 from megarl.megatron.runtime import platform
 
 BUFFER_BYTES = 2**28
-"""Host memory is taken in buffers of at most this size, which hold several pieces each."""
+"""Host memory is allocated in buffers of at most this size; each holds several tensors."""
 
 ALIGNMENT = 64
 
-START_SECONDS = 0.02
-"""The thread begins so much later: it would take turns with whoever started it, who has training to go on with."""
+START_DELAY_SECONDS = 0.02
+"""Delay before the thread starts to write: else it competes for the GIL with the caller, which resumes training."""
 
 
-class HostCopy:
-    """As many of `tensors` as fit, copied to host memory that is kept: a page is faulted in once."""
+class HostStaging:
+    """Copies of as many tensors as fit in host memory. The memory is kept and reused, so pages are faulted in once."""
 
     def __init__(self, tensors: Sequence[Tensor], limit: int | None) -> None:
-        """`limit`: bytes."""
+        """Allocate memory for `tensors`, at most `limit` bytes; None: no limit."""
         self.limit = limit
-        self.rest: list[int] = []
-        """Which of the tensors do not fit, by their indices."""
-        self.copied: list[int] = []
+        self.not_staged: list[int] = []
+        """Indices of the tensors that do not fit."""
+        self.staged: list[int] = []
+        """Indices of the tensors that are copied."""
         self.num_bytes = 0
-        """Taken on the host."""
-        places: list[tuple[int, int]] = []  # buffer, and where in it
+        """Host memory allocated, in bytes."""
+        locations: list[tuple[int, int]] = []  # buffer index, and offset in the buffer
         sizes: list[int] = []
         for number, tensor in enumerate(tensors):
             num_bytes = -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
             fits = (buffer for buffer, size in enumerate(sizes) if size + num_bytes <= BUFFER_BYTES)
             buffer = next(fits, len(sizes))
             at = sizes[buffer] if buffer < len(sizes) else 0
-            more = _taken(at + num_bytes) - _taken(at)
+            more = _allocated_bytes(at + num_bytes) - _allocated_bytes(at)
             if limit is not None and self.num_bytes + more > limit:
-                self.rest.append(number)
+                self.not_staged.append(number)
                 continue
             sizes[buffer:] = [at + num_bytes, *sizes[buffer + 1 :]]
-            places.append((buffer, at))
+            locations.append((buffer, at))
             self.num_bytes += more
-            self.copied.append(number)
+            self.staged.append(number)
         self._buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=platform.is_cuda()) for n in sizes]
-        self._from = [tensors[number] for number in self.copied]
+        self._from = [tensors[number] for number in self.staged]
         self.tensors = [
-            in_own_storage(_like(self._buffers[buffer][at:], tensor))
-            for (buffer, at), tensor in zip(places, self._from, strict=True)
+            with_own_storage(_view_as(self._buffers[buffer][at:], tensor))
+            for (buffer, at), tensor in zip(locations, self._from, strict=True)
         ]
-        """The copies, in the order of `copied`."""
+        """Host copies, in the order of `staged`."""
 
-    def fill(self) -> None:
-        """Copy what the tensors are now."""
+    def stage(self) -> None:
+        """Copy the current values of the tensors."""
         if self.tensors:
             torch._foreach_copy_(self.tensors, self._from, non_blocking=True)
         if platform.is_cuda():
             torch.cuda.synchronize()
 
 
-def _taken(num_bytes: int) -> int:
-    """Bytes that a buffer of so many takes: torch rounds what it pins up to a power of two."""
+def _allocated_bytes(num_bytes: int) -> int:
+    """Return the bytes allocated for a buffer of `num_bytes`: torch rounds pinned memory up to a power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes and platform.is_cuda() else num_bytes
 
 
-def _like(memory: Tensor, tensor: Tensor) -> Tensor:
+def _view_as(memory: Tensor, tensor: Tensor) -> Tensor:
     return memory[: tensor.numel() * tensor.itemsize].view(tensor.dtype).view(tensor.shape)
 
 
-def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Each when its turn comes: on the CPU where it lies, from a device as a copy; valid until the next one's turn."""
+def tensors_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield each tensor on the CPU: CPU tensors as views, device tensors as copies; valid until the next one."""
     for tensor in tensors:
         host = tensor.cpu()
-        # not through numpy, which forbids to free the storage later: the state may be offloaded
+        # not via numpy: it would prevent freeing the storage later, and the state may be offloaded
         memory = (ctypes.c_char * (host.numel() * host.itemsize)).from_address(host.data_ptr())
         yield torch.frombuffer(memory, dtype=torch.uint8).view(host.dtype).view(host.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewFile:
-    """A file to write."""
+    """A file to write, with its name and contents."""
 
     name: str
     contents: Iterable[Tensor | bytes]
-    """Tensors on the CPU, in storages of their own."""
+    """Bytes, or CPU tensors that each have their own storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a rank's files."""
+class WriteResult:
+    """Result of writing a rank's files."""
 
     files: tuple[SavedFile, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()
-    """Of the tensors, in the order of writing: offset and length in its file."""
+    """Files that were written completely."""
+    locations: tuple[tuple[int, int], ...] = ()
+    """(offset, length) in bytes of each tensor in its file, in the order of writing."""
     seconds: float = 0.0
+    """Time spent writing, in seconds."""
     failure: str | None = None
-    """The file that could not be written, and why."""
+    """Path of the file that could not be written, and the error; None: no failure."""
 
-    def __add__(self, other: Outcome) -> Outcome:
-        return Outcome(
+    def __add__(self, other: WriteResult) -> WriteResult:
+        return WriteResult(
             files=self.files + other.files,
-            places=self.places + other.places,
+            locations=self.locations + other.locations,
             seconds=self.seconds + other.seconds,
             failure=self.failure or other.failure,
         )
 
 
 class BackgroundWriter:
-    """A thread that writes while others go on. It is kept: who starts one waits until it runs."""
+    """A background thread that writes files. It is kept between saves, because starting a thread blocks the caller."""
 
     def __init__(self) -> None:
-        self._begun: SimpleQueue[BackgroundWrite] = SimpleQueue()
+        self._queue: SimpleQueue[BackgroundWrite] = SimpleQueue()
         self._last: BackgroundWrite | None = None
 
     def write(self, folder: Path, files: Sequence[NewFile]) -> BackgroundWrite:
-        """Have these written, after all that was begun before."""
-        if self._last is None or self._last.has_died:
-            threading.Thread(target=_run_forever, args=(self._begun,), name="checkpoint", daemon=True).start()
+        """Queue `files` to be written, after all earlier writes."""
+        if self._last is None or self._last.thread_died:
+            threading.Thread(target=_run_forever, args=(self._queue,), name="checkpoint", daemon=True).start()
         self._last = BackgroundWrite(folder, files)
-        self._begun.put(self._last)
+        self._queue.put(self._last)
         return self._last
 
 
 class BackgroundWrite:
-    """Files that a thread of its own writes."""
+    """Files that the background thread writes."""
 
     def __init__(self, folder: Path, files: Sequence[NewFile]) -> None:
         self._folder = folder
         self._files = files
-        self._outcome: Outcome | None = None
-        self._over = threading.Event()
+        self._result: WriteResult | None = None
+        self._done = threading.Event()
 
     @property
-    def is_over(self) -> bool:
-        """All is written, or has failed."""
-        return self._over.is_set()
+    def is_done(self) -> bool:
+        """The files are written, or writing has failed."""
+        return self._done.is_set()
 
     @property
-    def has_died(self) -> bool:
-        """So has its thread."""
-        return self.is_over and self._outcome is None
+    def thread_died(self) -> bool:
+        """Writing ended without a result: the thread died."""
+        return self.is_done and self._result is None
 
-    def outcome(self) -> Outcome:
-        """What became of it, once it is over. That its thread has died is a failure: other ranks have to know of it."""
-        self._over.wait()
-        return self._outcome or Outcome(failure=f"{self._folder}: the thread that writes has died; stderr says of what")
+    def result(self) -> WriteResult:
+        """Wait for the end of the write and return its result.
+
+        A dead thread is reported as a failure, so that the other ranks learn of it.
+        """
+        self._done.wait()
+        return self._result or WriteResult(
+            failure=f"{self._folder}: the writer thread has died; see stderr for the error"
+        )
 
     def run(self) -> None:
-        """Write them."""
+        """Write the files; called in the background thread."""
         try:
-            time.sleep(START_SECONDS)
-            self._outcome = write_files(self._folder, self._files)
+            time.sleep(START_DELAY_SECONDS)
+            self._result = write_files(self._folder, self._files)
         finally:
-            self._files = ()  # the copy may be given back
-            self._over.set()
+            self._files = ()  # so that the host copies can be freed
+            self._done.set()
 
 
-def _run_forever(begun: SimpleQueue[BackgroundWrite]) -> None:
+def _run_forever(queue: SimpleQueue[BackgroundWrite]) -> None:
     while True:
-        begun.get().run()
+        queue.get().run()
 
 
-def write_files(folder: Path, files: Sequence[NewFile]) -> Outcome:
-    """All of them, durable; up to the first that cannot be written."""
+def write_files(folder: Path, files: Sequence[NewFile]) -> WriteResult:
+    """Write and fsync `files`; stop at the first that cannot be written."""
     began = time.perf_counter()
     written: list[SavedFile] = []
-    places: list[tuple[int, int]] = []
+    locations: list[tuple[int, int]] = []
     failure = None
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
             path = folder / file.name
-            written.append(_write(path, file.contents, places))
+            written.append(_write(path, file.contents, locations))
         path = folder
         _sync_folder(folder)
     except OSError as e:
         failure = f"{path}: {e.strerror or e}"
-    return Outcome(files=tuple(written), places=tuple(places), seconds=time.perf_counter() - began, failure=failure)
+    return WriteResult(
+        files=tuple(written), locations=tuple(locations), seconds=time.perf_counter() - began, failure=failure
+    )
 
 
-def _write(path: Path, contents: Iterable[Tensor | bytes], places: list[tuple[int, int]]) -> SavedFile:
+def _write(path: Path, contents: Iterable[Tensor | bytes], locations: list[tuple[int, int]]) -> SavedFile:
     with path.open("wb") as raw:
         file = _HashedFile(raw)
         try:
@@ -209,13 +219,13 @@ def _write(path: Path, contents: Iterable[Tensor | bytes], places: list[tuple[in
                     file.write(each)
                     continue
                 offset = file.num_bytes
-                torch.save(each, file)  # type: ignore[arg-type]  # it needs no more of a file than this
-                places.append((offset, file.num_bytes - offset))
+                torch.save(each, file)  # type: ignore[arg-type]  # it uses no other method of a file
+                locations.append((offset, file.num_bytes - offset))
             raw.flush()
             os.fsync(raw.fileno())
         except (OSError, RuntimeError) as e:
             with suppress(OSError):
-                raw.close()  # else leaving the block would try to write again
+                raw.close()  # else leaving the block would retry the write
             if file.error is None:
                 raise
             raise file.error from e
@@ -223,17 +233,17 @@ def _write(path: Path, contents: Iterable[Tensor | bytes], places: list[tuple[in
 
 
 class _HashedFile:
-    """A file whose checksum is that of what was meant to be written, not of what can be read again."""
+    """A file that hashes the data passed to it, so the checksum does not depend on what the disk returns later."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file = file
         self.hash = hashlib.sha256()
         self.num_bytes = 0
         self.error: OSError | None = None
-        """What stopped a write; torch's writer makes another error of it."""
+        """Error of a failed write; torch's writer raises a different error for it."""
 
     def write(self, data: bytes | memoryview) -> int:
-        """All of it."""
+        """Write all of `data` and add it to the hash."""
         try:
             self._file.write(data)
         except OSError as e:
@@ -244,11 +254,11 @@ class _HashedFile:
         return len(data)
 
     def flush(self) -> None:
-        """For torch's writer, which asks for it after each tensor."""
+        """Do nothing; torch's writer calls it after each tensor."""
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file is in its folder after a power failure too."""
+    """Fsync `folder`, so that new files in it survive a power failure."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

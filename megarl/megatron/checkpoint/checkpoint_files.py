@@ -1,11 +1,11 @@
-"""Where a Megatron checkpoint keeps its files, and what its index says of them; no rank and no megatron-core needed.
+"""Files of a Megatron checkpoint and its index; usable without ranks and without megatron-core.
 
-    <root>/latest_checkpointed_iteration.txt    `release`, or the number of an iteration: which folder to load
+    <root>/latest_checkpointed_iteration.txt    folder to load: `release` or an iteration number
     <root>/release/ or <root>/iter_0000100/     metadata.json, common.pt, .metadata (the index), *.distcp (the tensors)
-    <root>/hf/                                  config.json, tokenizer and what else stood beside the weights
+    <root>/hf/                                  config.json, tokenizer and other files of the model folder
 
-The first two are Megatron-LM's; the third is what a way back to Hugging Face's format needs. Files are pickles in
-part: reading a checkpoint runs what its author put there.
+The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. Some files
+are pickles: reading a checkpoint executes code that its author put there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from megarl.errors import DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron-LM's name for weights that no training of its own has made: it loads them and starts at iteration 0."""
+"""Megatron-LM's name for weights that it did not train: it loads them and starts at iteration 0."""
 
 COMPANIONS = "hf"
+"""Folder of the Hugging Face files beside the weights: config.json, tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """A tensor of a checkpoint, whole."""
+    """Shape and dtype of a full tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it: `float32`."""
+    """Torch dtype name, e.g. `float32`."""
 
 
 def find_weights(root: Path) -> Path:
-    """The folder of `root` that its tracker names.
+    """Return the folder in `root` that its tracker file names.
 
     Raises:
-        DataError: `root` is no checkpoint, or the folder is not there.
+        DataError: `root` is not a checkpoint, or the folder does not exist.
     """
     tracker = root / TRACKER
     if not root.is_dir():
@@ -55,10 +56,10 @@ def find_weights(root: Path) -> Path:
 
 
 def read_index(folder: Path) -> Mapping[str, IndexedTensor]:
-    """Every tensor of a distributed checkpoint, by its name there.
+    """Return every tensor of a distributed checkpoint by its name.
 
     Raises:
-        DataError: the index cannot be read, or a file that it names is missing or cut short.
+        DataError: the index cannot be read, or a file that it names is missing or truncated.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -79,12 +80,12 @@ def read_index(folder: Path) -> Mapping[str, IndexedTensor]:
 
 
 def _require_files(folder: Path, stored: Mapping[object, object]) -> None:
-    needs: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for place in stored.values():
         end = place.offset + place.length  # type: ignore[attr-defined]  # torch's _StorageInfo
         name = place.relative_path  # type: ignore[attr-defined]
-        needs[name] = max(needs.get(name, 0), end)
-    for name, num_bytes in sorted(needs.items()):
+        needed[name] = max(needed.get(name, 0), end)
+    for name, num_bytes in sorted(needed.items()):
         file = folder / name
         if not file.is_file():
             raise DataError(f"{file} is missing: the checkpoint's index places {num_bytes} bytes in it")

@@ -1,8 +1,8 @@
-"""The model in megatron-core's checkpoint format (`torch_dist`): saved in one layout, loaded in any.
+"""Saves and loads model weights in megatron-core's checkpoint format (`torch_dist`), in any parallel layout.
 
-Tensors are named as Megatron-LM names them with Transformer Engine, which fuses a norm into the linear behind it;
-megatron-core's torch-only layers save theirs under the same names, so a checkpoint serves both. What is loaded is
-written into the parameters where they lie, tensor by tensor.
+Tensors have the names that Megatron-LM uses with Transformer Engine, which fuses a norm into the linear that follows
+it. megatron-core's torch-only layers are saved under the same names, so either can load the checkpoint. Loading writes
+into the existing parameters in place, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -30,91 +30,96 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from typing_extensions import override
 
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import IndexedTensor, read_index
-from megarl.megatron.families.architecture import HEAD, Decoder
+from megarl.megatron.families.architecture import HEAD, ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.parameter_map import ParameterMap
 
 if TYPE_CHECKING:
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
-CONTENT = {"singleton_local_shards": False, "non_homogeneous_layers": True}
-"""How tensors are named, kept in the checkpoint, where Megatron-LM looks it up before loading: every layer has tensors
-of its own, with its number in their names."""
+CONTENT_METADATA = {"singleton_local_shards": False, "non_homogeneous_layers": True}
+"""megatron-core's content metadata, which it stores in the checkpoint and reads before loading.
+
+It determines tensor names: each layer has separate tensors, with the layer number in their names.
+"""
 
 CHECKPOINT_VERSION = 3.0
-"""Of the order of rows in `linear_qkv`, as Megatron-LM counts."""
+"""Megatron-LM's checkpoint version; it determines the row order of `linear_qkv`."""
 
-SHOWN = 3
-"""Tensors that an error names."""
+MAX_SHOWN = 3
+"""Maximum number of tensors that an error message names."""
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(?P<decoder>\d+)\.)?|mtp\.layers\.(?P<mtp>\d+)\.transformer_layer\.")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)local_experts\.\d+\.")
 
 
-def save_model(rank: ModelRank, folder: str | Path) -> None:
-    """Write the weights into `folder`, which is made; all ranks together.
+def save_model(model: MegatronModel, folder: str | Path) -> None:
+    """Write the weights into `folder`, which is created; collective over all ranks.
 
     Raises:
-        DataError: a rank could not write; names it.
+        DataError: a rank could not write; the message names the rank.
     """
     folder = Path(folder)
     state: dict[str, Any] = {"checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
-    state |= sharded_model(rank, CONTENT)
+    state |= sharded_state_dict(model, CONTENT_METADATA)
     try:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(state, str(folder), _StreamingSave("torch_dist", 1), content_metadata=CONTENT)
+        dist_checkpointing.save(state, str(folder), _StreamingSave("torch_dist", 1), content_metadata=CONTENT_METADATA)
     except CheckpointException as e:
-        raise DataError(f"{folder}: the checkpoint could not be written, {_first_failure(e)}") from e
+        raise DataError(f"{folder}: the checkpoint could not be written, {_first_failed_rank(e)}") from e
     except (OSError, RuntimeError) as e:
         raise DataError(f"{folder}: the checkpoint could not be written, on rank {dist.get_rank()}: {e}") from e
 
 
-def load_model(rank: ModelRank, folder: str | Path) -> None:
-    """Fill the parameters from the checkpoint in `folder`; all ranks together. Rows that pad the vocabulary become 0.
+def load_model(model: MegatronModel, folder: str | Path) -> None:
+    """Load the parameters from the checkpoint in `folder`; collective over all ranks.
+
+    Padding rows of the vocabulary become 0.
 
     Raises:
-        DataError: `folder` is no whole checkpoint, or one of another model.
+        DataError: `folder` is not a complete checkpoint, or a checkpoint of another model.
     """
     folder = Path(folder)
     index = read_index(folder)
-    state = sharded_model(rank, _read_content(folder))
-    apply_factories(state)  # a fused parameter becomes the parts that it is stored in, each a view of it
-    _drop_objects(state)
-    _require_stored(folder, index, state, rank.model)
+    state = sharded_state_dict(model, _read_content_metadata(folder))
+    apply_factories(state)  # splits fused parameters into their stored parts, which are views
+    _drop_extra_state(state)
+    _require_stored(folder, index, state, model.architecture)
     held = {_address(each.data) for each in nested_values(state)}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             loaded = dist_checkpointing.load(state, str(folder))
     except CheckpointException as e:
-        raise DataError(f"{folder}: the checkpoint could not be read, {_first_failure(e)}") from e
+        raise DataError(f"{folder}: the checkpoint could not be read, {_first_failed_rank(e)}") from e
     except CheckpointingException as e:
         raise DataError(f"{folder}: the checkpoint could not be read, on rank {dist.get_rank()}: {e}") from e
-    ours = {key: value for key, value in loaded.items() if key.startswith("model")}
-    assert {_address(tensor) for tensor in nested_values(ours)} <= held, "megatron-core loads into new tensors"
+    parameters = {key: value for key, value in loaded.items() if key.startswith("model")}
+    assert {_address(tensor) for tensor in nested_values(parameters)} <= held, "megatron-core loaded into new tensors"
 
 
-def sharded_model(rank: ModelRank, content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """This rank's parameters as megatron-core describes them to a checkpoint, under Megatron-LM's keys.
+def sharded_state_dict(model: MegatronModel, content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return megatron-core's sharded state dict of this rank's parameters, with Megatron-LM's keys.
 
     Args:
-        content: how tensors are named; see `CONTENT`.
+        content: content metadata, which determines tensor names (`CONTENT_METADATA`).
     """
-    rank.activate()
-    metadata = {**content, "dp_cp_group": rank.groups.dp_cp}
-    chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in rank.chunks]
+    model.activate()
+    metadata = {**content, "dp_cp_group": model.groups.dp_cp}
+    chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in model.chunks]
     for sharded in nested_values(chunks):
-        sharded.key = stored_name(rank.model, sharded.key)
-        if rank.model.head == "value" and sharded.key == HEAD:
-            sharded.allow_shape_mismatch = False  # megatron-core would take the first row of a language model's head
-    maps = rank.model.mtp_maps()
+        sharded.key = checkpoint_name(model.architecture, sharded.key)
+        if model.architecture.head == "value" and sharded.key == HEAD:
+            sharded.allow_shape_mismatch = False  # else megatron-core loads the first row of a language model's head
+    maps = model.architecture.mtp_parameter_maps()
     chunks[-1] |= {
-        name: list(shard_tensor(rank, name, maps[name], tensor))
-        for name, tensor in rank.tensors().items()
+        name: list(shard_tensor(model, name, maps[name], tensor))
+        for name, tensor in model.tensors().items()
         if name in maps
     }
     if len(chunks) == 1:
@@ -122,16 +127,17 @@ def sharded_model(rank: ModelRank, content: Mapping[str, Any]) -> dict[str, dict
     return {f"model{number}": chunk for number, chunk in enumerate(chunks)}
 
 
-def shard_tensor(rank: ModelRank, name: str, mapping: ParameterMap, tensor: Tensor) -> Iterator[ShardedTensor]:
-    """What `sharded_model` has of a parameter that belongs to a module, for one that does not.
+def shard_tensor(model: MegatronModel, name: str, mapping: ParameterMap, tensor: Tensor) -> Iterator[ShardedTensor]:
+    """Yield the `ShardedTensor`s of a parameter that belongs to no module (MTP layers), as a module would.
 
     Args:
-        name: layers and experts numbered globally.
-        tensor: what this rank holds of it.
+        name: megatron-core's name with global layer and expert numbers.
+        mapping: how the parameter is sharded.
+        tensor: this rank's shard.
     """
-    groups, is_expert = rank.groups, mapping.expert is not None
-    tp, copies = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
-    experts = [(0, mapping.expert, rank.model.num_experts)] if is_expert else []
+    groups, is_expert = model.groups, mapping.expert is not None
+    tp, replicas = (groups.expt_tp, groups.expt_dp) if is_expert else (groups.tp, groups.dp_cp)
+    experts = [(0, mapping.expert, model.architecture.num_experts)] if is_expert else []
     parts = tensor.chunk(len(mapping.parts))
     for number, part in enumerate(parts):
         offsets = list(experts)
@@ -139,21 +145,21 @@ def shard_tensor(rank: ModelRank, name: str, mapping: ParameterMap, tensor: Tens
             fragment = number * tp.size() + tp.rank()
             offsets.append((len(experts) + mapping.shard_dim, fragment, len(parts) * tp.size()))
         yield ShardedTensor.from_rank_offsets(
-            stored_name(rank.model, _EXPERT.sub("experts.", name)),
+            checkpoint_name(model.architecture, _EXPERT.sub("experts.", name)),
             part,
             *offsets,
-            replica_id=(0, tp.rank() if mapping.shard_dim is None else 0, copies.rank()),
+            replica_id=(0, tp.rank() if mapping.shard_dim is None else 0, replicas.rank()),
             prepend_axis_num=len(experts),
         )
 
 
-def stored_name(model: Decoder, name: str) -> str:
-    """megatron-core's name of a tensor, as it is with Transformer Engine."""
+def checkpoint_name(architecture: ModelArchitecture, name: str) -> str:
+    """Return the tensor's name with Transformer Engine for megatron-core's name `name`."""
     layer = _LAYER.match(name)
     if not layer:
         return name
-    number = model.num_layers + int(layer["mtp"]) if layer["mtp"] else int(layer["decoder"] or 0)
-    is_latent = isinstance(model.attention, LatentAttention)
+    number = architecture.num_layers + int(layer["mtp"]) if layer["mtp"] else int(layer["decoder"] or 0)
+    is_latent = isinstance(architecture.attention, LatentAttention)
     in_layer = name[layer.end() :]
     match in_layer:
         case "input_layernorm.weight" if not is_latent:
@@ -162,29 +168,29 @@ def stored_name(model: Decoder, name: str) -> str:
             in_layer = "self_attention.linear_q_up_proj.layer_norm_weight"
         case "self_attention.kv_layernorm.weight" if is_latent:
             in_layer = "self_attention.linear_kv_up_proj.layer_norm_weight"
-        case "pre_mlp_layernorm.weight" if not model.is_routed(number):
+        case "pre_mlp_layernorm.weight" if not architecture.has_routed_experts(number):
             in_layer = "mlp.linear_fc1.layer_norm_weight"
     return layer[0] + in_layer
 
 
 class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
-    """megatron-core's format by torch's own writer, without other processes and, on a CPU, without copies.
+    """Save strategy that writes megatron-core's format with torch's writer, without helper processes.
 
-    Both writers copy a tensor whose storage holds more, as that of a fused parameter's part does, and keep the copies
-    to the end: they would be half of a model.
+    On a CPU it also avoids copies. Both writers copy a tensor whose storage holds more than the tensor, such as a part
+    of a fused parameter, and keep the copies to the end, which would take half of the model's size.
     """
 
     @property
+    @override
     def can_handle_sharded_objects(self) -> bool:
-        """See `SaveStrategyBase`."""
         return True
 
+    @override
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """See `SaveShardedStrategy`."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for sharded in nested_values(by_key):
             if isinstance(sharded, ShardedTensor):
-                sharded.data = in_own_storage(sharded.data)
+                sharded.data = with_own_storage(sharded.data)
         save_distributed(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=FileSystemWriter(checkpoint_dir),
@@ -192,16 +198,18 @@ class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
         )
 
 
-def _read_content(folder: Path) -> Mapping[str, Any]:
-    """How the tensors in `folder` are named."""
+def _read_content_metadata(folder: Path) -> Mapping[str, Any]:
+    """Read the content metadata of the checkpoint in `folder`."""
     try:
         return dist_checkpointing.load_content_metadata(str(folder)) or {}
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as e:
         raise DataError(f"{folder / 'common.pt'} cannot be read: {e}") from e
 
 
-def _require_stored(folder: Path, index: Mapping[str, IndexedTensor], state: Any, model: Decoder) -> None:
-    """Return if the checkpoint holds what all ranks need, else raise DataError on all of them."""
+def _require_stored(
+    folder: Path, index: Mapping[str, IndexedTensor], state: Any, architecture: ModelArchitecture
+) -> None:
+    """Raise DataError on all ranks if the checkpoint lacks a tensor that any rank needs."""
     problems = []
     for sharded in nested_values(state):
         stored = index.get(sharded.key)
@@ -209,10 +217,10 @@ def _require_stored(folder: Path, index: Mapping[str, IndexedTensor], state: Any
         if stored is None:
             problems.append(f"{sharded.key} is missing")
         elif sharded.allow_shape_mismatch:
-            # rows are padded according to the layout
-            if stored.shape[1:] != needed[1:] or stored.shape[0] < model.vocab_size:
+            # the padding depends on the layout
+            if stored.shape[1:] != needed[1:] or stored.shape[0] < architecture.vocab_size:
                 problems.append(
-                    f"{sharded.key} needs at least {model.vocab_size} rows of {list(needed[1:])}, got "
+                    f"{sharded.key} needs at least {architecture.vocab_size} rows of {list(needed[1:])}, got "
                     f"{list(stored.shape)}"
                 )
         elif stored.shape != needed:
@@ -221,22 +229,22 @@ def _require_stored(folder: Path, index: Mapping[str, IndexedTensor], state: Any
     dist.all_gather_object(by_rank, problems)
     every = sorted({problem for each in by_rank for problem in each})
     if every:
-        more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+        more = f" and {len(every) - MAX_SHOWN} more" if len(every) > MAX_SHOWN else ""
         raise DataError(
-            f"{folder} is no checkpoint of {model.architecture} as its config.json describes it: "
-            f"{'; '.join(every[:SHOWN])}{more}"
+            f"{folder} is not a checkpoint of {architecture.name} as its config.json describes it: "
+            f"{'; '.join(every[:MAX_SHOWN])}{more}"
         )
 
 
-def _drop_objects(state: dict[str, dict[str, Any]]) -> None:
-    """Leave out what is no tensor: Transformer Engine's calibration of 8-bit arithmetic."""
+def _drop_extra_state(state: dict[str, dict[str, Any]]) -> None:
+    """Remove Transformer Engine's FP8 extra state, which is not a tensor."""
     for chunk in state.values():
         for key in [key for key in chunk if key.endswith("_extra_state")]:
             del chunk[key]
 
 
-def in_own_storage(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage holds nothing else, where that needs no copy."""
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose storage holds nothing else, if that needs no copy."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return tensor
     same_bytes = torch.from_numpy(tensor.detach().view(-1).view(torch.uint8).numpy())
@@ -247,6 +255,6 @@ def _address(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape
 
 
-def _first_failure(error: CheckpointException) -> str:
+def _first_failed_rank(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"on rank {rank}: {cause}"

@@ -1,4 +1,4 @@
-"""What megatron-core's optimizer remembers of each parameter on this rank, and how often it has stepped."""
+"""State of megatron-core's optimizer on this rank: moments and main parameters by parameter, and the step count."""
 
 from __future__ import annotations
 
@@ -12,77 +12,79 @@ from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-MAIN = "param"
-"""megatron-core's name in a checkpoint for the float32 copy of a parameter in 16 bits."""
+MAIN_PARAM = "param"
+"""megatron-core's checkpoint key of the float32 main copy of a 16-bit parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptimizerShard:
-    """The range of a parameter, flattened, that this rank steps; empty where other ranks step all of it."""
+    """The range of a flattened parameter that this rank steps; empty if other ranks step all of it."""
 
     start: int
     stop: int
-    is_divided: bool
-    """Data-parallel ranks have a range each; else each of them has all, the same."""
+    is_distributed: bool
+    """Each data-parallel rank holds its own range; otherwise each holds the full parameter's state."""
     tensors: Mapping[str, Tensor]
-    """`stop - start` values each: `MOMENTS`, and `MAIN` where that is not the parameter itself."""
+    """State tensors of `stop - start` values: `MOMENTS`, and `MAIN_PARAM` for a 16-bit parameter."""
 
 
-def optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
-    """By the `id` of its parameter. State that would come with the first step is made, as zeros.
+def collect_optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
+    """Return the optimizer shard of each parameter, by the parameter's `id`.
+
+    State that the first step would create is initialized with zeros.
 
     Args:
-        optimizer: megatron-core's, of all chunks.
+        optimizer: megatron-core's optimizer of all model chunks.
     """
     shards: dict[int, OptimizerShard] = {}
-    for member in _members(optimizer):
+    for member in _sub_optimizers(optimizer):
         _require_state(member)
         for buffer in getattr(member, "buffers", ()):
-            nothing = OptimizerShard(start=0, stop=0, is_divided=True, tensors={})
-            shards |= {id(parameter): nothing for parameter in buffer.param_index_map}
-        for parameter, main, start in _stepped(member):
-            of = member.optimizer.state[main]
-            tensors = {name: of[name].detach().view(-1) for name in MOMENTS}
+            empty = OptimizerShard(start=0, stop=0, is_distributed=True, tensors={})
+            shards |= {id(parameter): empty for parameter in buffer.param_index_map}
+        for parameter, main, start in _stepped_parameters(member):
+            state = member.optimizer.state[main]
+            tensors = {name: state[name].detach().view(-1) for name in MOMENTS}
             if parameter.dtype != torch.float32:
-                tensors[MAIN] = main.detach().view(-1)
+                tensors[MAIN_PARAM] = main.detach().view(-1)
             shards[id(parameter)] = OptimizerShard(
                 start=start,
                 stop=start + main.numel(),
-                is_divided=isinstance(member, DistributedOptimizer),
+                is_distributed=isinstance(member, DistributedOptimizer),
                 tensors=tensors,
             )
     return shards
 
 
 def read_step(optimizer: Any) -> int:
-    """Steps taken, which correct Adam's bias."""
+    """Return the number of optimizer steps taken, which determines Adam's bias correction."""
     steps = set()
-    for member in _members(optimizer):
+    for member in _sub_optimizers(optimizer):
         inner = member.optimizer
         steps |= {int(group["step"]) for group in inner.param_groups if group["params"] and "step" in group}
-        steps |= {int(of["step"]) for of in inner.state.values() if "step" in of}
-    assert len(steps) <= 1, f"parameters have been stepped {sorted(steps)} times"
+        steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
+    assert len(steps) <= 1, f"parameters have different step counts: {sorted(steps)}"
     return steps.pop() if steps else 0
 
 
 def write_step(optimizer: Any, step: int) -> None:
-    """As if `step` steps had been taken."""
-    for member in _members(optimizer):
+    """Set the step count of all parameters to `step`."""
+    for member in _sub_optimizers(optimizer):
         _require_state(member)
-        if _counts_by_parameter(member.optimizer):
-            for of in member.optimizer.state.values():
-                # a tensor of its own for each: torch adds 1 to each in place
-                of["step"] = torch.full_like(of["step"], step)
+        if _has_step_per_parameter(member.optimizer):
+            for state in member.optimizer.state.values():
+                # a separate tensor for each: torch increments it in place
+                state["step"] = torch.full_like(state["step"], step)
         else:
             for group in member.optimizer.param_groups:
                 group["step"] = step
 
 
-def spread_parameters(optimizer: Any) -> None:
-    """Give data-parallel ranks the parts of their parameters that others of them step, as after every step."""
+def sync_parameters(optimizer: Any) -> None:
+    """All-gather the parameter ranges that other data-parallel ranks step, as after every step."""
     chunks = {
         id(chunk): chunk
-        for member in _members(optimizer)
+        for member in _sub_optimizers(optimizer)
         if isinstance(member, DistributedOptimizer)
         for chunk in member.model_chunks
     }
@@ -90,30 +92,30 @@ def spread_parameters(optimizer: Any) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def _members(optimizer: Any) -> list[Any]:
-    """One for dense parameters, one for experts."""
+def _sub_optimizers(optimizer: Any) -> list[Any]:
+    """Return the chained optimizers that hold parameters: one for dense parameters, one for experts."""
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
 
 
 def _require_state(member: Any) -> None:
     member.init_state_fn(member.optimizer, member.config)
-    if _counts_by_parameter(member.optimizer):
-        for of in member.optimizer.state.values():
-            of.setdefault("step", torch.tensor(0.0))
+    if _has_step_per_parameter(member.optimizer):
+        for state in member.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
 
 
-def _counts_by_parameter(inner: Any) -> bool:
-    """True of torch's; the fused ones count once a group."""
+def _has_step_per_parameter(inner: Any) -> bool:
+    """Return whether the step count is per parameter, as in torch; fused optimizers count per parameter group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _stepped(member: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """A parameter, what the optimizer steps of it, and where in the flattened parameter that begins."""
+def _stepped_parameters(member: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield (parameter, tensor that the optimizer steps, its offset in the flattened parameter)."""
     if isinstance(member, DistributedOptimizer):
         for parameter, (group, order) in member.model_param_group_index_map.items():
             main = member.optimizer.param_groups[group]["params"][order]
             within = member._get_model_param_range_map(parameter)["param"]
-            assert main.numel() == within.size, f"{main.numel()} values are stepped of {within}"
+            assert main.numel() == within.size, f"the optimizer steps {main.numel()} values of range {within}"
             yield parameter, main, within.start
         return
     parameters = _parameters_by_main(member)
@@ -123,6 +125,6 @@ def _stepped(member: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def _parameters_by_main(member: Any) -> dict[int, Tensor]:
-    """Those in 16 bits, by the `id` of what is stepped for them."""
+    """Return the 16-bit parameters by the `id` of their float32 main parameter."""
     pairs = zip(getattr(member, "float16_groups", ()), getattr(member, "fp32_from_float16_groups", ()), strict=True)
     return {id(main): parameter for group in pairs for parameter, main in zip(*group, strict=True)}

@@ -1,4 +1,4 @@
-"""Checkpoints saved in one layout and loaded in another, against the model folder that they were made from."""
+"""Checkpoints saved in one layout and loaded in another, compared with the model folder that they were created from."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ ROUND_TRIPS = {
     "deepseek_v3": ({"tp": 2, "ep": 2, "etp": 1, "pp": 2}, {"tp": 2}),
     "deepseek_v3 without query latent": ({"tp": 2}, {"ep": 4}),
 }
-"""By model, the layouts that its checkpoint is saved and loaded in."""
+"""By model, the layouts in which its checkpoint is saved and loaded."""
 
 
 def make_rank(folder, sizes, *, weights="hf", dtype="float32"):
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
-    return ModelRank(ModelSpec(model_path=folder, dtype=dtype, parallel=ParallelConfig(**sizes), weights=weights))
+    return MegatronModel(ModelSpec(model_path=folder, dtype=dtype, parallel=ParallelConfig(**sizes), weights=weights))
 
 
-def everywhere(value):
-    """From every rank, once all are here."""
+def gather_and_finish(value):
+    """Gather `value` of every rank and end the process group."""
     every = [value] * dist.get_world_size()
     dist.all_gather_object(every, value)
     dist.destroy_process_group()
@@ -51,24 +51,24 @@ def everywhere(value):
 
 
 def world(sizes):
-    return ParallelConfig(**sizes).smallest_world
+    return ParallelConfig(**sizes).min_world_size
 
 
 def save_on_rank(folder, target, sizes, content=None):
-    """The error, from every rank."""
+    """Save the model; return the error message of every rank, None if there is none."""
     from megarl.megatron.checkpoint import model_state
 
-    model_state.CONTENT = model_state.CONTENT if content is None else content
+    model_state.CONTENT_METADATA = model_state.CONTENT_METADATA if content is None else content
     rank = make_rank(folder, sizes)
     try:
         model_state.save_model(rank, target)
     except DataError as e:
-        return everywhere(str(e))
-    return everywhere(None)
+        return gather_and_finish(str(e))
+    return gather_and_finish(None)
 
 
 def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
-    """From every rank the error, or names of parameters that are not bit for bit as read from `folder`."""
+    """Load the checkpoint; return, by rank, the error or the names of parameters that differ from those in `folder`."""
     from megarl.megatron.checkpoint import model_state
     from megarl.megatron.hf_weights import export, local_layout
 
@@ -78,12 +78,12 @@ def load_on_rank(folder, source, sizes, target=None, dtype="float32"):
     try:
         model_state.load_model(rank, source)
     except DataError as e:
-        return everywhere(str(e))
+        return gather_and_finish(str(e))
     loaded = {name: tensor.clone() for name, tensor in rank.tensors().items()}
     if target is not None:
         export.save(rank, folder, target)
     local_layout.read_weights(folder, rank.layout, rank.tensors())
-    return everywhere([name for name, tensor in rank.tensors().items() if not torch.equal(loaded[name], tensor)])
+    return gather_and_finish([name for name, tensor in rank.tensors().items() if not torch.equal(loaded[name], tensor)])
 
 
 def save(tmp_path, folder, sizes, **options):
@@ -101,7 +101,7 @@ def same_bits(folder, source):
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
-def test_a_round_trip_through_two_layouts_changes_no_bit(name, model_folder, tmp_path):
+def test_round_trip_through_two_layouts_is_bitwise_exact(name, model_folder, tmp_path):
     source, (saved, loaded) = model_folder(name), ROUND_TRIPS[name]
     checkpoint, target = save(tmp_path, source, saved), tmp_path / "out"
     wrong = run_ranks(load_on_rank, world(loaded), tmp_path, source, str(checkpoint), loaded, str(target))
@@ -111,7 +111,7 @@ def test_a_round_trip_through_two_layouts_changes_no_bit(name, model_folder, tmp
 
 @pytest.mark.parametrize(("saved", "loaded"), [({}, {"tp": 2}), ({"tp": 2}, {}), ({"tp": 2}, {"pp": 2})])
 @pytest.mark.parametrize("tied", [False, True])
-def test_padding_of_the_vocabulary_follows_the_layout(tied, saved, loaded, tmp_path):
+def test_vocabulary_padding_adapts_to_the_layout(tied, saved, loaded, tmp_path):
     source = save_model(tmp_path / "model", vocab_size=300, tie_word_embeddings=tied)
     checkpoint = save(tmp_path, source, saved)
     stored = read_index(checkpoint)["embedding.word_embeddings.weight"]
@@ -120,7 +120,7 @@ def test_padding_of_the_vocabulary_follows_the_layout(tied, saved, loaded, tmp_p
     assert wrong == [[]] * world(loaded)
 
 
-NUMBERED = {
+STORED_SHAPES = {
     "embedding.word_embeddings.weight": (384, 48),
     "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": (48,),
     "decoder.layers.1.self_attention.linear_qkv.weight": (160, 48),
@@ -135,17 +135,17 @@ NUMBERED = {
 }
 
 
-def test_tensors_are_named_as_with_transformer_engine(qwen3_path, tmp_path):
+def test_tensors_have_the_names_of_transformer_engine(qwen3_path, tmp_path):
     checkpoint = save(tmp_path, qwen3_path, {"tp": 2})
     index = read_index(checkpoint)
-    assert {name: tensor.shape for name, tensor in index.items() if "layers.0." not in name} == NUMBERED
+    assert {name: tensor.shape for name, tensor in index.items() if "layers.0." not in name} == STORED_SHAPES
     common = torch.load(checkpoint / "common.pt", weights_only=False)
     assert common["checkpoint_version"] == 3.0
     assert common["iteration"] == 0
     assert common["content_metadata"] == {"singleton_local_shards": False, "non_homogeneous_layers": True}
 
 
-def test_layers_that_share_a_tensor_are_read_too(qwen3_path, tmp_path):
+def test_checkpoint_with_all_layers_in_one_tensor_is_loaded(qwen3_path, tmp_path):
     checkpoint = save(tmp_path, qwen3_path, {"pp": 2}, content={"singleton_local_shards": False})
     index = read_index(checkpoint)
     assert index["decoder.layers.mlp.linear_fc1.weight"].shape == (2, 160, 48)
@@ -153,24 +153,29 @@ def test_layers_that_share_a_tensor_are_read_too(qwen3_path, tmp_path):
     assert run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(checkpoint), {"tp": 2}) == [[], []]
 
 
-def shard_by_hand_on_rank(folder, sizes):
-    """Parameters of modules that `shard_tensor` describes otherwise than their modules do, on any rank."""
+def compare_shard_tensor_on_rank(folder, sizes):
+    """By rank, the parameters that `shard_tensor` describes differently from megatron-core's modules."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories
 
-    from megarl.megatron.checkpoint.model_state import CONTENT, _drop_objects, shard_tensor, sharded_model
+    from megarl.megatron.checkpoint.model_state import (
+        CONTENT_METADATA,
+        _drop_extra_state,
+        shard_tensor,
+        sharded_state_dict,
+    )
 
     rank = make_rank(folder, sizes)
-    state = sharded_model(rank, CONTENT)
+    state = sharded_state_dict(rank, CONTENT_METADATA)
     apply_factories(state)
-    _drop_objects(state)
-    theirs = {_describe(sharded) for sharded in nested_values(state)}
-    ours = {
+    _drop_extra_state(state)
+    from_modules = {_describe(sharded) for sharded in nested_values(state)}
+    from_function = {
         _describe(sharded)
         for name, tensor in rank.tensors().items()
-        for sharded in shard_tensor(rank, name, rank.model.parameter_map(name), tensor)
+        for sharded in shard_tensor(rank, name, rank.architecture.parameter_map(name), tensor)
     }
-    return everywhere(sorted(theirs ^ ours))
+    return gather_and_finish(sorted(from_modules ^ from_function))
 
 
 def _describe(sharded):
@@ -179,12 +184,12 @@ def _describe(sharded):
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2, "etp": 1}, {"tp": 2}, {"ep": 2, "pp": 2}])
-def test_carried_layers_are_described_as_modules_are(sizes, model_folder, tmp_path):
-    differences = run_ranks(shard_by_hand_on_rank, world(sizes), tmp_path, model_folder("deepseek_v3"), sizes)
+def test_shard_tensor_matches_the_modules(sizes, model_folder, tmp_path):
+    differences = run_ranks(compare_shard_tensor_on_rank, world(sizes), tmp_path, model_folder("deepseek_v3"), sizes)
     assert differences == [[]] * world(sizes)
 
 
-def test_carried_layers_have_the_names_of_megatron_core(model_folder, tmp_path):
+def test_mtp_layers_have_the_names_of_megatron_core(model_folder, tmp_path):
     index = read_index(save(tmp_path, model_folder("deepseek_v3"), {"tp": 2}))
     names = {name.removeprefix("mtp.layers.0.") for name in index if name.startswith("mtp.")}
     inner = {"transformer_layer." + name.split(".", 3)[3] for name in index if name.startswith("decoder.layers.3.")}
@@ -193,36 +198,36 @@ def test_carried_layers_have_the_names_of_megatron_core(model_folder, tmp_path):
     assert experts.shape == (8, 48, 48)
 
 
-def test_another_model_is_refused_on_every_rank(qwen3_path, qwen2_tied_path, tmp_path):
+def test_checkpoint_of_another_model_raises_on_every_rank(qwen3_path, qwen2_tied_path, tmp_path):
     checkpoint = save(tmp_path, qwen2_tied_path, {})
     errors = run_ranks(load_on_rank, 2, tmp_path, qwen3_path, str(checkpoint), {"pp": 2})
     assert errors[0] == errors[1]
-    assert f"{checkpoint} is no checkpoint of Qwen3ForCausalLM as its config.json describes it: " in errors[0]
+    assert f"{checkpoint} is not a checkpoint of Qwen3ForCausalLM as its config.json describes it: " in errors[0]
     assert "decoder.layers.0.self_attention.k_layernorm.weight is missing" in errors[0]
     assert " more" in errors[0]
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+def test_checkpoint_with_too_small_vocabulary_raises(tmp_path):
     small, large = (save_model(tmp_path / str(size), vocab_size=size) for size in (100, 300))
     checkpoint = save(tmp_path, small, {})
     (error,) = run_ranks(load_on_rank, 1, tmp_path, large, str(checkpoint), {})
     assert "embedding.word_embeddings.weight needs at least 300 rows of [48], got [128, 48]" in error
 
 
-def test_a_checkpoint_is_read_into_another_dtype(model_folder, tmp_path):
+def test_checkpoint_is_loaded_in_another_dtype(model_folder, tmp_path):
     source = model_folder("deepseek_v3")
     checkpoint = save(tmp_path, source, {})
     assert run_ranks(load_on_rank, 1, tmp_path, source, str(checkpoint), {}, None, "bfloat16") == [[]]
 
 
-def test_a_common_part_that_is_no_pickle_is_refused(qwen3_path, tmp_path):
+def test_invalid_common_pt_raises(qwen3_path, tmp_path):
     checkpoint = save(tmp_path, qwen3_path, {})
     os.truncate(checkpoint / "common.pt", 100)
     (error,) = run_ranks(load_on_rank, 1, tmp_path, qwen3_path, str(checkpoint), {})
     assert error.startswith(f"{checkpoint}/common.pt cannot be read: ")
 
 
-def test_a_checkpoint_that_is_cut_short_is_refused(qwen3_path, tmp_path):
+def test_truncated_checkpoint_raises(qwen3_path, tmp_path):
     checkpoint = save(tmp_path, qwen3_path, {"tp": 2})
     file = checkpoint / "__1_0.distcp"
     os.truncate(file, file.stat().st_size - 1)
@@ -238,7 +243,7 @@ def save_to_a_full_disk_on_rank(folder, target, faulty):
     return save_on_rank(folder, target, {"tp": 2})
 
 
-def test_a_rank_that_cannot_write_is_named(qwen3_path, tmp_path):
+def test_error_names_the_rank_that_cannot_write(qwen3_path, tmp_path):
     target = tmp_path / "checkpoint"
     errors = run_ranks(save_to_a_full_disk_on_rank, 2, tmp_path, qwen3_path, str(target), 1)
     assert errors[0].startswith(f"{target}: the checkpoint could not be written, on rank 1: ")
@@ -252,20 +257,20 @@ def status(key):
 
 
 def import_on_rank(folder, target, sizes):
-    """From every rank, bytes: the most memory that an import took, and what the rank's weights are."""
+    """Import a model; return, by rank, the peak memory that it took and the size of the rank's weights, in bytes."""
     from megarl.megatron.convert_worker import ConvertWorker
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before = status("VmRSS")
     worker = ConvertWorker(ModelSpec(model_path=folder, dtype="bfloat16", parallel=ParallelConfig(**sizes)))
     worker.read_hf(folder)
     worker.write_checkpoint(target)
     peak = status("VmHWM") - before
-    return everywhere((peak, sum(t.numel() * t.itemsize for t in worker._rank.tensors().values())))
+    return gather_and_finish((peak, sum(t.numel() * t.itemsize for t in worker._model.tensors().values())))
 
 
 @pytest.mark.slow
-def test_an_import_takes_its_share_of_memory(tmp_path):
+def test_import_needs_little_more_memory_than_its_weights(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}

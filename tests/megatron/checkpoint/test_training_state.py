@@ -1,4 +1,4 @@
-"""Training that is saved and goes on: in the same layout bit for bit, in others from the same tensors."""
+"""Training state checkpoints: bitwise exact resume in the same layout, same tensors in other layouts."""
 
 from __future__ import annotations
 
@@ -19,68 +19,71 @@ import torch.distributed as dist
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.requests import ModelSpec, ReturnsLoss, SaveOrder, TrainerSpec, split_by_dp
+from megarl.megatron.loss_specs import ValueLoss
+from megarl.megatron.requests import ModelSpec, SaveRequest, TrainerSpec, split_by_dp
 from megarl.placement.rank_grid import RankGrid
-from tests.megatron.fidelity.measure import nll_work
+from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import run_ranks
 
 LENGTHS = (5, 9, 21, 34, 40, 18)
 VOCAB = 331
-VALUES = ReturnsLoss(clip=None)
+VALUES = ValueLoss(clip=None)
 
 
-def make_worker(path, dtype="float32", distributed=True, head="lm", swaps=False, weights="hf", **parallel):
+def make_worker(path, dtype="float32", distributed=True, head="lm", offload_when_idle=False, weights="hf", **parallel):
     from megarl.megatron.runtime import platform
 
     platform.prepare()
     from megarl.megatron.trainer_worker import TrainerWorker
 
     sizes = ParallelConfig(**parallel)
-    model = ModelSpec(model_path=path, dtype=dtype, parallel=sizes, head=head, swaps=swaps, weights=weights)
+    model = ModelSpec(
+        model_path=path, dtype=dtype, parallel=sizes, head=head, offload_when_idle=offload_when_idle, weights=weights
+    )
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, decay="cosine", warmup_steps=2, distributed=distributed)
     return TrainerWorker(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
 
 
 def train(worker, step):
-    """Metrics, the same on all ranks."""
+    """Train one step; return its metrics, the same on all ranks."""
     spec = worker._spec.model
     grid = RankGrid.of(spec.parallel, dist.get_world_size())
-    work = nll_work(draw(LENGTHS, VOCAB, seed=step), 64)
+    work = nll_request(draw(LENGTHS, VOCAB, seed=step), 64)
     if spec.head == "value":
         (batch,) = work.mini_batches
         samples = tuple(replace(sample, scalars={"values": 0.0, "returns": 1.0}) for sample in batch.samples)
         work = replace(work, mini_batches=(replace(batch, samples=samples),), loss=VALUES)
     metrics = worker.train_step(split_by_dp(work, grid)[dist.get_rank()]).metrics
-    metrics = everywhere(metrics)[grid.output_rank(0)]
+    metrics = gather(metrics)[grid.output_rank(0)]
     return {name: metrics[name] for name in ("loss", "grad_norm", "learning_rate")}
 
 
 def save(worker, folder, *, asynchronous=False, limit=None):
-    order = SaveOrder(folder=str(folder), asynchronous=asynchronous, max_staging_bytes=limit)
-    return worker.begin_save(order), worker.finish_save(None)
+    request = SaveRequest(folder=str(folder), asynchronous=asynchronous, max_staging_bytes=limit)
+    return worker.begin_save(request), worker.finish_save(None)
 
 
-def everything(worker):
-    """All that decides how training goes on, on this rank."""
-    from megarl.megatron.runtime.rng_state import read_generators
+def full_state(worker):
+    """All state of this rank that influences further training."""
+    from megarl.megatron.runtime.rng_state import collect_rng_states
 
     trainer = worker._trainer
     trainer.memory.onload()
-    held = {f"weight {name}": t for name, t in trainer.rank.tensors().items()}
+    held = {f"weight {name}": t for name, t in trainer.model.tensors().items()}
     for number, (_, of) in enumerate(trainer._optimizer.state.items()):
         held |= {f"{name} {number}": t for name, t in of.items()} if isinstance(of, dict) else {f"state {number}": of}
     for number, group in enumerate(trainer._optimizer.param_groups):
         held |= {f"main {number} {i}": p for i, p in enumerate(group["params"])}
         held[f"group {number}"] = torch.tensor([group["lr"], group["weight_decay"]], dtype=torch.float64)
     held["scheduled"] = torch.tensor(trainer._scheduler.num_steps)
-    generators = read_generators(trainer.rank)
+    generators = collect_rng_states(trainer.model)
     held |= {f"generator {name}": generators[name] for name in ("host", "device")}
     held["generator numpy"] = generators["numpy"]["state"]["key"]
     return {name: t.detach().clone() for name, t in held.items()}
 
 
-def everywhere(value):
+def gather(value):
     every = [value] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return every
@@ -92,20 +95,20 @@ def differences(got, want):
 
 
 def error_of(call, *arguments):
-    """From every rank what `call` raised; None where it did not."""
+    """Call `call`; return the error message of every rank, None if it raised nothing."""
     try:
         call(*arguments)
     except DataError as e:
-        return everywhere(str(e))
-    return everywhere(None)
+        return gather(str(e))
+    return gather(None)
 
 
 def index_of(folder):
     return pickle.loads((Path(folder) / ".metadata").read_bytes())
 
 
-def read_whole(folder):
-    """Every tensor, by torch's own reader."""
+def read_with_torch(folder):
+    """Read all tensors with torch's own reader."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -115,8 +118,8 @@ def read_whole(folder):
     return tensors
 
 
-def same_tensors(got, want):
-    """Names of those that are not the same; rows that pad the vocabulary do not count."""
+def different_tensors(got, want):
+    """Names of the tensors that differ, padding rows of the vocabulary aside."""
     rows = {name: VOCAB if name.endswith(VOCABULARY) else len(tensor) for name, tensor in want.items()}
     assert got.keys() == want.keys()
     return [name for name, tensor in want.items() if not torch.equal(got[name][: rows[name]], tensor[: rows[name]])]
@@ -124,14 +127,14 @@ def same_tensors(got, want):
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-RESUMED = {
+RESUME_CASES = {
     "dp2": ("qwen3", {}),
     "dp2 bfloat16 replicated": ("qwen3", {"dtype": "bfloat16", "distributed": False}),
     "tp2": ("deepseek_v3", {"tp": 2}),
     "vpp2 tied bfloat16": ("qwen2", {"pp": 2, "vpp": 2, "dtype": "bfloat16"}),
-    "ep2 bfloat16, leaves the device": ("qwen3_moe", {"ep": 2, "dtype": "bfloat16", "swaps": True}),
+    "ep2 bfloat16, offloaded": ("qwen3_moe", {"ep": 2, "dtype": "bfloat16", "offload_when_idle": True}),
 }
-RESUMED_TOO = {
+MORE_RESUME_CASES = {
     "dp2 replicated": ("qwen3", {"distributed": False}),
     "dp2 bfloat16": ("qwen3", {"dtype": "bfloat16"}),
     "pp2": ("qwen2", {"pp": 2}),
@@ -141,7 +144,7 @@ RESUMED_TOO = {
 
 
 def resume_on_rank(cases, root):
-    """By case and rank, what is not as in a run that went on; empty reports are left out."""
+    """By case and rank, what differs from an uninterrupted run; cases without differences are left out."""
     wrong = {}
     for name, (path, options) in cases.items():
         folder = Path(root) / name
@@ -155,10 +158,10 @@ def resume_on_rank(cases, root):
         report = other.load_training(str(folder))
         assert report.same_layout
         got = [train(other, step) for step in (2, 3)]
-        found = differences(everything(other), everything(worker))
-        every = report.bytes, sum(everywhere(report.bytes)), stored_bytes(folder)
+        found = differences(full_state(other), full_state(worker))
+        every = report.bytes, sum(gather(report.bytes)), stored_bytes(folder)
         found += [] if reads_no_more_than_needed(name, *every) else [f"bytes: {every}"]
-        wrong[name] = everywhere(found + ([] if got == want else [f"{got} {want}"]))
+        wrong[name] = gather(found + ([] if got == want else [f"{got} {want}"]))
     return {name: of for name, of in wrong.items() if any(of)}
 
 
@@ -168,21 +171,23 @@ def stored_bytes(folder):
 
 
 def reads_no_more_than_needed(name, here, all_ranks, stored):
-    """Ranks that divide the optimizer's state read a value once between them; those that do not, each all."""
+    """With a distributed optimizer, ranks read each value once in total; with a replicated one, each reads all."""
     if name.startswith("dp2"):
         return all_ranks == (2 * stored if "replicated" in name else stored)
     return here < 0.9 * stored
 
 
-@pytest.mark.parametrize("which", [RESUMED, pytest.param(RESUMED_TOO, marks=pytest.mark.slow)], ids=["few", "more"])
-def test_training_goes_on_bit_for_bit(which, model_folder, value_folder, tmp_path):
+@pytest.mark.parametrize(
+    "which", [RESUME_CASES, pytest.param(MORE_RESUME_CASES, marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_resume_in_the_same_layout_is_bitwise_exact(which, model_folder, value_folder, tmp_path):
     cases = {
         name: ((value_folder if options.get("head") else model_folder)(model), options)
         for name, (model, options) in which.items()
     }
     assert run_ranks(resume_on_rank, 2, tmp_path, cases, str(tmp_path)) == {}
     for name, (_, options) in cases.items():
-        every_byte_once(tmp_path / name, has_mains=options.get("dtype") == "bfloat16")
+        check_index(tmp_path / name, has_mains=options.get("dtype") == "bfloat16")
         if name.startswith("dp2"):
             first, second = bytes_by_file(tmp_path / name)
             assert abs(first - second) < 0.02 * (first + second), name
@@ -197,8 +202,8 @@ def bytes_by_file(folder):
     return list(found.values())
 
 
-def every_byte_once(folder, *, has_mains):
-    """Chunks fill each tensor and do not overlap; each weight has its moments, and float32 copies if it needs them."""
+def check_index(folder, *, has_mains):
+    """Check that chunks fill each tensor without overlap, and that each weight has its optimizer state."""
     index = index_of(folder)
     for name, tensor in index.state_dict_metadata.items():
         count = torch.zeros(tensor.size, dtype=torch.int8)
@@ -231,7 +236,11 @@ WIDE = {
 
 
 def chain_on_rank(chains, root, dtype):
-    """Train and save in the first layout, load and save in each other; by chain and layout the next steps' metrics."""
+    """Train and save in the first layout, then load and save in each of the others.
+
+    Returns:
+        The metrics of the next steps, by chain and layout.
+    """
     out = {}
     for name, (path, layouts) in chains.items():
         metrics = []
@@ -253,65 +262,66 @@ def chain_on_rank(chains, root, dtype):
 
 
 def check_chains(model_folder, tmp_path, chains, world=2, dtype="float32"):
-    """Every folder holds the same tensors; the next steps' metrics."""
+    """Check that all checkpoints of a chain hold the same tensors; return the metrics of the next steps."""
     cases = {name: (model_folder(model), layouts) for name, (model, layouts) in chains.items()}
     out = run_ranks(chain_on_rank, world, tmp_path, cases, str(tmp_path), dtype)
     for name, (_, layouts) in chains.items():
-        first = read_whole(tmp_path / f"{name} 0")
+        first = read_with_torch(tmp_path / f"{name} 0")
         assert all(first[key].any() for key in first)
         for number in range(1, len(layouts)):
-            assert same_tensors(read_whole(tmp_path / f"{name} {number}"), first) == [], (name, number)
+            assert different_tensors(read_with_torch(tmp_path / f"{name} {number}"), first) == [], (name, number)
     return out
 
 
-def steps_agree(out):
+def check_next_steps(out):
     for name, (first, *others) in out.items():
         for number, metrics in enumerate(others, start=1):
             assert metrics[0]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5), (name, number)
-            # the second step's follows from the moments
+            # the second step's loss depends on the moments
             assert metrics[1]["loss"] == pytest.approx(first[1]["loss"], rel=1e-4), (name, number)
             assert metrics[0]["learning_rate"] == first[0]["learning_rate"], (name, number)
 
 
-def test_any_layout_goes_on_from_any_other(model_folder, tmp_path):
-    steps_agree(check_chains(model_folder, tmp_path, CHAINS))
+def test_resume_in_another_layout(model_folder, tmp_path):
+    check_next_steps(check_chains(model_folder, tmp_path, CHAINS))
 
 
-def test_float32_copies_go_with_weights_in_16_bits(model_folder, tmp_path):
+def test_main_parameters_are_saved_with_bfloat16_weights(model_folder, tmp_path):
     check_chains(model_folder, tmp_path, {"tied": BFLOAT16}, dtype="bfloat16")
 
 
 @pytest.mark.slow
-def test_any_layout_goes_on_from_any_other_on_four_ranks(model_folder, tmp_path):
-    steps_agree(check_chains(model_folder, tmp_path, WIDE, world=4))
+def test_resume_in_another_layout_on_four_ranks(model_folder, tmp_path):
+    check_next_steps(check_chains(model_folder, tmp_path, WIDE, world=4))
 
 
 def names_on_rank(path, folder):
-    """Saved on one rank, in small pieces; what the optimizer remembers of each parameter.
+    """Save on one rank in small shards, and check that megatron-core reads the weights.
 
-    Weights are read again by megatron-core itself.
+    Returns:
+        The optimizer's second moment of each parameter.
     """
     from megarl.megatron.checkpoint import shards
     from megarl.megatron.checkpoint.model_state import load_model
 
-    shards.LARGEST_BYTES = 1000
+    shards.MAX_SHARD_BYTES = 1000
     worker = make_worker(path, distributed=False)
     train(worker, 0)
     save(worker, folder)
     other = make_worker(path, weights="none")
-    load_model(other._rank, folder)
-    assert differences(other._rank.tensors(), worker._rank.tensors()) == []
+    load_model(other._model, folder)
+    assert differences(other._model.tensors(), worker._model.tensors()) == []
     trainer = worker._trainer
-    ((chunk,), (member,)) = trainer.rank.chunks, trainer._optimizer.chained_optimizers
+    ((chunk,), (member,)) = trainer.model.chunks, trainer._optimizer.chained_optimizers
     return {name: member.optimizer.state[p]["exp_avg_sq"] for name, p in chunk.module.named_parameters()}
 
 
-def test_state_is_named_after_its_parameter(model_folder, tmp_path):
+def test_optimizer_state_is_named_after_its_parameter(model_folder, tmp_path):
     held = run_ranks(names_on_rank, 1, tmp_path, model_folder("qwen3"), str(tmp_path / "saved"))
-    every_byte_once(tmp_path / "saved", has_mains=False)
+    check_index(tmp_path / "saved", has_mains=False)
     sizes = [prod(c.sizes) for t in index_of(tmp_path / "saved").state_dict_metadata.values() for c in t.chunks]
     assert 900 < 4 * max(sizes) <= 1000
-    stored = read_whole(tmp_path / "saved")
+    stored = read_with_torch(tmp_path / "saved")
     for name in ("embedding.word_embeddings.weight", "decoder.layers.2.self_attention.linear_qkv.weight"):
         assert torch.equal(stored[f"optimizer.state.exp_avg_sq.{name}"], held[name])
     name = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -319,7 +329,11 @@ def test_state_is_named_after_its_parameter(model_folder, tmp_path):
 
 
 def background_on_rank(path, root):
-    """Saves of one state at once and in the background, which waits until training has gone on; and what they said."""
+    """Save each state synchronously and in the background, where writing waits until training has continued.
+
+    Returns:
+        By step and rank: the staging limit, and statistics and saved files of both saves.
+    """
     from megarl.megatron.checkpoint import background_writer
 
     write, go = background_writer._write, threading.Event()
@@ -332,31 +346,33 @@ def background_on_rank(path, root):
     background_writer._write = write_later
     worker = make_worker(path, dtype="bfloat16")
     train(worker, 0)
-    said = {}
-    whole = None
+    saves = {}
+    num_bytes = None
     for step, limit in enumerate((None, 0, 0.3, None), start=1):
         at_once = save(worker, f"{root}/{step} at once")
-        whole = at_once[0].bytes
-        limit = limit if limit is None else int(limit * whole)
+        num_bytes = at_once[0].bytes
+        limit = limit if limit is None else int(limit * num_bytes)
         go.clear()
-        stats = worker.begin_save(SaveOrder(folder=f"{root}/{step} later", asynchronous=True, max_staging_bytes=limit))
-        assert not worker.save_is_written(None)
+        stats = worker.begin_save(
+            SaveRequest(folder=f"{root}/{step} later", asynchronous=True, max_staging_bytes=limit)
+        )
+        assert not worker.is_save_written(None)
         train(worker, step)
         go.set()
         part = worker.finish_save(None)
-        assert worker.save_is_written(None)
-        said[step] = everywhere((limit, at_once, (stats, part)))
-    return said
+        assert worker.is_save_written(None)
+        saves[step] = gather((limit, at_once, (stats, part)))
+    return saves
 
 
-def test_what_is_written_later_is_what_was_when_the_save_began(model_folder, tmp_path):
-    said = run_ranks(background_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
+def test_background_save_writes_the_state_at_begin_save(model_folder, tmp_path):
+    saves = run_ranks(background_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
     previous = None
-    for step, of_ranks in said.items():
+    for step, of_ranks in saves.items():
         at_once, later = tmp_path / f"{step} at once", tmp_path / f"{step} later"
-        tensors = read_whole(at_once)
-        assert same_tensors(read_whole(later), tensors) == []
-        assert previous is None or len(same_tensors(previous, tensors)) > len(tensors) / 2
+        tensors = read_with_torch(at_once)
+        assert different_tensors(read_with_torch(later), tensors) == []
+        assert previous is None or len(different_tensors(previous, tensors)) > len(tensors) / 2
         previous = tensors
         for rank, (limit, (stats, _), (later_stats, _)) in enumerate(of_ranks):
             assert stats.staging_bytes == 0
@@ -386,7 +402,7 @@ def die(*_):
 
 
 def fail_on_rank(path, root):
-    """Errors, by rank, of saves where rank 1's files have no room or the folder cannot be; then a save that works."""
+    """By rank, errors of saves with a full disk on rank 1, an invalid folder, a dead thread; then save successfully."""
     from megarl.megatron.checkpoint import background_writer
 
     worker = make_worker(path)
@@ -397,28 +413,28 @@ def fail_on_rank(path, root):
     for number, (asynchronous, limit) in enumerate(((False, None), (True, None), (True, 100_000))):
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, unlimited[1]))
-        order = SaveOrder(folder=f"{root}/full {number}", asynchronous=asynchronous, max_staging_bytes=limit)
-        worker.begin_save(order)
+        request = SaveRequest(folder=f"{root}/full {number}", asynchronous=asynchronous, max_staging_bytes=limit)
+        worker.begin_save(request)
         errors.append(error_of(worker.finish_save, None))
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    worker.begin_save(SaveOrder(folder=f"{root}/file"))
+    worker.begin_save(SaveRequest(folder=f"{root}/file"))
     errors.append(error_of(worker.finish_save, None))
     write = background_writer._write
     if dist.get_rank() == 1:
         background_writer._write = die
-    worker.begin_save(SaveOrder(folder=f"{root}/dead", asynchronous=True))
+    worker.begin_save(SaveRequest(folder=f"{root}/dead", asynchronous=True))
     errors.append(error_of(worker.finish_save, None))
     background_writer._write = write
     train(worker, 1)
-    save(worker, f"{root}/whole", asynchronous=True)
-    want = everything(worker)
+    save(worker, f"{root}/valid", asynchronous=True)
+    want = full_state(worker)
     other = make_worker(path)
-    other.load_training(f"{root}/whole")
-    assert differences(everything(other), want) == []
+    other.load_training(f"{root}/valid")
+    assert differences(full_state(other), want) == []
     return errors
 
 
-def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder, tmp_path):
+def test_error_names_the_rank_that_cannot_write_and_the_next_save_works(model_folder, tmp_path):
     (tmp_path / "file").write_text("")
     *full, no_folder, dead = run_ranks(fail_on_rank, 2, tmp_path, model_folder("qwen3"), str(tmp_path))
     for number, errors in enumerate(full):
@@ -428,53 +444,53 @@ def test_a_rank_that_cannot_write_is_named_and_the_next_save_works(model_folder,
         assert not (folder / ".metadata").exists()
     why = f"the checkpoint could not be written, on rank 0: {tmp_path}/file: File exists"
     assert no_folder == [f"{tmp_path}/file: {why}"] * 2
-    why = f"on rank 1: {tmp_path}/dead: the thread that writes has died; stderr says of what"
+    why = f"on rank 1: {tmp_path}/dead: the writer thread has died; see stderr for the error"
     assert dead == [f"{tmp_path}/dead: the checkpoint could not be written, {why}"] * 2
 
 
-def refuse_on_rank(path, other_path, fewer_layers, root):
-    """Errors, by rank, of what is refused; nothing changes."""
+def load_invalid_on_rank(path, other_path, fewer_layers, root):
+    """By rank, errors of loading invalid checkpoints; also checks that the state stays unchanged."""
     from megarl.megatron.checkpoint.model_state import save_model
 
     worker = make_worker(path)
     train(worker, 0)
-    save_model(worker._rank, f"{root}/model alone")
-    saved = {"other": {}, "16 bits": {"dtype": "bfloat16"}, "cut": {}, "no generators": {}, "whole": {}}
+    save_model(worker._model, f"{root}/model alone")
+    saved = {"other": {}, "16 bits": {"dtype": "bfloat16"}, "truncated": {}, "no generators": {}, "valid": {}}
     for name, options in saved.items():
         save(make_worker(other_path if name == "other" else path, **options), f"{root}/{name}")
     if dist.get_rank() == 0:
-        os.truncate(f"{root}/cut/__1_0.distcp", 5_000)
+        os.truncate(f"{root}/truncated/__1_0.distcp", 5_000)
         Path(f"{root}/no generators/generators_1.pt").unlink()
     fewer = make_worker(fewer_layers, weights="none")
-    for tensor in fewer._rank.tensors().values():
+    for tensor in fewer._model.tensors().values():
         tensor.detach().zero_()
-    fewer_before = {name: tensor.detach().clone() for name, tensor in fewer._rank.tensors().items()}
-    want = everything(worker)
+    fewer_before = {name: tensor.detach().clone() for name, tensor in fewer._model.tensors().items()}
+    want = full_state(worker)
     errors = {
         name: error_of(worker.load_training, f"{root}/{name}")
-        for name in ("model alone", "other", "16 bits", "cut", "no generators", "nowhere")
+        for name in ("model alone", "other", "16 bits", "truncated", "no generators", "nowhere")
     }
-    errors["more layers"] = error_of(fewer.load_training, f"{root}/whole")
-    assert differences(everything(worker), want) == []
-    assert differences(fewer._rank.tensors(), fewer_before) == []
+    errors["more layers"] = error_of(fewer.load_training, f"{root}/valid")
+    assert differences(full_state(worker), want) == []
+    assert differences(fewer._model.tensors(), fewer_before) == []
     return errors
 
 
-REFUSED = {
-    "more layers": "{folder} is no training state of this Qwen3ForCausalLM: the model has no decoder.layers.",
-    "model alone": "{folder} holds a model alone, needs a training state",
+LOAD_ERRORS = {
+    "more layers": "{folder} is not a training state of this Qwen3ForCausalLM: the model has no decoder.layers.",
+    "model alone": "{folder} holds only a model, needs a training state",
     "other": "decoder.layers.0.self_attention.linear_qkv.weight needs shape [160, 48], got [",
     "16 bits": " needs dtype float32, got bfloat16; ",
-    "cut": "{folder}/__1_0.distcp is cut short, its tensors need ",
+    "truncated": "{folder}/__1_0.distcp is cut short, its tensors need ",
     "no generators": "{folder}/generators_1.pt cannot be read: ",
     "nowhere": "{folder} is no distributed checkpoint of megatron-core: it has no metadata.json",
 }
 
 
-FOLDERS = {"more layers": "whole"}
+FOLDERS = {"more layers": "valid"}
 
 
-def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing(model_folder, tmp_path):
+def test_invalid_checkpoint_raises_on_all_ranks_and_changes_nothing(model_folder, tmp_path):
     path = model_folder("qwen3")
     config = json.loads((Path(path) / "config.json").read_text())
     config["num_hidden_layers"] -= 1
@@ -482,38 +498,38 @@ def test_what_cannot_be_loaded_is_refused_on_all_ranks_and_changes_nothing(model
     (tmp_path / "fewer").mkdir()
     (tmp_path / "fewer" / "config.json").write_text(json.dumps(config))
     folders = path, model_folder("qwen2"), str(tmp_path / "fewer"), str(tmp_path)
-    errors = run_ranks(refuse_on_rank, 2, tmp_path, *folders)
-    for name, says in REFUSED.items():
+    errors = run_ranks(load_invalid_on_rank, 2, tmp_path, *folders)
+    for name, message in LOAD_ERRORS.items():
         assert errors[name][0] == errors[name][1]
-        assert says.format(folder=tmp_path / FOLDERS.get(name, name)) in errors[name][0]
+        assert message.format(folder=tmp_path / FOLDERS.get(name, name)) in errors[name][0]
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 3, 4), (2, 3, 4), (3, 1, 2, 2)])
-def test_a_range_is_cut_into_few_boxes(shape):
+def test_range_is_cut_into_few_boxes(shape):
     from megarl.megatron.checkpoint.shards import cut_range
 
-    whole = torch.arange(prod(shape)).view(shape)
+    tensor = torch.arange(prod(shape)).view(shape)
     for start in range(prod(shape) + 1):
         for stop in range(start, prod(shape) + 1):
             boxes = list(cut_range(shape, start, stop))
             assert len(boxes) <= 2 * len(shape) - 1
             values = [
-                whole[tuple(slice(at, at + n) for at, n in zip(box.offset, box.sizes, strict=True))].flatten()
+                tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.sizes, strict=True))].flatten()
                 for box in boxes
             ]
             assert [int(each[0]) for each in values] == [box.start for box in boxes]
             assert [int(value) for each in values for value in each] == list(range(start, stop))
 
 
-def test_ranks_have_equal_shares_of_what_all_of_them_have():
-    from megarl.megatron.checkpoint.shards import share
+def test_replicated_values_are_split_evenly_by_bytes():
+    from megarl.megatron.checkpoint.shards import split_evenly
 
     values = [(7, 12), (1, 12), (100, 4), (3, 14), (0, 2), (29, 14)]
     total = sum(count * each for count, each in values)
     for size in (1, 2, 3, 8, 1000):
         written = [[0] * count for count, _ in values]
         for rank in range(size):
-            ranges = share(values, rank, size)
+            ranges = split_evenly(values, rank, size)
             num_bytes = sum((stop - start) * each for (start, stop), (_, each) in zip(ranges, values, strict=True))
             assert abs(num_bytes - total / size) <= 14
             for (start, stop), of in zip(ranges, written, strict=True):

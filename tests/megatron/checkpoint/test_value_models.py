@@ -1,4 +1,4 @@
-"""Value models on disk: started from language models, exported, kept in checkpoints, and folders that are none."""
+"""Value models on disk: created from language models, exported, kept in checkpoints, and invalid folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.config import ConvertConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.convert_worker import ConvertWorker
-from megarl.megatron.families.model_folder import read_decoder, weight_problems
+from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
 from megarl.megatron.requests import ModelSpec
 from megarl.offline.model_conversion import plan_export, plan_import
 from tests.megatron.fidelity.measure import as_trajectory
@@ -28,30 +28,30 @@ LENGTHS = (5, 9, 2, 14)
 
 
 def export_on_rank(source, target, sizes, sequences):
-    """Export the folder `source` as a value model; every token's value, [sequence][token]."""
+    """Export the folder `source` as a value model; return the value of every token, [sequence][token]."""
     from megarl.megatron.hf_weights import export
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
     parallel = ParallelConfig(**sizes)
-    rank = ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=parallel, head="value"))
+    rank = MegatronModel(ModelSpec(model_path=source, dtype="float32", parallel=parallel, head="value"))
     values = rank.values([rank.pack([as_trajectory(tokens)]) for tokens in sequences]) if sequences else []
     export.save(rank, source, target)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, [of[: len(s)] for of, s in zip(values, sequences, strict=False)])
-    return every[-1]  # of the last stage
+    return every[-1]  # from the last stage
 
 
 def export(tmp_path, source, sequences=(), **sizes):
     target = tmp_path / "out"
-    world = ParallelConfig(**sizes).smallest_world
+    world = ParallelConfig(**sizes).min_world_size
     return target, run_ranks(export_on_rank, world, tmp_path, source, str(target), sizes, sequences)
 
 
-def load(folder):
-    """As transformers loads it; every tensor is there and no other."""
+def load_with_transformers(folder):
+    """Load the folder with transformers; check that no tensor is missing or unexpected."""
     from transformers import AutoModelForSequenceClassification
 
     model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -63,8 +63,8 @@ def load(folder):
 
 @torch.no_grad()
 def pooled(folder, sequences):
-    """Scores of a padded batch: each at the last token."""
-    model = load(folder)
+    """Scores of a padded batch, at the last token of each sequence."""
+    model = load_with_transformers(folder)
     longest, pad = max(map(len, sequences)), model.config.pad_token_id
     ids = torch.tensor([[*s, *[pad] * (longest - len(s))] for s in sequences])
     mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
@@ -79,7 +79,7 @@ def same_bits(folder, source):
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen2", {"tp": 2}), ("qwen3_moe", {"pp": 2})], ids=str)
-def test_an_export_is_a_classifier_with_the_same_values(name, sizes, value_folder, tmp_path):
+def test_export_is_a_classifier_with_the_same_values(name, sizes, value_folder, tmp_path):
     source, sequences = value_folder(name), draw(LENGTHS, CONFIGS[name]["vocab_size"])
     target, values = export(tmp_path, source, sequences, **sizes)
     same_bits(target, source)
@@ -90,7 +90,7 @@ def test_an_export_is_a_classifier_with_the_same_values(name, sizes, value_folde
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("qwen2", {"tp": 2}), ("deepseek_v3", {"pp": 2})], ids=str)
-def test_a_language_model_becomes_one_of_zeros(name, sizes, model_folder, tmp_path):
+def test_language_model_becomes_a_value_model_with_zero_head(name, sizes, model_folder, tmp_path):
     source, sequences = model_folder(name), draw(LENGTHS, CONFIGS[name]["vocab_size"])
     target, values = export(tmp_path, source, sequences, **sizes)
     assert all(torch.equal(of, torch.zeros(len(s))) for of, s in zip(values, sequences, strict=True))
@@ -103,11 +103,11 @@ def test_a_language_model_becomes_one_of_zeros(name, sizes, model_folder, tmp_pa
     config = json.loads((target / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification")
     assert (config["id2label"], config.get("num_nextn_predict_layers", 0)) == ({"0": "LABEL_0"}, 0)
-    assert weight_problems(target, read_decoder(target, head="value")) == []
+    assert find_weight_problems(target, load_architecture_from_folder(target, head="value")) == []
 
 
 @pytest.mark.parametrize(("ends", "pads"), [([1, 7], 1), (9, 9)])
-def test_a_model_without_padding_pads_with_its_end(ends, pads, value_folder, tmp_path):
+def test_pad_token_defaults_to_the_eos_token(ends, pads, value_folder, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(value_folder("qwen2"), source)
     config = json.loads((source / "config.json").read_text())
@@ -123,7 +123,7 @@ def convert_on_rank(spec, read, source, write, target):
     write(worker, target)
 
 
-def refusal_on_rank(spec, root):
+def load_error_on_rank(spec, root):
     worker = ConvertWorker(spec)
     try:
         worker.read_checkpoint(f"{root}/release")
@@ -133,7 +133,7 @@ def refusal_on_rank(spec, root):
 
 
 def convert(tmp_path, plan, source, output, **sizes):
-    """A planned conversion on ranks of this test's own."""
+    """Run a planned conversion on this test's ranks."""
     conversion = plan(ConvertConfig(), Path(source), output, "auto")
     assert conversion.head == "value"
     output.mkdir()
@@ -144,7 +144,7 @@ def convert(tmp_path, plan, source, output, **sizes):
         head=conversion.head,
     )
     steps = conversion.read, str(conversion.weights), conversion.write, str(output)
-    run_ranks(convert_on_rank, ParallelConfig(**sizes).smallest_world, tmp_path, spec, *steps)
+    run_ranks(convert_on_rank, ParallelConfig(**sizes).min_world_size, tmp_path, spec, *steps)
 
 
 @pytest.mark.parametrize(
@@ -156,28 +156,28 @@ def convert(tmp_path, plan, source, output, **sizes):
     ],
     ids=str,
 )
-def test_a_round_trip_through_a_checkpoint_changes_no_bit(name, there, back, value_folder, tmp_path):
+def test_round_trip_through_a_checkpoint_is_bitwise_exact(name, there, back, value_folder, tmp_path):
     source = value_folder(name)
     convert(tmp_path, plan_import, source, tmp_path / "checkpoint", **there)
     convert(tmp_path, plan_export, tmp_path / "checkpoint", tmp_path / "back", **back)
     same_bits(tmp_path / "back", source)
-    load(tmp_path / "back")
+    load_with_transformers(tmp_path / "back")
 
 
-def test_a_checkpoint_of_a_language_model_is_none_of_a_value_model(value_folder, model_folder, tmp_path):
+def test_checkpoint_of_a_language_model_is_rejected_for_a_value_model(value_folder, model_folder, tmp_path):
     checkpoint, spec = tmp_path / "checkpoint", partial(ModelSpec, dtype="float32", parallel=ParallelConfig())
     read, write = ConvertWorker.read_hf, ConvertWorker.write_checkpoint
     checkpoint.mkdir()
     folder = model_folder("qwen2 linear")
     run_ranks(convert_on_rank, 1, tmp_path, spec(model_path=folder), read, folder, write, str(checkpoint))
-    told = run_ranks(
-        refusal_on_rank, 1, tmp_path, spec(model_path=value_folder("qwen2 linear"), head="value"), str(checkpoint)
+    error = run_ranks(
+        load_error_on_rank, 1, tmp_path, spec(model_path=value_folder("qwen2 linear"), head="value"), str(checkpoint)
     )
-    assert "output_layer.weight needs shape [1, 48], got [512, 48]" in told
+    assert "output_layer.weight needs shape [1, 48], got [512, 48]" in error
 
 
 def altered(folder, tmp_path, change):
-    """A copy with other tensors."""
+    """Copy the folder with changed tensors."""
     shutil.copytree(folder, tmp_path / "altered")
     tensors = load_file(f"{folder}/model.safetensors")
     save_file(change(tensors), tmp_path / "altered" / "model.safetensors", metadata={"format": "pt"})
@@ -185,51 +185,51 @@ def altered(folder, tmp_path, change):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2 linear", "deepseek_v3"])
-def test_folders_that_are_good(name, model_folder, value_folder):
+def test_valid_folders_have_no_problems(name, model_folder, value_folder):
     for folder in (Path(model_folder(name)), Path(value_folder(name))):
-        assert weight_problems(folder, read_decoder(folder, head="value")) == []
-        assert weight_problems(folder, read_decoder(folder, head=None)) == []
+        assert find_weight_problems(folder, load_architecture_from_folder(folder, head="value")) == []
+        assert find_weight_problems(folder, load_architecture_from_folder(folder, head=None)) == []
 
 
-def test_a_value_model_needs_its_score(value_folder, tmp_path):
+def test_value_model_folder_needs_the_score_tensor(value_folder, tmp_path):
     without = altered(value_folder("qwen2"), tmp_path, lambda t: {n: x for n, x in t.items() if n != "score.weight"})
-    (problem,) = weight_problems(without, read_decoder(without, head="value"))
+    (problem,) = find_weight_problems(without, load_architecture_from_folder(without, head="value"))
     assert "lacks 1 of the " in problem
     assert problem.endswith("tensors of Qwen2ForSequenceClassification, first score.weight")
 
 
-def test_a_score_of_two_labels_is_another_shape(value_folder, tmp_path):
+def test_score_tensor_of_two_labels_has_the_wrong_shape(value_folder, tmp_path):
     two = altered(value_folder("qwen2"), tmp_path, lambda t: t | {"score.weight": torch.ones(2, 48)})
-    (problem,) = weight_problems(two, read_decoder(two, head="value"))
+    (problem,) = find_weight_problems(two, load_architecture_from_folder(two, head="value"))
     assert "score.weight: needs (1, 48), got (2, 48)" in problem
 
 
-def test_logits_are_no_part_of_a_value_model(value_folder, tmp_path):
+def test_value_model_folder_must_not_have_lm_head(value_folder, tmp_path):
     more = altered(value_folder("qwen2"), tmp_path, lambda t: t | {"lm_head.weight": torch.ones(331, 48)})
-    (problem,) = weight_problems(more, read_decoder(more, head="value"))
+    (problem,) = find_weight_problems(more, load_architecture_from_folder(more, head="value"))
     assert "does not have, first lm_head.weight" in problem
 
 
-def test_a_value_model_is_no_policy(value_folder):
+def test_value_model_is_rejected_as_policy(value_folder):
     folder = Path(value_folder("qwen2"))
-    with pytest.raises(ConfigError, match=r"config\.json: Qwen2ForSequenceClassification has one value a token and no"):
-        read_decoder(folder)
+    with pytest.raises(ConfigError, match=r"config\.json: Qwen2ForSequenceClassification has a value head and no"):
+        load_architecture_from_folder(folder)
 
 
 def read_on_rank(source, head):
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
     try:
-        ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=ParallelConfig(), head=head))
+        MegatronModel(ModelSpec(model_path=source, dtype="float32", parallel=ParallelConfig(), head=head))
     except (ConfigError, DataError) as e:
         return str(e)
     return ""
 
 
-def test_ranks_refuse_what_the_folder_is_not(value_folder, tmp_path):
+def test_ranks_reject_folders_with_the_wrong_head(value_folder, tmp_path):
     without = altered(value_folder("qwen2"), tmp_path, lambda t: {n: x for n, x in t.items() if n != "score.weight"})
-    assert "has one value a token and no logits" in run_ranks(read_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
+    assert "has a value head and no logits" in run_ranks(read_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
     assert run_ranks(read_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is score.weight")
