@@ -1,12 +1,12 @@
-"""Writing the model in Hugging Face format, by all ranks together.
+"""Exports the model in Hugging Face format; all ranks write files.
 
-    plan       tensors that the same ranks hold share files; every file is dealt to one rank
-    move       resharding: a writer needs the whole tensors of its files, and gets them box by box
-    write      each round's boxes to their places, in files with temporary names
-    publish    once all ranks have finished: rank 0 gives the files their names, config.json last
+    plan       group tensors held by the same ranks into files; assign each file to one rank
+    transfer   reshard: a writer receives the full tensors of its files, box by box
+    write      write the boxes of each round to their offsets, in files with temporary names
+    publish    after all ranks have finished: rank 0 renames the files and writes config.json last
 
-A folder without config.json is no model, so whatever ends an export early leaves nothing that looks like one; until
-all files are written, a model that was in the folder before stays whole.
+A folder without config.json is not a valid model, so an interrupted export never looks complete. Until all files are
+written, a model that was in the folder before stays intact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import DataError, MegarlError, WeightSyncError
-from megarl.megatron.families.architecture import Decoder
+from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
 from megarl.megatron.hf_weights.file_sink import FileSink
 from megarl.model_files.file_plan import PlannedFile
@@ -32,83 +32,84 @@ from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import FileWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.strategy import Outlets, SyncContext
+from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import torch_dtype
 
 if TYPE_CHECKING:
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
 
 BUCKET_BYTES = 64 * 2**20
-"""An export takes two of these beside the parameters."""
+"""Size of a transfer bucket in bytes; an export needs memory for two in addition to the parameters."""
 
-PATIENCE_SECONDS = 300
-SLOWEST_DISK = 10 * 2**20
-"""Bytes per second: an export that is slower has failed."""
+BASE_TIMEOUT_SECONDS = 300
+"""Timeout of an export, without the time for its bytes (`MIN_BYTES_PER_SECOND`)."""
+MIN_BYTES_PER_SECOND = 10 * 2**20
+"""Minimum write rate, in bytes per second; a slower export times out."""
 
 _T = TypeVar("_T")
 
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Files beside the weights: generation configuration, tokenizer, chat template."""
+COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files that are copied with the weights: generation config, tokenizer, chat template."""
 
 
-def save(model: ModelRank, source: str, folder: str) -> None:
-    """Write the weights into `folder`, and what stands beside them in `source`; all ranks together.
+def save(model: MegatronModel, source: str, folder: str) -> None:
+    """Write the weights and copies of the other files in `source` into `folder`; collective over all ranks.
 
     Raises:
-        DataError: a rank could not write; names it. The temporary files are gone.
+        DataError: a rank could not write; the message names the rank. Temporary files are removed.
     """
     rank, target = dist.get_rank(), Path(folder)
     is_publisher = rank == 0
-    layouts, topology = _exchange(model.layout)
-    plan = plan_export(target, layouts, _copies(model, Path(source)))
-    config = _together(target, lambda: _prepare(Path(source), target) if is_publisher else {})
+    layouts, topology = _gather_layouts(model.layout)
+    plan = plan_export(target, layouts, _duplicated_tensors(model, Path(source)))
+    config = _on_all_ranks(target, lambda: _prepare(Path(source), target) if is_publisher else {})
     context = SyncContext(rank=rank, sources=layouts, topology=topology, needs=plan.needs)
     writer = FileWriter(target, plan.files_of(rank))
     try:
-        _together(target, lambda: _write(context, model, writer))
+        _on_all_ranks(target, lambda: _write(context, model, writer))
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
-            _set_head(config, model.model)
-        _together(target, lambda: _publish(plan.files, config, Path(source), target) if is_publisher else None)
+            _set_head(config, model.architecture)
+        _on_all_ranks(target, lambda: _publish(plan.files, config, Path(source), target) if is_publisher else None)
     except BaseException:
         writer.discard()
         raise
 
 
-def _copies(model: ModelRank, source: Path) -> dict[str, str]:
-    """Those of the model's that `source` has, or all where it has no weights to go by."""
-    copies = model.model.copies()
-    if not copies or not any(source.glob("*.safetensors")):
-        return copies
-    there = read_headers(source)
-    return {name: of for name, of in copies.items() if name in there}
+def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:
+    """Return the duplicates that `source` contains; all of the architecture's if `source` has no weights."""
+    duplicates = model.architecture.duplicated_tensors()
+    if not duplicates or not any(source.glob("*.safetensors")):
+        return duplicates
+    stored = read_headers(source)
+    return {name: original for name, original in duplicates.items() if name in stored}
 
 
-def _exchange(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]:
-    """What every rank holds, and which ranks share a machine."""
+def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]:
+    """Gather the layouts of all ranks, and which ranks share a node."""
     mine = layout, socket.gethostname()
     every = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     hosts = [host for _, host in every]
-    return [of for of, _ in every], Topology(tuple(hosts.index(host) for host in hosts))
+    return [layout for layout, _ in every], Topology(tuple(hosts.index(host) for host in hosts))
 
 
-def _together(target: Path, step: Callable[[], _T]) -> _T:
-    """What `step` returned, once it has ended well on every rank; else raise on every rank."""
+def _on_all_ranks(target: Path, step: Callable[[], _T]) -> _T:
+    """Run `step` and return its result if it succeeded on all ranks; otherwise raise DataError on all ranks."""
     error: OSError | MegarlError | None = None
     try:
         result = step()
     except (OSError, MegarlError) as e:
         error = e
-    told: list[tuple[bool, int, str] | None] = [None] * dist.get_world_size()
-    # of a rank that failed, the others see a lost connection: causes come first
+    errors: list[tuple[bool, int, str] | None] = [None] * dist.get_world_size()
+    # other ranks only see a lost connection to a rank that failed: sort root causes first
     mine = None if error is None else (isinstance(error, WeightSyncError), dist.get_rank(), str(error))
-    dist.all_gather_object(told, mine)
-    problems = sorted(each for each in told if each is not None)
+    dist.all_gather_object(errors, mine)
+    problems = sorted(each for each in errors if each is not None)
     if problems:
-        _, rank, what = problems[0]
-        raise DataError(f"{target}: the model could not be written, on rank {rank}: {what}") from error
+        _, rank, cause = problems[0]
+        raise DataError(f"{target}: the model could not be written, on rank {rank}: {cause}") from error
     return result
 
 
@@ -117,17 +118,17 @@ def _prepare(source: Path, target: Path) -> dict[str, Any]:
     return read_json_object(source / "config.json")
 
 
-def _write(context: SyncContext, model: ModelRank, writer: FileWriter) -> None:
+def _write(context: SyncContext, model: MegatronModel, writer: FileWriter) -> None:
     tensors = model.tensors()
     for piece in model.layout.pieces:
         needs = torch_dtype(model.layout.tensors[piece.tensor].dtype)
         assert tensors[piece.local].dtype == needs, (piece, tensors[piece.local].dtype)
     total = sum(num_bytes(spec) for spec in model.layout.tensors.values())
-    strategy = BoxStrategy(context, BUCKET_BYTES, timeout_seconds=PATIENCE_SECONDS + total / SLOWEST_DISK)
+    strategy = BoxStrategy(context, BUCKET_BYTES, timeout_seconds=BASE_TIMEOUT_SECONDS + total / MIN_BYTES_PER_SECOND)
     sink = FileSink(writer)
     try:
         with torch.no_grad():
-            strategy.push(tensors, Outlets(boxes=sink if context.rank in context.needs else None))
+            strategy.push(tensors, Sinks(boxes=sink if context.rank in context.needs else None))
     finally:
         sink.close()
         strategy.close()
@@ -137,7 +138,7 @@ def _write(context: SyncContext, model: ModelRank, writer: FileWriter) -> None:
 def _publish(files: Sequence[PlannedFile], config: Mapping[str, Any], source: Path, target: Path) -> None:
     (target / "config.json").unlink(missing_ok=True)
     publish(target, files)
-    for pattern in COPIED:
+    for pattern in COPIED_PATTERNS:
         for file in source.glob(pattern):
             is_ours = file.name == "config.json" or file.name.endswith(".index.json")
             if not is_ours and file.resolve() != (target / file.name).resolve():
@@ -148,7 +149,7 @@ def _publish(files: Sequence[PlannedFile], config: Mapping[str, Any], source: Pa
 
 
 def _set_dtype(config: dict[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
-    """Say in which dtype most bytes are, under the name that the file uses."""
+    """Set the dtype of most bytes, under the key that the config uses."""
     bytes_of: dict[str, int] = defaultdict(int)
     for spec in tensors.values():
         bytes_of[spec.dtype] += num_bytes(spec)
@@ -156,13 +157,13 @@ def _set_dtype(config: dict[str, Any], tensors: Mapping[str, TensorSpec]) -> Non
     config.update(dict.fromkeys(names, max(bytes_of, key=lambda dtype: bytes_of[dtype])))
 
 
-def _set_head(config: dict[str, Any], model: Decoder) -> None:
-    """Describe a value model, which may have started as a language model, as transformers writes it."""
+def _set_head(config: dict[str, Any], model: ModelArchitecture) -> None:
+    """Describe a value model as transformers does; the config may be that of the initial language model."""
     if model.head == "lm":
         return
-    config.update(architectures=[model.architecture], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
+    config.update(architectures=[model.name], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0
-    if config.get("pad_token_id") is None:  # without it, transformers takes no batches
+    if config.get("pad_token_id") is None:  # transformers needs it for batches
         ends = config.get("eos_token_id")
         config["pad_token_id"] = next(iter(ends), None) if isinstance(ends, list) else ends

@@ -1,4 +1,4 @@
-"""Which rank writes which file of an exported model."""
+"""Plan of an export: the files, and which rank writes each."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from types import MappingProxyType
 import numpy as np
 
 from megarl.model_files.file_plan import PlannedFile, deal_files, plan_files
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, volume
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, volume
 from megarl.reshard.transfer.bucket import torch_dtype
 
 FILE_BYTES = 2 * 2**30
-"""Of a file's tensors at most; one larger tensor has a file of its own."""
+"""Maximum size of a file's tensors in bytes; a larger tensor has its own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """Who writes what; the same on every rank."""
+    """Files of an export and the ranks that write them; identical on every rank."""
 
     files: tuple[PlannedFile, ...]
     writers: tuple[int, ...]
-    """By file, its rank."""
+    """Writing rank of each file."""
     needs: Mapping[int, WeightLayout]
-    """By rank that writes, the tensors of its files; local names are those in the files, boxes the tensors' own."""
+    """Layout that each writing rank needs: the tensors of its files, in full; local names are those in the files."""
 
     def files_of(self, rank: int) -> list[PlannedFile]:
-        """What `rank` writes."""
+        """Return the files that `rank` writes."""
         return [file for file, writer in zip(self.files, self.writers, strict=True) if writer == rank]
 
 
 def plan_export(
     folder: Path, layouts: Sequence[WeightLayout], copies: Mapping[str, str] = MappingProxyType({})
 ) -> ExportPlan:
-    """The files of `folder` and their writers, from what every rank holds.
+    """Plan the files in `folder` and their writers, given the layouts of all ranks.
 
     Args:
-        copies: names under which tensors are written once more.
+        copies: additional name -> tensor that is also written under that name.
     """
     tensors = layouts[0].tensors
     held = [_held_bytes(layout) for layout in layouts]
@@ -53,14 +53,14 @@ def plan_export(
         groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
     files = plan_files(folder, list(groups.values()), FILE_BYTES)
     writers = deal_files(files, held)
-    order = _interleave(files, writers)
+    order = _interleave_writers(files, writers)
     names: dict[int, list[str]] = defaultdict(list)
     for file, writer in zip(files, writers, strict=True):
         names[writer] += file.tensors
     specs = {name: tensors[name] for name in order if name in tensors}
     needs = {
         writer: WeightLayout(
-            specs, tuple(Piece(written[n], specs[written[n]].box, n, specs[written[n]].box) for n in of)
+            specs, tuple(ShardPiece(written[n], specs[written[n]].box, n, specs[written[n]].box) for n in of)
         )
         for writer, of in names.items()
     }
@@ -68,21 +68,21 @@ def plan_export(
 
 
 def _held_bytes(layout: WeightLayout) -> dict[str, int]:
-    """By tensor that the rank holds anything of."""
+    """Return how many bytes of each tensor the rank holds; tensors that it does not hold are left out."""
     table = layout.table
     volumes = (table.boxes[..., 1].astype(np.int64) - table.boxes[..., 0]).prod(axis=1)
     held = np.bincount(table.tensor, volumes, minlength=len(table.tensors))
     specs = [layout.tensors[name] for name in table.tensors]
     return {
-        # a tied embedding may be held twice
+        # a rank may hold a tied embedding twice
         name: min(int(count) * torch_dtype(spec.dtype).itemsize, num_bytes(spec))
         for name, spec, count in zip(table.tensors, specs, held, strict=True)
         if count
     }
 
 
-def _interleave(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[str]:
-    """The tensors in an order in which all writers get theirs evenly, so that all of them always write."""
+def _interleave_writers(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[str]:
+    """Return the tensors in an order that serves all writers evenly, so that they write at the same time."""
     progress: dict[str, float] = {}
     total: dict[int, int] = defaultdict(int)
     for file, writer in zip(files, writers, strict=True):
@@ -96,5 +96,5 @@ def _interleave(files: Sequence[PlannedFile], writers: Sequence[int]) -> list[st
 
 
 def num_bytes(spec: TensorSpec) -> int:
-    """Of a whole tensor."""
+    """Return the size of the full tensor in bytes."""
     return volume(spec.box) * torch_dtype(spec.dtype).itemsize

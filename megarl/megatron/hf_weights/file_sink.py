@@ -1,4 +1,4 @@
-"""Where the boxes of an export go: files of this rank."""
+"""Sink of an export: writes received boxes to this rank's files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.model_files.writer import FileWriter
 from megarl.reshard.layout.layout import Box, extent, intersect, volume
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket, torch_dtype
 
-JOINED_ELEMENTS = 2**19
-"""Of rows that are put together before they are written."""
+MAX_JOINED_ELEMENTS = 2**19
+"""Maximum number of elements of rows that are joined before they are written."""
 
 
 class FileSink:
-    """Writes each round's boxes to the files of this rank, while the next round travels.
+    """Writes each round's boxes to this rank's files while the next round is transferred.
 
-    A rank that cannot write goes on taking what it is sent: the others would wait for it.
+    After a write error it keeps receiving rounds without writing them: the other ranks would wait for it.
     """
 
     def __init__(self, writer: FileWriter) -> None:
@@ -31,7 +31,7 @@ class FileSink:
         self._mapped: dict[tuple[int | str, ...], Tensor] = {}
 
     def load_boxes(self, _: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """See `BoxSink`."""
+        """Write the boxes of a round in the background; the returned function waits for it (`ShardSink`)."""
         if bucket is None:
             return lambda: None
         key, _size = identify_memory(bucket)
@@ -40,12 +40,12 @@ class FileSink:
         return self._thread.submit(self._try_to_write, self._mapped[key], bucket.slots).result
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of the buckets."""
+        """Wait for pending writes and unmap the buckets."""
         self._thread.shutdown()
         self._mapped.clear()
 
     def finish(self) -> None:
-        """Bring the files to the disk; raises the first OSError that there was."""
+        """Fsync the files; raise the first OSError of the writes, if any."""
         if self._error is not None:
             raise self._error
         self._writer.finish()
@@ -63,16 +63,16 @@ class FileSink:
             elements = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
             boxes[slot.local][slot.local_box] = elements.view(extent(slot.local_box))
         for name, values in boxes.items():
-            whole = _whole_rows(list(values), self._writer.box(name))
-            if whole is None:
+            union = _bounding_rows(list(values), self._writer.box(name))
+            if union is None:
                 for box, tensor in values.items():
                     self._writer.write(name, box, tensor)
             else:
-                self._write_joined(name, whole, values)
+                self._write_joined(name, union, values)
 
-    def _write_joined(self, name: str, whole: Box, values: Mapping[Box, Tensor]) -> None:
-        """Rows whose columns came from several ranks, in one run and not in one for each rank and row."""
-        for strip in pieces(whole, JOINED_ELEMENTS):
+    def _write_joined(self, name: str, union: Box, values: Mapping[Box, Tensor]) -> None:
+        """Join rows whose columns come from several ranks, so that they are written at once, not per rank and row."""
+        for strip in pieces(union, MAX_JOINED_ELEMENTS):
             rows = torch.empty(extent(strip), dtype=next(iter(values.values())).dtype)
             for box, tensor in values.items():
                 shared = intersect(box, strip)
@@ -81,8 +81,8 @@ class FileSink:
             self._writer.write(name, strip, rows)
 
 
-def _whole_rows(boxes: Sequence[Box], tensor: Box) -> Box | None:
-    """What the boxes make up together, if they leave no hole and some of them do not span whole rows."""
+def _bounding_rows(boxes: Sequence[Box], tensor: Box) -> Box | None:
+    """Return the union of the boxes if it is a box and some of them do not span full rows; else None."""
     if all(box[1:] == tensor[1:] for box in boxes):
         return None
     union = tuple((min(box[dim][0] for box in boxes), max(box[dim][1] for box in boxes)) for dim in range(len(tensor)))

@@ -1,4 +1,4 @@
-"""Exports by real ranks, which hold weights as megatron-core does, against the folder that these came from."""
+"""Exports by real ranks with megatron-core's layouts, compared with the folder that the weights came from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.families.load_architecture import read_family
+from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import Piece, TensorSpec, WeightLayout, slices
+from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from tests.megatron.ranks import run_ranks
 
 GRIDS = {
@@ -32,30 +32,30 @@ GRIDS = {
 
 
 @dataclass
-class Held:
-    """What `save` asks of a trainer."""
+class FakeModel:
+    """The part of `MegatronModel` that `save` uses."""
 
     layout: WeightLayout
     values: dict[str, torch.Tensor]
-    model = SimpleNamespace(copies=dict, head="lm")
+    architecture = SimpleNamespace(duplicated_tensors=dict, head="lm")
 
     def tensors(self):
         return self.values
 
 
-def hold(layout, tensors):
-    """The rank's parameters, cut out of whole tensors."""
+def shard(layout, tensors):
+    """Cut the rank's shards out of full tensors."""
     shapes = defaultdict(list)
     for piece in layout.pieces:
         shapes[piece.local].append([stop for _, stop in piece.local_box])
     dtype = {p.local: getattr(torch, layout.tensors[p.tensor].dtype) for p in layout.pieces}
     values = {
-        name: torch.full([max(of) for of in zip(*stops, strict=True)], 0.5, dtype=dtype[name])
+        name: torch.full([max(dim) for dim in zip(*stops, strict=True)], 0.5, dtype=dtype[name])
         for name, stops in shapes.items()
     }
     for piece in layout.pieces:
         values[piece.local][slices(piece.local_box)] = tensors[piece.tensor][slices(piece.box)].to(dtype[piece.local])
-    return Held(layout, values)
+    return FakeModel(layout, values)
 
 
 def load_folder(folder):
@@ -63,22 +63,22 @@ def load_folder(folder):
 
 
 def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_rank):
-    """Every rank's files, or what it raised."""
+    """Export; return, by rank, the files written and the error."""
     from megarl.megatron.hf_weights import export, export_plan
 
     dist.init_process_group("gloo")
     rank, wrote = dist.get_rank(), []
     export.BUCKET_BYTES, export_plan.FILE_BYTES = 20_000, file_bytes
-    model = read_family(json.loads((Path(source) / "config.json").read_text()), origin=source)
-    held = hold(trainer_layouts(model, grid, dtype)[rank], load_folder(source))
+    model = load_architecture(json.loads((Path(source) / "config.json").read_text()), origin=source)
+    held = shard(trainer_layouts(model, grid, dtype)[rank], load_folder(source))
     finish = export.FileWriter.finish
 
-    def finish_and_tell(writer):
+    def finish_and_record(writer):
         finish(writer)
         wrote.extend(file.name for file in writer._files.values())
 
-    export.FileWriter.finish = finish_and_tell
-    if rank == faulty_rank:  # its disk is full, in effect
+    export.FileWriter.finish = finish_and_record
+    if rank == faulty_rank:  # simulates a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     error = None
@@ -120,7 +120,7 @@ def moe_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_what_is_exported_is_what_was_imported(grid, qwen3_path, tmp_path):
+def test_export_is_bitwise_equal_to_the_import(grid, qwen3_path, tmp_path):
     outcomes = export(tmp_path, qwen3_path, **GRIDS[grid])
     assert [error for _, error in outcomes] == [None] * len(outcomes)
     same_bits(tmp_path / "out", qwen3_path)
@@ -132,15 +132,15 @@ def test_what_is_exported_is_what_was_imported(grid, qwen3_path, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").glob(".*")) == []
 
 
-def test_a_pipeline_stage_writes_its_own_layers(qwen3_path, tmp_path):
+def test_pipeline_stage_writes_its_own_layers(qwen3_path, tmp_path):
     (first, _), (last, _) = export(tmp_path, qwen3_path, pp=2)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-    of_first = {name for name, file in index.items() if file in first}
-    assert of_first == {n for n in index if n.startswith(("model.layers.0.", "model.embed_tokens"))}
-    assert {name for name, file in index.items() if file in last} == index.keys() - of_first
+    first_stage = {name for name, file in index.items() if file in first}
+    assert first_stage == {n for n in index if n.startswith(("model.layers.0.", "model.embed_tokens"))}
+    assert {name for name, file in index.items() if file in last} == index.keys() - first_stage
 
 
-def test_experts_and_tied_embeddings(moe_path, qwen2_tied_path, tmp_path):
+def test_exports_experts_and_tied_embeddings(moe_path, qwen2_tied_path, tmp_path):
     for number, (source, sizes) in enumerate([(moe_path, {"dp": 2, "ep": 2}), (qwen2_tied_path, {"pp": 2})]):
         (tmp_path / str(number)).mkdir()
         outcomes = export(tmp_path / str(number), source, **sizes)
@@ -148,7 +148,7 @@ def test_experts_and_tied_embeddings(moe_path, qwen2_tied_path, tmp_path):
         same_bits(tmp_path / str(number) / "out", source)
 
 
-def test_transformers_loads_it_in_the_dtype_that_was_written(qwen3_path, tmp_path):
+def test_transformers_loads_the_export_in_its_dtype(qwen3_path, tmp_path):
     from transformers import AutoModelForCausalLM
 
     export(tmp_path, qwen3_path, dtype="bfloat16", tp=2)
@@ -163,7 +163,7 @@ def test_transformers_loads_it_in_the_dtype_that_was_written(qwen3_path, tmp_pat
     assert torch.equal(loaded(ids).logits, want(ids).logits)
 
 
-def test_a_small_model_is_one_file_and_replaces_what_was_there(qwen3_path, tmp_path):
+def test_small_model_is_one_file_and_replaces_the_previous_export(qwen3_path, tmp_path):
     out = tmp_path / "out"
     export(tmp_path, qwen3_path, tp=2)
     assert len(list(out.glob("*.safetensors"))) > 2
@@ -175,17 +175,17 @@ def test_a_small_model_is_one_file_and_replaces_what_was_there(qwen3_path, tmp_p
     assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
 
 
-def test_a_rank_that_cannot_write_is_named_and_the_model_before_stays(qwen3_path, qwen2_tied_path, tmp_path):
+def test_error_names_the_rank_that_cannot_write_and_the_previous_model_stays(qwen3_path, qwen2_tied_path, tmp_path):
     out = tmp_path / "out"
     export(tmp_path, qwen2_tied_path, tp=2)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     outcomes = export(tmp_path, qwen3_path, faulty_rank=1, tp=2)
-    says = f"{out}: the model could not be written, on rank 1: [Errno 27] File too large"
-    assert [error for _, error in outcomes] == [says, says]
+    message = f"{out}: the model could not be written, on rank 1: [Errno 27] File too large"
+    assert [error for _, error in outcomes] == [message, message]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_a_source_without_configuration_is_refused_before_anything_is_written(qwen3_path, tmp_path):
+def test_source_without_config_json_raises_before_anything_is_written(qwen3_path, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()
     outcomes = export(tmp_path, qwen3_path, companions=str(bare), tp=2)
@@ -199,11 +199,11 @@ def model_on_rank(source, target, parallel):
     from megarl.megatron.runtime import platform
 
     platform.prepare()
-    from megarl.megatron.modeling.megatron_model import ModelRank
+    from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.requests import ModelSpec
 
     export.BUCKET_BYTES, export_plan.FILE_BYTES = 20_000, 60_000
-    export.save(ModelRank(ModelSpec(model_path=source, dtype="float32", parallel=parallel)), source, target)
+    export.save(MegatronModel(ModelSpec(model_path=source, dtype="float32", parallel=parallel)), source, target)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def model_on_rank(source, target, parallel):
     ],
     ids=str,
 )
-def test_megatron_writes_what_it_has_read(name, sizes, model_folder, tmp_path):
+def test_megatron_model_exports_what_it_loaded(name, sizes, model_folder, tmp_path):
     source = model_folder(name)
     run_ranks(model_on_rank, 2, tmp_path, source, str(tmp_path / "out"), ParallelConfig(**sizes))
     same_bits(tmp_path / "out", source)
@@ -228,20 +228,24 @@ MB = 2**20
 
 
 def memory_on_rank(source, target):
-    """The most memory that an export took, in bytes, on the rank where it is most."""
+    """Export; return the maximum over ranks of the peak memory it took, in bytes, and sums of each rank's shards."""
     from megarl.megatron.hf_weights import export, export_plan
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     export.BUCKET_BYTES, export_plan.FILE_BYTES = 16 * MB, 48 * MB
     specs = {f"w{i}": TensorSpec((4096, 2048), "float32") for i in range(8)}
-    pieces = [Piece(n, ((0, 4096), (1024 * rank, 1024 * (rank + 1))), n, ((0, 4096), (0, 1024))) for n in specs]
-    held = Held(WeightLayout(specs, tuple(pieces)), {n: torch.rand(4096, 1024) for n in specs})
+    pieces = [ShardPiece(n, ((0, 4096), (1024 * rank, 1024 * (rank + 1))), n, ((0, 4096), (0, 1024))) for n in specs]
+    held = FakeModel(WeightLayout(specs, tuple(pieces)), {n: torch.rand(4096, 1024) for n in specs})
     small = {"s": TensorSpec((8, 8), "float32")}
-    whole = ((0, 8), (0, 8))
-    # a first export, for what is allocated once
-    export.save(Held(WeightLayout(small, (Piece("s", whole, "s", whole),)), {"s": torch.rand(8, 8)}), source, target)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    full_box = ((0, 8), (0, 8))
+    # a first export, so that one-time allocations are not counted
+    export.save(
+        FakeModel(WeightLayout(small, (ShardPiece("s", full_box, "s", full_box),)), {"s": torch.rand(8, 8)}),
+        source,
+        target,
+    )
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before = status("VmRSS")
     export.save(held, source, target)
     peaks = [None] * 2
@@ -257,9 +261,9 @@ def status(key):
     return int(line.split()[1]) * 1024
 
 
-def test_an_export_takes_two_buckets_of_memory(qwen3_path, tmp_path):
+def test_export_needs_memory_for_two_buckets(qwen3_path, tmp_path):
     peak, shards = run_ranks(memory_on_rank, 2, tmp_path, qwen3_path, str(tmp_path / "out"))
-    # each rank writes 128 MB; what boxes arrive in is mapped twice, once for the wire and once for the files
+    # each rank writes 128 MB; the receive bucket is mapped twice, for the transport and for the files
     assert peak < 3 * 16 * MB + 16 * MB
     tensors = load_folder(tmp_path / "out")
     for rank, sums in enumerate(shards):
