@@ -1,10 +1,10 @@
-"""An engine's weight layout, read off SGLang's own `load_weights` instead of guessed.
+"""Traces an engine's weight layout by recording SGLang's own `load_weights`.
 
-    trace_live       in a TP rank of a running engine, over its live parameters; nothing is written
+    trace_live       in a TP rank of a running engine, with its live parameters; nothing is written
     trace_layouts    without an engine: every TP rank's model on the meta device (`offline_trace`)
 
-A local box has as many dimensions as the Hugging Face tensor: where the parameter has more (experts stacked in one),
-its leading dimensions count as one. `fold` looks at a parameter that way.
+A local box has as many dimensions as the Hugging Face tensor. If the parameter has more (stacked experts), its leading
+dimensions are merged into one; `fold` returns this view of a parameter.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout, extent
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, extent
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
-from megarl.rollout.sglang.weight_layout.load_recorder import END, Memory, Origin, Recorder, locate
+from megarl.rollout.sglang.weight_layout.load_recorder import (
+    AFTER_LAST_TENSOR,
+    Recorder,
+    StorageContents,
+    ValueSource,
+    find_box,
+)
 
-NAMES_SHOWN = 8
+MAX_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +44,48 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """What one TP rank does with the model's tensors."""
+    """How one TP rank loads the model's tensors."""
 
     layout: WeightLayout
-    """The dtype of a tensor is that of the parameter it goes to."""
+    """Layout of the rank's parameters; a tensor's dtype is that of the parameter it is loaded into."""
     padding: tuple[Padding, ...]
     derived: tuple[str, ...]
-    """Tensors of which the loader computes something: they must go through `load_weights`, boxes are not enough."""
+    """Tensors from which the loader computes values; they must be loaded with `load_weights`, not as boxes."""
 
 
 def trace_live(
     model: nn.Module, tensors: Mapping[str, TensorSpec], *, must_cover: Collection[str] | None = None
 ) -> EngineTrace:
-    """What `model.load_weights` would do with tensors of these names and shapes; it does nothing.
+    """Trace what `model.load_weights` would do with tensors of these names and shapes, without writing anything.
 
     Args:
         must_cover: parameters that `tensors` must fill; None: all.
 
     Raises:
-        WeightSyncError: part of such a parameter would stay as it is.
+        WeightSyncError: part of such a parameter would not be written.
     """
-    targets = own_tensors(model)
+    targets = model_tensors(model)
     sources = {
         name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta") for name, spec in tensors.items()
     }
     recorder = Recorder(sources, targets)
     load_weights: Any = model.load_weights
-    with torch.no_grad(), _threads_inline(), recorder:
+    with torch.no_grad(), _run_threads_inline(), recorder:
         load_weights(recorder.feed(sources))
-    _refuse_replaced(model, targets)
+    _reject_replaced_parameters(model, targets)
     parameters = {name for name, _ in model.named_parameters()}
     filled = parameters if must_cover is None else parameters.intersection(must_cover)
     return _read(model, tensors, targets, recorder, filled)
 
 
-def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those that are one tensor under several names once."""
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name; a tensor with several names appears once."""
     named: dict[str, Tensor] = {name: p.data for name, p in model.named_parameters()}
     return named | {name: b for name, b in model.named_buffers() if b is not None}
 
 
 def fold(tensor: Tensor, num_dims: int) -> Tensor:
-    """A view with `num_dims` dimensions, the leading ones taken together."""
+    """Return a view with `num_dims` dimensions, in which the leading dimensions are merged."""
     if tensor.dim() <= num_dims:
         return tensor
     return tensor.view(-1, *tensor.shape[tensor.dim() - num_dims + 1 :]) if num_dims else tensor.view(())
@@ -92,56 +98,59 @@ def _read(
     recorder: Recorder,
     parameters: Collection[str],
 ) -> EngineTrace:
-    pieces: list[Piece] = []
+    pieces: list[ShardPiece] = []
     padding: list[Padding] = []
     derived = set(recorder.derived)
     dtypes: dict[str, str] = {}
     uncovered: list[str] = []
-    for local, memory in recorder.targets.items():
-        for box, origin in sorted(memory.origins.items()):
-            piece = _piece(local, memory, box, origin, tensors) if origin.tensor else None
+    for local, contents in recorder.targets.items():
+        for box, source in sorted(contents.sources.items()):
+            piece = _piece(local, contents, box, source, tensors) if source.tensor else None
             if piece is not None:
                 pieces.append(piece)
                 dtypes.setdefault(piece.tensor, dtype_name(targets[local].dtype))
-            elif origin.value is not None:
-                padding.append(Padding(local, box, origin.value))
+            elif source.value is not None:
+                padding.append(Padding(local, box, source.value))
             else:
-                derived.add(origin.cause or origin.tensor or END)
-        hole = memory.covered.missing(tuple((0, n) for n in memory.shape)) if prod(memory.shape) else None
+                derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
+        hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
         if hole is not None and local in parameters:
-            uncovered.append(f"{local} {list(memory.shape)} at {box_text(hole)}")
+            uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
     if uncovered:
         raise WeightSyncError(
-            f"load_weights leaves {len(uncovered)} of {len(parameters)} parameters as they are: {listing(uncovered)}"
+            f"load_weights leaves parts of {len(uncovered)} of {len(parameters)} parameters unwritten: "
+            f"{join_names(uncovered)}"
         )
-    if END in derived and not hasattr(model, "post_load_weights"):
+    if AFTER_LAST_TENSOR in derived and not hasattr(model, "post_load_weights"):
         raise WeightSyncError(
-            f"load_weights of {type(model).__name__} computes values after its last tensor, and has no "
-            f"post_load_weights to compute them again"
+            f"load_weights of {type(model).__name__} computes values after its last tensor, and the model has no "
+            f"post_load_weights to recompute them"
         )
     specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in tensors.items()}
     in_order = {name: i for i, name in enumerate(tensors)}
     pieces.sort(key=lambda piece: (in_order[piece.tensor], piece.box, piece.local))
-    named = tuple(sorted(derived - {END}, key=in_order.__getitem__))
+    named = tuple(sorted(derived - {AFTER_LAST_TENSOR}, key=in_order.__getitem__))
     return EngineTrace(WeightLayout(specs, tuple(pieces)), tuple(padding), named)
 
 
-def _piece(local: str, memory: Memory, box: Box, origin: Origin, tensors: Mapping[str, TensorSpec]) -> Piece | None:
-    """None where the elements do not lie in the parameter as they do in the tensor (transposed, repeated)."""
-    assert origin.tensor is not None
-    shape = tensors[origin.tensor].shape
-    there = locate(origin.offset, extent(box), origin.strides, shape)
+def _piece(
+    local: str, contents: StorageContents, box: Box, source: ValueSource, tensors: Mapping[str, TensorSpec]
+) -> ShardPiece | None:
+    """Return the piece; None if the parameter stores the elements in a different order (transposed, repeated)."""
+    assert source.tensor is not None
+    shape = tensors[source.tensor].shape
+    there = find_box(source.offset, extent(box), source.strides, shape)
     if there is None:
         return None
     order = [dim for dim in there.dims if dim is not None]
-    local_box = folded_box(box, memory.shape, len(shape))
+    local_box = folded_box(box, contents.shape, len(shape))
     if order != sorted(order) or local_box is None or extent(local_box) != extent(there.box):
         return None
-    return Piece(origin.tensor, there.box, local, local_box)
+    return ShardPiece(source.tensor, there.box, local, local_box)
 
 
 def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
-    """The box in `fold(tensor, num_dims)`; None where it is no box there, or the tensor has fewer dimensions."""
+    """Return the box in `fold(tensor, num_dims)`; None if it is no box there or the tensor has fewer dimensions."""
     extra = len(box) - num_dims
     if extra <= 0:
         return box if extra == 0 else None
@@ -154,29 +163,29 @@ def folded_box(box: Box, shape: tuple[int, ...], num_dims: int) -> Box | None:
     return ((row, row + first[1] - first[0]), *box[extra + 1 :])
 
 
-def _refuse_replaced(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
+def _reject_replaced_parameters(model: nn.Module, targets: Mapping[str, Tensor]) -> None:
     replaced = []
     for name, p in model.named_parameters():
         if p.data.untyped_storage()._cdata != targets[name].untyped_storage()._cdata:
             p.data = targets[name]
             replaced.append(name)
     if replaced:
-        raise WeightSyncError(f"load_weights gives {len(replaced)} parameters new memory: {listing(replaced)}")
+        raise WeightSyncError(f"load_weights reallocates {len(replaced)} parameters: {join_names(replaced)}")
 
 
 def box_text(box: Box) -> str:
-    """As an index: `[0:4, 2:6]`."""
+    """Format the box as an index: `[0:4, 2:6]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def listing(names: list[str]) -> str:
-    """The first few, and how many more there are."""
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def join_names(names: list[str]) -> str:
+    """Join the first names; append how many more there are."""
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-class _Inline(concurrent.futures.Executor):
-    """Runs what it is given at once: a dispatch mode is its thread's own, and some loaders use several."""
+class _InlineExecutor(concurrent.futures.Executor):
+    """An executor that runs calls immediately: dispatch modes are per thread, and some loaders use thread pools."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -185,15 +194,15 @@ class _Inline(concurrent.futures.Executor):
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except Exception as e:  # noqa: BLE001 -- raised again where the result is asked for
+        except Exception as e:  # noqa: BLE001 -- the future raises it
             future.set_exception(e)
         return future
 
 
 @contextlib.contextmanager
-def _threads_inline() -> Iterator[None]:
+def _run_threads_inline() -> Iterator[None]:
     before = concurrent.futures.ThreadPoolExecutor
-    concurrent.futures.ThreadPoolExecutor = _Inline  # type: ignore[misc, assignment]
+    concurrent.futures.ThreadPoolExecutor = _InlineExecutor  # type: ignore[misc, assignment]
     try:
         yield
     finally:

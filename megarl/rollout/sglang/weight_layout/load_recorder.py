@@ -1,12 +1,12 @@
-"""Watches a model load its weights, and knows where the value of every element came from.
+"""Records a model's `load_weights` and determines the source of every parameter element.
 
     load_weights(meta tensors under Hugging Face names)
-        view, narrow, chunk, ...     a view keeps its storage, offset and strides: nothing to note
-        copy_, fill_, cat, clone     a box of one storage takes the values of a box of another: noted
-        anything else                the result is computed, from whatever went in: noted as such
+        view, narrow, chunk, ...     a view shares storage, offset and strides: nothing to record
+        copy_, fill_, cat, clone     record that a box of one storage has the values of a box of another
+        anything else                record that the result is computed from the inputs
 
-What storages hold is kept up to date write by write, so that a later write hides an earlier one and a value is followed
-through any number of intermediate tensors.
+The recorded contents of storages are updated with every write: a later write replaces an earlier one, and values are
+tracked through any number of intermediate tensors.
 """
 
 from __future__ import annotations
@@ -24,63 +24,64 @@ from megarl.rollout.sglang.weight_layout.coverage import Coverage, subtract
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the elements of a box come from: those of a Hugging Face tensor, or else a constant, or else computed."""
+class ValueSource:
+    """Source of a box's elements: a Hugging Face tensor (`tensor`), a constant (`value`), or else computed."""
 
     tensor: str | None = None
     offset: int = 0
-    """Of the box's first element, in the tensor."""
+    """Offset of the box's first element in the tensor, in elements."""
     strides: tuple[int, ...] = ()
-    """In the tensor, per dimension of the box."""
+    """Stride in the tensor for each dimension of the box, in elements."""
     value: float | None = None
     cause: str | None = None
-    """For what is computed: the Hugging Face tensor that was being loaded; `END` after the last."""
+    """For computed values: the Hugging Face tensor that was being loaded, or `AFTER_LAST_TENSOR`."""
 
-    def part(self, box: Box, of: Box) -> Origin:
-        """The origin of a box within `of`, whose origin this is."""
+    def part(self, box: Box, of: Box) -> ValueSource:
+        """Return the source of `box` within box `of`, which has this source."""
         if self.tensor is None:
             return self
         skipped = sum((b[0] - o[0]) * s for b, o, s in zip(box, of, self.strides, strict=True))
         return replace(self, offset=self.offset + skipped)
 
 
-END = "<end>"
+AFTER_LAST_TENSOR = "<end>"
+"""Cause of values that are computed after the last tensor was loaded."""
 
 CONSTANTS = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
-"""Operations whose result depends on the shape of what goes in, not on its values."""
+"""Operations whose result depends only on the shapes of the inputs, and its value."""
 
 
-class Memory:
-    """What one storage holds, in coordinates of the contiguous tensor that it was made for."""
+class StorageContents:
+    """Recorded contents of one storage, in coordinates of the contiguous tensor that it was allocated for."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.covered = Coverage()
-        self.origins: dict[Box, Origin] = {}
+        self.sources: dict[Box, ValueSource] = {}
 
-    def write(self, box: Box, origin: Origin) -> None:
-        """Elements of `box` come from `origin` from now on."""
-        for old in self.covered.meeting(box):
-            before = self.origins.pop(old)
+    def write(self, box: Box, source: ValueSource) -> None:
+        """Record that `box` now has the values of `source`."""
+        for old in self.covered.overlapping(box):
+            before = self.sources.pop(old)
             self.covered.remove(old)
             for rest in subtract(old, [box]):
                 self.covered.add(rest)
-                self.origins[rest] = before.part(rest, old)
+                self.sources[rest] = before.part(rest, old)
         self.covered.add(box)
-        self.origins[box] = origin
+        self.sources[box] = source
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """A strided view as a box of the contiguous tensor behind it."""
+class BoxView:
+    """A strided view as a box of the underlying contiguous tensor."""
 
     box: Box
     dims: tuple[int | None, ...]
-    """The tensor's dimension that each of the view's runs along; None for those of length 1."""
+    """Tensor dimension of each view dimension; None for view dimensions of length 1."""
 
 
-def locate(offset: int, lengths: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> Located | None:
-    """Where a view lies in a contiguous tensor of `shape`; None where it is no box of it."""
+def find_box(offset: int, lengths: tuple[int, ...], strides: tuple[int, ...], shape: tuple[int, ...]) -> BoxView | None:
+    """Return the view's box in a contiguous tensor of `shape`; None if the view is no box."""
     full = contiguous_strides(shape)
     if offset < 0 or 0 in shape:
         return None
@@ -101,45 +102,47 @@ def locate(offset: int, lengths: tuple[int, ...], strides: tuple[int, ...], shap
         box[candidates[0]] = (start[candidates[0]], start[candidates[0]] + length)
         dims.append(candidates[0])
     fits = rest == 0 and all(stop <= length for (_, stop), length in zip(box, shape, strict=True))
-    return Located(tuple(box), tuple(dims)) if fits else None
+    return BoxView(tuple(box), tuple(dims)) if fits else None
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor of that shape, in elements."""
+    """Return the strides of a contiguous tensor of that shape, in elements."""
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Between `with recorder:` and its end, follows every operation of this thread on `sources` and `targets`."""
+    """Dispatch mode that records this thread's operations on `sources` and `targets` in a `with` block."""
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
         """Args:
         sources: Hugging Face name -> tensor on the meta device, contiguous.
-        targets: the model's own tensors. They are not written: their writes are noted and left out.
+        targets: the model's own tensors. Writes to them are recorded and not executed.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.derived: set[str] = set()
-        """Causes of values that are computed from a target."""
-        self.targets: dict[str, Memory] = {name: Memory(tuple(t.shape)) for name, t in targets.items()}
-        """What each target holds."""
+        """Causes of values that are computed from a target's contents."""
+        self.targets: dict[str, StorageContents] = {
+            name: StorageContents(tuple(t.shape)) for name, t in targets.items()
+        }
+        """Recorded contents of each target."""
         self._sources = {_storage(t): (name, tuple(t.shape)) for name, t in sources.items()}
         self._keep: list[Tensor] = [*sources.values(), *targets.values()]
-        """Keeps storages, hence their addresses, from being used again."""
-        self._temporary: dict[int, Memory] = {}
+        """Keeps storages alive, so that their addresses are not reused."""
+        self._temporary: dict[int, StorageContents] = {}
         self._from_target: set[int] = set()
-        self._cause = END
-        self._targets: dict[int, list[tuple[int, int, Memory]]] = {}
-        """Storage -> first and last offset of the targets in it, and what they hold."""
+        self._cause = AFTER_LAST_TENSOR
+        self._targets: dict[int, list[tuple[int, int, StorageContents]]] = {}
+        """Storage -> (first offset, end offset, contents) of each target in it."""
         for name, t in targets.items():
             within = (_offset(t), _offset(t) + t.numel(), self.targets[name])
             self._targets.setdefault(_storage(t), []).append(within)
 
     def feed(self, sources: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The iterator for `load_weights`; what is computed until the next is taken is put down to the tensor."""
+        """Yield the tensors for `load_weights`; computed values are attributed to the tensor yielded last."""
         for name, tensor in sources.items():
             self._cause = name
             yield name, tensor
-        self._cause = END
+        self._cause = AFTER_LAST_TENSOR
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,7 +151,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._mutate(name, func, args, kwargs)
         inputs = list(_tensors((*args, *kwargs.values())))
         if name == "_to_copy" and args[0].is_meta:
-            kwargs = {**kwargs, "device": "meta"}  # to a real device there would be nothing to copy
+            kwargs = {**kwargs, "device": "meta"}  # a meta tensor cannot be copied to a real device
         out = func(*args, **kwargs)
         known = {_storage(t) for t in inputs}
         for result in _tensors((out,)):
@@ -160,8 +163,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _mutate(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         written = _written(func._schema, args, kwargs)
         inputs = [t for t in _tensors((*args, *kwargs.values())) if not any(t is w for w in written)]
-        ours = any(_storage(t) in self._targets for t in written)
-        if ours or any(t.is_meta for t in inputs) != all(t.is_meta for t in written):
+        writes_target = any(_storage(t) in self._targets for t in written)
+        if writes_target or any(t.is_meta for t in inputs) != all(t.is_meta for t in written):
             out = written[0] if len(func._schema.returns) == 1 else None
         else:
             out = func(*args, **kwargs)
@@ -175,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _create(self, name: str, out: Tensor, inputs: list[Tensor], args: Any, kwargs: Any) -> None:
-        self._temporary[_storage(out)] = Memory(tuple(out.shape))
+        self._temporary[_storage(out)] = StorageContents(tuple(out.shape))
         if name in ("clone", "_to_copy", "contiguous"):
             self._copy(out, args[0])
         elif name == "cat":
@@ -184,80 +187,80 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._copy(out.narrow(dim, at, part.shape[dim]), part)
                 at += part.shape[dim]
         elif name in CONSTANTS:
-            self._write_all(out, Origin(value=CONSTANTS[name]))
+            self._write_all(out, ValueSource(value=CONSTANTS[name]))
         elif inputs and "empty" not in name:
             self._compute(out, inputs)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if _place(source) == _place(target):
-            return  # DeepSeek's w_vc is a view of a parameter where a rank has one head, and is copied to itself
+            return  # with one head per rank, DeepSeek's w_vc is a view of a parameter and is copied to itself
         if _storage(source) in self._targets or _storage(source) in self._from_target:
             self._compute(target, [source])
             return
-        memory, base = self._memory(target)
-        if memory is None or target.numel() == 0:
+        contents, base = self._find_contents(target)
+        if contents is None or target.numel() == 0:
             return
-        there = locate(_offset(target) - base, tuple(target.shape), target.stride(), memory.shape)
+        there = find_box(_offset(target) - base, tuple(target.shape), target.stride(), contents.shape)
         if there is None:
             self._compute(target, [source])
             return
         source = source.expand(target.shape)
-        strides = [0] * len(memory.shape)
+        strides = [0] * len(contents.shape)
         for dim, stride in zip(there.dims, source.stride(), strict=True):
             if dim is not None:
                 strides[dim] = stride
-        for box, origin in self._pull(_storage(source), _offset(source), there.box, tuple(strides)):
-            memory.write(box, origin)
+        for box, value_source in self._pull(_storage(source), _offset(source), there.box, tuple(strides)):
+            contents.write(box, value_source)
 
-    def _pull(self, storage: int, offset: int, box: Box, strides: tuple[int, ...]) -> Iterator[tuple[Box, Origin]]:
-        """Parts of `box`, each with the origin of the values that lie in the storage at offset and strides."""
+    def _pull(self, storage: int, offset: int, box: Box, strides: tuple[int, ...]) -> Iterator[tuple[Box, ValueSource]]:
+        """Yield parts of `box` with the source of their values, which the storage holds at `offset` with `strides`."""
         if storage in self._sources:
-            yield box, Origin(self._sources[storage][0], offset, strides)
+            yield box, ValueSource(self._sources[storage][0], offset, strides)
             return
-        memory = self._temporary.get(storage)
-        there = locate(offset, extent(box), strides, memory.shape) if memory is not None else None
-        if memory is None or there is None:
-            yield box, Origin(cause=self._cause)
+        contents = self._temporary.get(storage)
+        there = find_box(offset, extent(box), strides, contents.shape) if contents is not None else None
+        if contents is None or there is None:
+            yield box, ValueSource(cause=self._cause)
             return
-        for written in memory.covered.meeting(there.box):
+        for written in contents.covered.overlapping(there.box):
             shared = intersect(written, there.box)
             assert shared is not None
             part, steps = list(box), [0] * len(box)
-            origin = memory.origins[written].part(shared, written)
+            source = contents.sources[written].part(shared, written)
             for dim, runs in enumerate(there.dims):
                 if runs is not None:
                     first = box[dim][0] + shared[runs][0] - there.box[runs][0]
                     part[dim] = (first, first + shared[runs][1] - shared[runs][0])
-                    steps[dim] = origin.strides[runs] if origin.tensor else 0
-            yield tuple(part), replace(origin, strides=tuple(steps)) if origin.tensor else origin
+                    steps[dim] = source.strides[runs] if source.tensor else 0
+            yield tuple(part), replace(source, strides=tuple(steps)) if source.tensor else source
 
     def _fill(self, target: Tensor, value: Any, inputs: list[Tensor]) -> None:
         if inputs or not isinstance(value, (int, float)):
             self._compute(target, inputs)
         else:
-            self._write_all(target, Origin(value=float(value)))
+            self._write_all(target, ValueSource(value=float(value)))
 
     def _compute(self, target: Tensor, inputs: Iterable[Tensor]) -> None:
         if any(_storage(t) in self._targets or _storage(t) in self._from_target for t in inputs):
             self.derived.add(self._cause)
             self._from_target.add(_storage(target))
-        self._write_all(target, Origin(cause=self._cause))
+        self._write_all(target, ValueSource(cause=self._cause))
 
-    def _write_all(self, target: Tensor, origin: Origin) -> None:
-        memory, base = self._memory(target)
-        if memory is None or target.numel() == 0:
+    def _write_all(self, target: Tensor, source: ValueSource) -> None:
+        contents, base = self._find_contents(target)
+        if contents is None or target.numel() == 0:
             return
-        there = locate(_offset(target) - base, tuple(target.shape), target.stride(), memory.shape)
-        everything = tuple((0, n) for n in memory.shape)
-        if there is None:  # no box of it: for a constant as good as unknown
-            origin = Origin(cause=self._cause)
-        memory.write(there.box if there else everything, origin)
+        there = find_box(_offset(target) - base, tuple(target.shape), target.stride(), contents.shape)
+        everything = tuple((0, n) for n in contents.shape)
+        if there is None:  # not a box: the constant's position cannot be recorded
+            source = ValueSource(cause=self._cause)
+        contents.write(there.box if there else everything, source)
 
-    def _memory(self, tensor: Tensor) -> tuple[Memory | None, int]:
+    def _find_contents(self, tensor: Tensor) -> tuple[StorageContents | None, int]:
         storage = _storage(tensor)
-        for first, last, memory in self._targets.get(storage, ()):
+        for first, last, contents in self._targets.get(storage, ()):
             if first <= _offset(tensor) < last:
-                return memory, first
+                return contents, first
         return self._temporary.get(storage), 0
 
 

@@ -1,4 +1,4 @@
-"""An engine's traces as a file of arrays: 32 ranks of DeepSeek-V3 are 1.5 million pieces."""
+"""File format of an engine's traces, as numpy arrays: 32 ranks of DeepSeek-V3 have 1.5 million pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
-"""Of a rank's `PieceTable`, beside the names that the first two count."""
+"""Arrays of a rank's `PieceTable`; the first two are indices into its lists of names."""
 
 
 def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
@@ -43,7 +43,7 @@ def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
 
 
 def read_traces(file: Path) -> list[EngineTrace] | None:
-    """The inverse of `write_traces`, pieces as `PieceTable`s; None where there is no such file, or it is torn."""
+    """Read a file of `write_traces`, with pieces as `PieceTable`s; None if the file is missing or invalid."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return _decode(arrays)

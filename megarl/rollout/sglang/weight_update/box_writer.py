@@ -1,8 +1,8 @@
-"""Boxes of weights, straight from shared memory into the parameters of one TP rank.
+"""Writes boxes of weights from shared memory into the parameters of one TP rank.
 
-write_boxes   check the round's boxes; if they are right, in every rank, copy them (`network_receive`: receive)
-finish        check that the session's boxes leave no hole; pad, and have the model compute what it derives
-hash_boxes    what the parameters hold, box by box, to compare bit by bit
+write_boxes   check the round's boxes; if they are valid on every rank, copy them (`network_receive`: receive)
+finish        check that the session's boxes cover the model; fill padding, compute derived values
+hash_boxes    digests of the parameters by box, for bitwise comparison
 """
 
 from __future__ import annotations
@@ -26,48 +26,49 @@ from megarl.reshard.transfer.bucket import (
     torch_dtype,
 )
 from megarl.rollout.sglang.weight_layout.coverage import Coverage
-from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, box_text, fold, listing, trace_live
-from megarl.rollout.sglang.weight_update.commit_vote import Ballot
-from megarl.rollout.sglang.weight_update.expected_tensors import read_manifest
+from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, box_text, fold, join_names, trace_live
+from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
+from megarl.rollout.sglang.weight_update.expected_tensors import read_expected_tensors
 from megarl.rollout.sglang.weight_update.message_encoding import decode_boxes, encode_traces
-from megarl.rollout.sglang.weight_update.messages import Order, Reply
+from megarl.rollout.sglang.weight_update.messages import Command, Reply
 
 
 @dataclass
-class Session:
-    """What this process has written since the update began."""
+class WriteSession:
+    """What this process has written in the current update."""
 
     number: int = -1
+    """Number of the update."""
     written: dict[tuple[str, int], Coverage] = field(default_factory=dict)
-    """By tensor and number of dimensions."""
+    """Written boxes by tensor name and number of dimensions."""
     mapped: dict[tuple[int | str, ...], Tensor] = field(default_factory=dict)
-    """Buckets by what tells their memory apart: mapping one anew costs as much as copying a good part of it."""
+    """Mapped buckets by memory identity. They are reused: mapping a bucket costs as much as copying much of it."""
 
-    def coverage(self, target: Target, box: Box) -> Coverage:
-        """Of the tensor, seen with as many dimensions as the box has."""
+    def coverage(self, target: TargetTensor, box: Box) -> Coverage:
+        """Return the coverage of the tensor folded to the number of dimensions of `box`."""
         return self.written.setdefault((target.name, len(box)), Coverage())
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """One of the model's tensors."""
+class TargetTensor:
+    """A parameter or buffer of the model."""
 
     name: str
-    """The first of its names: tied parameters have several."""
+    """First name of the tensor; tied parameters have several."""
     tensor: Tensor
 
 
-_session = Session()
+_session = WriteSession()
 _traces: weakref.WeakKeyDictionary[nn.Module, EngineTrace] = weakref.WeakKeyDictionary()
 
 
-def write_boxes(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) -> None:
-    """Copy the boxes of the order's bucket; refuse them all if one is wrong, here or in another rank."""
-    session = open_session(order["session"])
-    if order["bucket"] is None:
-        ballot.agree(ready=True)
+def write_boxes(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Copy the boxes of the command's bucket; reject them all if one is invalid on any rank."""
+    session = get_session(command["session"])
+    if command["bucket"] is None:
+        vote.all_ready(ready=True)
         return
-    bucket = decode_boxes(order["bucket"])
+    bucket = decode_boxes(command["bucket"])
     key, size = identify_memory(bucket)
     if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
         reply.error = f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}"
@@ -78,7 +79,7 @@ def write_boxes(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) ->
     found: list[str] = []
     views: list[Tensor] = []
     for slot in bucket.slots:
-        problem = box_problem(slot, targets, session) or _misplaced(slot, bucket)
+        problem = find_box_problem(slot, targets, session) or _placement_problem(slot, bucket)
         if problem is not None:
             found.append(problem)
             continue
@@ -86,9 +87,9 @@ def write_boxes(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) ->
         session.coverage(target, slot.local_box).add(slot.local_box)
         views.append(fold(target.tensor, len(slot.local_box))[slices(slot.local_box)])
     if found:
-        reply.error = listing(found)
-    if not ballot.agree(ready=not found):
-        forget_session()  # it counts boxes that are not written; the update is over
+        reply.error = join_names(found)
+    if not vote.all_ready(ready=not found):
+        reset_session()  # it contains boxes that were not written; the update has failed
         return
     reply.wrote = True
     for slot, view in zip(bucket.slots, views, strict=True):
@@ -98,14 +99,14 @@ def write_boxes(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) ->
         torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
 
 
-def finish(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) -> None:
-    """Make the model whole, or name the first hole."""
-    session, trace = open_session(order["session"]), _trace(model, order)
+def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Complete the model: fill padding and compute derived values; raise if part of it was not written."""
+    session, trace = get_session(command["session"]), _trace(model, command)
     session.mapped.clear()
     targets = find_targets(model)
-    _check_derived(session, trace, set(order["arrived"]), targets)
-    _check_whole(session, trace, set(order["arrived"]), targets)
-    if not ballot.agree(ready=True):
+    _check_derived(session, trace, set(command["arrived"]), targets)
+    _check_complete(session, trace, set(command["arrived"]), targets)
+    if not vote.all_ready(ready=True):
         return
     reply.wrote = True
     for pad in trace.padding:
@@ -115,83 +116,86 @@ def finish(model: nn.Module, order: Order, reply: Reply, ballot: Ballot) -> None
         post_load_weights()
 
 
-def tell_trace(model: nn.Module, order: Order, reply: Reply) -> None:
-    """The rank's trace."""
-    reply.result = encode_traces([_trace(model, order)])
+def report_trace(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the rank's trace in the reply."""
+    reply.result = encode_traces([_trace(model, command)])
 
 
-def hash_boxes(model: nn.Module, order: Order, reply: Reply) -> None:
-    """The digests of the layout's pieces."""
+def hash_boxes(model: nn.Module, command: Command, reply: Reply) -> None:
+    """Return the digests of the layout's pieces in the reply."""
     targets = find_targets(model)
     reply.result = [
         digest(fold(targets[p.local].tensor, len(p.local_box))[slices(p.local_box)]).hex()
-        for p in _trace(model, order).layout.pieces
+        for p in _trace(model, command).layout.pieces
     ]
 
 
-def open_session(number: int) -> Session:
-    """What was written in the update of this number; nothing yet, if another one came before."""
+def get_session(number: int) -> WriteSession:
+    """Return the session of update `number`; a new one if the last session belongs to another update."""
     global _session
     if _session.number != number:
-        _session = Session(number)
+        _session = WriteSession(number)
     return _session
 
 
-def forget_session() -> None:
-    """The update is over."""
+def reset_session() -> None:
+    """Discard the session; the update has ended."""
     global _session
-    _session = Session()
+    _session = WriteSession()
 
 
-def _check_derived(session: Session, trace: EngineTrace, arrived: set[str], targets: dict[str, Target]) -> None:
-    """Boxes of these tensors would leave the engine with values that it computed from other ones."""
+def _check_derived(
+    session: WriteSession, trace: EngineTrace, arrived: set[str], targets: dict[str, TargetTensor]
+) -> None:
+    """Check that derived tensors were loaded with `load_weights`: boxes would leave computed values outdated."""
     missing = [name for name in trace.derived if name not in arrived]
     if missing:
         raise WeightSyncError(
-            f"the engine computes values of its own from {len(missing)} tensors, which need load_weights: "
-            f"{listing(missing)}"
+            f"the engine computes values from {len(missing)} tensors, which need load_weights: {join_names(missing)}"
         )
     needs_loader = set(trace.derived)
     for piece in trace.layout.pieces:
         if piece.tensor in needs_loader:
-            boxes = session.coverage(targets[piece.local], piece.local_box).meeting(piece.local_box)
+            boxes = session.coverage(targets[piece.local], piece.local_box).overlapping(piece.local_box)
             if boxes:
                 raise WeightSyncError(
-                    f"the engine computes values of its own from {piece.tensor}, which needs load_weights alone, got "
-                    f"the box {box_text(boxes[0])} of {piece.local} too"
+                    f"the engine computes values from {piece.tensor}, which needs load_weights only, got also "
+                    f"box {box_text(boxes[0])} of {piece.local}"
                 )
 
 
-def _check_whole(session: Session, trace: EngineTrace, arrived: set[str], targets: dict[str, Target]) -> None:
+def _check_complete(
+    session: WriteSession, trace: EngineTrace, arrived: set[str], targets: dict[str, TargetTensor]
+) -> None:
     for piece in trace.layout.pieces:
         if piece.tensor in arrived:
             continue
-        hole = session.coverage(targets[piece.local], piece.local_box).missing(piece.local_box)
-        if hole is not None:
-            raise WeightSyncError(f"{piece.local} was not written at {box_text(hole)} (of {piece.tensor})")
+        gap = session.coverage(targets[piece.local], piece.local_box).first_gap(piece.local_box)
+        if gap is not None:
+            raise WeightSyncError(f"{piece.local} was not written at {box_text(gap)} (of {piece.tensor})")
 
 
-def _trace(model: nn.Module, order: Order) -> EngineTrace:
+def _trace(model: nn.Module, command: Command) -> EngineTrace:
     if model not in _traces:
-        manifest = read_manifest(order["model_path"])
-        tensors = {name: TensorSpec(e.shape, order["dtype"]) for name, e in manifest.items() if e.required}
+        expected = read_expected_tensors(command["model_path"])
+        tensors = {name: TensorSpec(e.shape, command["dtype"]) for name, e in expected.items() if e.required}
         _traces[model] = trace_live(model, tensors)
     return _traces[model]
 
 
-def find_targets(model: nn.Module) -> dict[str, Target]:
-    """By every name. Looked up anew each time: SGLang may have given a parameter other memory."""
+def find_targets(model: nn.Module) -> dict[str, TargetTensor]:
+    """Return parameters and buffers by each of their names. Not cached: SGLang may reallocate parameters."""
     first: dict[int, str] = {}
     found = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        found[name] = Target(first.setdefault(id(p), name), p.data)
+        found[name] = TargetTensor(first.setdefault(id(p), name), p.data)
     for name, buffer in model.named_buffers():
-        found[name] = Target(name, buffer)
+        found[name] = TargetTensor(name, buffer)
     return found
 
 
-def box_problem(slot: BoxSlot, targets: dict[str, Target], session: Session) -> str | None:
-    """Why the box must not be written; None: nothing speaks against it."""
+def find_box_problem(slot: BoxSlot, targets: dict[str, TargetTensor], session: WriteSession) -> str | None:
+    """Return why the box must not be written; None if it is valid."""
     if slot.local not in targets:
         return f"{slot.local} is no parameter of the engine"
     target = targets[slot.local]
@@ -199,17 +203,17 @@ def box_problem(slot: BoxSlot, targets: dict[str, Target], session: Session) -> 
     if len(slot.local_box) > target.tensor.dim():
         return f"{what} has {len(slot.local_box)} dimensions, the parameter {target.tensor.dim()}"
     folded = fold(target.tensor, len(slot.local_box))
-    whole = tuple((0, n) for n in folded.shape)
-    if min(extent(slot.local_box), default=1) < 1 or not contains(whole, slot.local_box):
+    full_box = tuple((0, n) for n in folded.shape)
+    if min(extent(slot.local_box), default=1) < 1 or not contains(full_box, slot.local_box):
         return f"{what} does not lie in the parameter, which has shape {list(folded.shape)}"
     if torch_dtype(slot.dtype) != folded.dtype:
         return f"{what} needs dtype {dtype_name(folded.dtype)}, got {slot.dtype}"
-    others = session.coverage(target, slot.local_box).meeting(slot.local_box)
+    others = session.coverage(target, slot.local_box).overlapping(slot.local_box)
     return f"{what} was written before, as part of {box_text(others[0])}" if others else None
 
 
-def _misplaced(slot: BoxSlot, bucket: BoxBucket) -> str | None:
-    """What is wrong with where the box lies in the bucket."""
+def _placement_problem(slot: BoxSlot, bucket: BoxBucket) -> str | None:
+    """Return why the box's position in the bucket is invalid; None if it is valid."""
     what, itemsize = f"{slot.local} {box_text(slot.local_box)}", torch_dtype(slot.dtype).itemsize
     if slot.offset % itemsize or slot.offset < 0:
         return f"{what} lies at byte {slot.offset} of the bucket, which is no multiple of {itemsize}"

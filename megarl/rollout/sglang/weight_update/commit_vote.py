@@ -1,7 +1,7 @@
-"""The TP ranks of an engine agree that all of them can write, before any of them does.
+"""A vote of an engine's TP ranks: a rank writes weights only if all ranks can.
 
 rank 0: check -- yes --.
-rank 1: check -- no ---+--> the least of all votes: nobody writes
+rank 1: check -- no ---+--> minimum of all votes: no rank writes
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import torch
 import torch.distributed as dist
 
 
-class Ballot:
-    """One rank's part in one vote: every rank votes once, or the others wait for it."""
+class CommitVote:
+    """One rank's part in one vote. Every rank must vote exactly once; otherwise the others wait for it."""
 
-    def __init__(self, group: dist.ProcessGroup | None, mark: Path) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, checked_file: Path) -> None:
         """Args:
-        group: of the TP ranks, for tensors in host memory; None for a rank on its own.
-        mark: a file that is made once this rank waits for the others, so that the host can tell who is missing.
+        group: process group of the TP ranks for CPU tensors; None for a single rank.
+        checked_file: created when this rank starts to wait for the others, so that the host knows who is missing.
         """
-        self._group, self._mark = group, mark
-        self.cast = False
+        self._group, self._checked_file = group, checked_file
+        self.has_voted = False
 
-    def agree(self, ready: bool) -> bool:
-        """Whether every rank is ready.
+    def all_ready(self, ready: bool) -> bool:
+        """Vote, and return whether every rank is ready.
 
-        It waits as long as the group does. A rank that dies takes the engine with it, and a rank that is stopped is
-        waited for: a shorter limit would break the group's connections, and with them an engine that may recover.
+        The timeout is that of the process group. If a rank dies, the engine ends too; a stopped rank is waited for. A
+        shorter timeout would break the group's connections, and with them an engine that may recover.
         """
-        assert not self.cast, "a rank has one vote"
-        self.cast = True
+        assert not self.has_voted, "a rank must vote only once"
+        self.has_voted = True
         if self._group is None:
             return ready
-        with contextlib.suppress(OSError):  # it must not keep this rank from voting
-            self._mark.touch()
+        with contextlib.suppress(OSError):  # a failure must not prevent this rank from voting
+            self._checked_file.touch()
         vote = torch.tensor([ready], dtype=torch.uint8)
         dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())

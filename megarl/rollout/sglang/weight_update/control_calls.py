@@ -1,9 +1,9 @@
-"""What an update of weights asks of SGLang, with a limit to the patience.
+"""Calls of a weight update to SGLang, with timeouts.
 
 caller                          engine thread                     scheduler processes
-call(work) -------------------> work ---------------------------> one of them is stuck
+call(work) -------------------> work ---------------------------> one of them hangs
  | answer_timeout_seconds       |
- '-- WeightSyncError            | not cancelled: SGLang may execute it yet
+ '-- WeightSyncError            | not cancelled: SGLang may still execute it
 next call ---- waits for it ----'
 """
 
@@ -25,77 +25,85 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingCall:
     """A call that has not been answered."""
 
     what: str
-    at: float
+    """Name of the call in error messages."""
+    started_at: float
+    """`time.monotonic` at the start of the call."""
     task: asyncio.Future[Any]
 
 
-class UpdateCalls:
-    """One call at a time: the caller sees to it.
+class ControlCalls:
+    """Calls to SGLang. The caller must make one call at a time.
 
-    Every method raises WeightSyncError where SGLang refuses or does not answer in time, and WorkerError where the
-    engine's processes have ended.
+    Every method raises WeightSyncError if SGLang refuses or does not answer in time, and WorkerError if the engine's
+    processes have ended.
     """
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._seconds = host.spec.answer_timeout_seconds
-        self._asked: _Asked | None = None
+        self._pending: _PendingCall | None = None
         self._begun = False
-        """SGLang is in an update of its own counting."""
+        """SGLang is in a weight update (between `begin_weight_update` and `end_weight_update`)."""
 
     @property
-    def behind(self) -> bool:
-        """A call has not been answered yet."""
-        return self._asked is not None and not self._asked.task.done()
+    def has_pending(self) -> bool:
+        """A previous call has not been answered yet."""
+        return self._pending is not None and not self._pending.task.done()
 
     async def pause(self) -> None:
-        """Stop decoding; requests in flight stay."""
+        """Pause decoding; requests in flight are kept."""
         await self._call("pause_generation", self._pause)
 
     async def resume(self) -> None:
-        """Decode again."""
+        """Resume decoding after `pause`."""
         await self._call("continue_generation", self._resume)
 
     async def begin(self) -> None:
-        """Have SGLang take orders; an update that was left open ends first."""
-        if self._asked is not None or self._begun:
+        """Begin a weight update in SGLang; an update that is still open is ended first."""
+        if self._pending is not None or self._begun:
             await self.end()
         await self._call("begin_weight_update", self._begin)
 
     async def end(self) -> None:
-        """SGLang takes no more orders; no error where it takes none already."""
+        """End the weight update in SGLang; does nothing if none is open."""
         await self._call("end_weight_update", self._end)
 
     async def flush(self) -> None:
-        """Drop cached keys and values."""
+        """Flush the prefix cache (cached keys and values)."""
         await self._call("flush_cache", self._flush)
 
     async def set_version(self, policy_version: int) -> None:
-        """What SGLang notes for every token from now on."""
+        """Set the policy version that SGLang records for every new token."""
         await self._call("update_weight_version", lambda: self._set_version(policy_version))
 
     async def send(
-        self, orders: Sequence[Mapping[str, Any]], *, what: str, silent: Callable[[], list[int]], extra_seconds: float
+        self,
+        commands: Sequence[Mapping[str, Any]],
+        *,
+        what: str,
+        unresponsive: Callable[[], list[int]],
+        extra_seconds: float,
     ) -> str | None:
-        """Have every TP rank execute its order.
+        """Have every TP rank execute its command.
 
         Args:
-            what: names the orders in errors.
-            silent: TP ranks of which nothing has been heard.
-            extra_seconds: how long the ranks may wait for others than themselves.
+            commands: one command per TP rank.
+            what: name of the commands in error messages.
+            unresponsive: returns the TP ranks that have not replied.
+            extra_seconds: additional timeout, for waits for other processes than the engine's.
 
         Returns:
-            What SGLang has to complain of.
+            SGLang's error message; None if it reports success.
         """
 
         def who() -> str:
-            return ", ".join(self._host.describe(rank) for rank in silent()) or "the engine"
+            return ", ".join(self._host.describe(rank) for rank in unresponsive()) or "the engine"
 
-        return await self._call(what, lambda: self._send(orders), who, extra_seconds)
+        return await self._call(what, lambda: self._send(commands), who, extra_seconds)
 
     async def _call(
         self,
@@ -105,35 +113,37 @@ class UpdateCalls:
         extra_seconds: float = 0.0,
     ) -> T:
         seconds = self._seconds + extra_seconds
-        await self._catch_up()
+        await self._wait_for_pending()
         task = asyncio.ensure_future(self._host.call(work()))
-        self._asked = _Asked(what, time.monotonic(), task)  # until it is answered, also if this caller is cancelled
+        self._pending = _PendingCall(
+            what, time.monotonic(), task
+        )  # kept until it is answered, even if the caller is cancelled
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
             raise WeightSyncError(f"{who()} did not answer {what} within {seconds:g} s")
-        self._asked = None
+        self._pending = None
         return task.result()
 
-    async def _catch_up(self) -> None:
-        if self._asked is None:
+    async def _wait_for_pending(self) -> None:
+        if self._pending is None:
             return
-        task, what, seconds = self._asked.task, self._asked.what, time.monotonic() - self._asked.at
+        task, what, seconds = self._pending.task, self._pending.what, time.monotonic() - self._pending.started_at
         await asyncio.wait([task], timeout=self._seconds)
         if not task.done():
             raise WeightSyncError(
-                f"the engine has not answered {what} yet, which it was asked {seconds:.0f} s ago; "
-                f"if it does not recover, it must be started anew"
+                f"the engine has not answered {what} yet, which was sent {seconds:.0f} s ago; "
+                f"if it does not recover, it must be restarted"
             )
-        self._asked = None
+        self._pending = None
         if not task.cancelled():
-            task.exception()  # the update that it belongs to has failed already
+            task.exception()  # marks it as retrieved: its update has failed already
 
-    async def _send(self, orders: Sequence[Mapping[str, Any]]) -> str | None:
+    async def _send(self, commands: Sequence[Mapping[str, Any]]) -> str | None:
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        payloads = [MultiprocessingSerializer.serialize([(dict(order), torch.empty(0))]) for order in orders]
+        payloads = [MultiprocessingSerializer.serialize([(dict(command), torch.empty(0))]) for command in commands]
         ok, message = await self._host.tokenizer_manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=payloads, load_format=IMPORT_PATH, flush_cache=False
@@ -144,7 +154,7 @@ class UpdateCalls:
     async def _pause(self) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        # `retract` gives the KV cache back: sequences go on under the new weights with keys recomputed
+        # `retract` frees the KV cache: sequences resume with keys and values recomputed under the new weights
         await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     async def _resume(self) -> None:
@@ -158,20 +168,22 @@ class UpdateCalls:
     async def _begin(self) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        _demand(await self._host.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        _raise_if_refused(await self._host.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._begun = True
 
     async def _end(self) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         if self._begun:
-            _demand(await self._host.tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
+            _raise_if_refused(await self._host.tokenizer_manager.end_weight_update(EndWeightUpdateReqInput()))
             self._begun = False
 
     async def _flush(self) -> None:
         flushed = await self._host.tokenizer_manager.flush_cache()
         if not flushed.success:
-            raise WeightSyncError("the engine kept keys and values of the old weights: requests were still running")
+            raise WeightSyncError(
+                "the engine could not flush keys and values of the old weights: requests were still running"
+            )
 
     async def _set_version(self, policy_version: int) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
@@ -180,7 +192,7 @@ class UpdateCalls:
         await self._host.tokenizer_manager.update_weight_version(version)
 
 
-def _demand(answer: tuple[bool, str]) -> None:
+def _raise_if_refused(answer: tuple[bool, str]) -> None:
     ok, message = answer
     if not ok:
         raise WeightSyncError(message)

@@ -1,4 +1,4 @@
-"""Which tensors a model folder holds: the engine's own idea of what a weight sync must bring."""
+"""The tensors of a model folder, which an engine expects from a weight sync."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ from megarl.reshard.transfer.bucket import TensorSlot
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestEntry:
-    """One tensor of the folder."""
+class ExpectedTensor:
+    """A tensor of the model folder."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it."""
+    """Torch dtype name, e.g. `bfloat16`."""
     required: bool
-    """False where the engine does without."""
+    """The engine needs the tensor; False for tensors that it derives or ignores."""
 
 
 @functools.cache
-def read_manifest(model_path: str) -> Mapping[str, ManifestEntry]:
-    """Hugging Face name -> entry, from the headers of the folder's safetensors files (no data is read).
+def read_expected_tensors(model_path: str) -> Mapping[str, ExpectedTensor]:
+    """Return the expected tensors by Hugging Face name, from the safetensors headers of the folder.
 
     Raises:
-        DataError: the folder has no safetensors files, or one of them or config.json is not readable.
+        DataError: the folder has no safetensors files, or one of them or config.json cannot be read.
     """
     folder = Path(model_path)
     tensors = read_headers(folder)
     tied = bool(read_json_object(folder / "config.json").get("tie_word_embeddings", False))
     without = derived_tensors(tied=tied)
     return {
-        name: ManifestEntry(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))
+        name: ExpectedTensor(t.shape, t.dtype, required=not any(fnmatchcase(name, pattern) for pattern in without))
         for name, t in tensors.items()
     }
 
 
-def problems(
-    slots: Iterable[TensorSlot], num_bytes: int, manifest: Mapping[str, ManifestEntry], dtype: str
+def find_bucket_problems(
+    slots: Iterable[TensorSlot], num_bytes: int, expected: Mapping[str, ExpectedTensor], dtype: str
 ) -> list[str]:
-    """What is wrong with a bucket of `num_bytes` bytes, one sentence per tensor; empty where all is well.
+    """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
 
     Args:
-        dtype: the engine's; a tensor may come in it or in the folder's own.
+        dtype: dtype of the engine; a tensor may have this dtype or that of the folder.
     """
     found, seen = [], set()
     for slot in slots:
-        entry = manifest.get(slot.name)
-        if entry is None:
+        wanted = expected.get(slot.name)
+        if wanted is None:
             found.append(f"{slot.name} is no tensor of the model")
-        elif slot.shape != entry.shape:
-            found.append(f"{slot.name} needs shape {list(entry.shape)}, got {list(slot.shape)}")
-        elif slot.dtype not in (dtype, entry.dtype):
-            needs = " or ".join(dict.fromkeys((dtype, entry.dtype)))
+        elif slot.shape != wanted.shape:
+            found.append(f"{slot.name} needs shape {list(wanted.shape)}, got {list(slot.shape)}")
+        elif slot.dtype not in (dtype, wanted.dtype):
+            needs = " or ".join(dict.fromkeys((dtype, wanted.dtype)))
             found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
         elif slot.name in seen:
-            found.append(f"{slot.name} comes twice")
+            found.append(f"{slot.name} is contained twice")
         elif slot.offset + slot.num_bytes > num_bytes:
             found.append(
                 f"{slot.name} ends at byte {slot.offset} + {slot.num_bytes} = {slot.offset + slot.num_bytes}, "

@@ -1,30 +1,32 @@
-"""Traces and buckets of boxes as plain data: names once, numbers after them."""
+"""Plain-data encoding of traces and box buckets: names are listed once and referred to by index."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.reshard.layout.layout import Box, Piece, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 
 def encode_traces(traces: Sequence[EngineTrace]) -> dict[str, Any]:
-    """JSON data of an engine's traces, which share names and tensors."""
+    """Encode an engine's traces, which share names and tensors, as JSON data."""
     tensors: dict[str, TensorSpec] = {}
     for trace in traces:
         tensors |= trace.layout.tensors
     names = {name: i for i, name in enumerate(tensors)}
     locals_: dict[str, int] = {}
 
-    def of(local: str) -> int:
+    def local_index(local: str) -> int:
         return locals_.setdefault(local, len(locals_))
 
     ranks = [
         {
-            "pieces": [[names[p.tensor], _flat(p.box), of(p.local), _flat(p.local_box)] for p in trace.layout.pieces],
-            "padding": [[of(p.local), _flat(p.local_box), p.value] for p in trace.padding],
+            "pieces": [
+                [names[p.tensor], _flat(p.box), local_index(p.local), _flat(p.local_box)] for p in trace.layout.pieces
+            ],
+            "padding": [[local_index(p.local), _flat(p.local_box), p.value] for p in trace.padding],
             "derived": [names[name] for name in trace.derived],
         }
         for trace in traces
@@ -34,14 +36,14 @@ def encode_traces(traces: Sequence[EngineTrace]) -> dict[str, Any]:
 
 
 def decode_traces(data: Any) -> list[EngineTrace]:
-    """The inverse of `encode_traces`."""
+    """Decode the data of `encode_traces`."""
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in data["tensors"]}
     names, locals_ = list(tensors), data["locals"]
     return [
         EngineTrace(
             WeightLayout(
                 tensors,
-                tuple(Piece(names[t], _box(box), locals_[n], _box(there)) for t, box, n, there in rank["pieces"]),
+                tuple(ShardPiece(names[t], _box(box), locals_[n], _box(there)) for t, box, n, there in rank["pieces"]),
             ),
             tuple(Padding(locals_[n], _box(box), value) for n, box, value in rank["padding"]),
             tuple(names[t] for t in rank["derived"]),
@@ -51,13 +53,13 @@ def decode_traces(data: Any) -> list[EngineTrace]:
 
 
 def encode_boxes(bucket: BoxBucket) -> dict[str, Any]:
-    """Plain data of a bucket."""
+    """Encode a bucket as JSON data."""
     slots = [[s.local, _flat(s.local_box), s.dtype, s.offset] for s in bucket.slots]
     return {"path": bucket.path, "num_bytes": bucket.num_bytes, "slots": slots}
 
 
 def decode_boxes(data: Any) -> BoxBucket:
-    """The inverse of `encode_boxes`."""
+    """Decode the data of `encode_boxes`."""
     slots = tuple(BoxSlot(local, _box(box), dtype, offset) for local, box, dtype, offset in data["slots"])
     return BoxBucket(data["path"], data["num_bytes"], slots)
 

@@ -1,4 +1,4 @@
-"""What an engine's host asks of its TP ranks, and what they answer: plain data both."""
+"""Commands of an engine's host to its TP ranks, and their replies; both are plain data."""
 
 from __future__ import annotations
 
@@ -9,108 +9,111 @@ from pathlib import Path
 from typing import Any
 
 from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket
-from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.rollout.sglang.weight_update.message_encoding import encode_boxes
 
-Order = Mapping[str, Any]
-"""`op` and `reply` (a path; the rank is appended), and what the operation needs. Strings, numbers, lists and dicts
-only: SGLang unpickles nothing else."""
+Command = Mapping[str, Any]
+"""A command: `op`, `reply` (a path prefix; the rank is appended) and the arguments of the operation.
+
+Values are strings, numbers, lists and dicts only: SGLang unpickles nothing else.
+"""
 
 WRITING = frozenset({"write", "write_boxes", "receive", "finish"})
-"""Operations that may touch parameters: if one rank cannot execute its order, no rank does."""
+"""Operations that may write parameters: if one rank cannot execute its command, no rank does."""
 
 
 @dataclass
 class Reply:
-    """What one rank says about one order."""
+    """Reply of one TP rank to one command."""
 
     rank: int
     error: str | None = None
+    """Why the rank could not execute the command; None: no error."""
     wrote: bool = False
-    """Parameters were touched: with an error, the rank may hold a mixture of weights."""
+    """The rank began to write parameters: after an error, it may hold a mixture of old and new weights."""
     result: Any = None
-    """JSON data."""
+    """Result of the operation, as JSON data."""
 
 
-def write_order(bucket: WeightBucket, model_path: str, dtype: str) -> dict[str, Any]:
-    """The order to write a bucket's tensors, checked against the model folder and the engine's dtype."""
+def write_command(bucket: WeightBucket, model_path: str, dtype: str) -> dict[str, Any]:
+    """Make the command to write a bucket's tensors after checking them against the model folder and engine dtype."""
     return {"op": "write", "bucket": asdict(bucket), "model_path": model_path, "dtype": dtype}
 
 
-def write_boxes_order(bucket: BoxBucket | None, session: int) -> dict[str, Any]:
-    """The order to write one rank's boxes; within a session none may meet another."""
+def write_boxes_command(bucket: BoxBucket | None, session: int) -> dict[str, Any]:
+    """Make the command to write one rank's boxes; boxes of a session must not overlap."""
     return {"op": "write_boxes", "bucket": None if bucket is None else encode_boxes(bucket), "session": session}
 
 
-def prepare_order(handover: Path, engine: int) -> dict[str, Any]:
-    """The order to plan what the rank receives from now on.
+def prepare_command(transfer_spec: Path, engine: int) -> dict[str, Any]:
+    """Make the command to plan what the rank receives in later syncs.
 
     Args:
-        handover: file of a pickled `Handover`, written by the engine's host.
-        engine: the engine's number in it.
+        transfer_spec: file with a pickled `TransferSpec`, written by the engine's host.
+        engine: index of the engine in it.
     """
-    return {"op": "prepare", "handover": str(handover), "engine": engine}
+    return {"op": "prepare", "transfer_spec": str(transfer_spec), "engine": engine}
 
 
-def join_order(meeting: Meeting) -> dict[str, Any]:
-    """The order to connect with the trainer's ranks and other engines'."""
-    return {"op": "join", "meeting": asdict(meeting)}
+def connect_command(transfer_group: TransferGroup) -> dict[str, Any]:
+    """Make the command to connect with the trainer's ranks and the other engines' ranks."""
+    return {"op": "connect", "transfer_group": asdict(transfer_group)}
 
 
-def receive_order(session: int) -> dict[str, Any]:
-    """The order to receive the boxes of the whole model, as it was prepared."""
+def receive_command(session: int) -> dict[str, Any]:
+    """Make the command to receive the model as planned with `prepare`."""
     return {"op": "receive", "session": session}
 
 
-def finish_order(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> dict[str, Any]:
-    """The order to check that boxes and `arrived` (what came under Hugging Face names) make a whole model."""
+def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> dict[str, Any]:
+    """Make the command to check that boxes and `arrived` (Hugging Face tensors) cover the model, and to finish it."""
     return {"op": "finish", "session": session, "arrived": list(arrived), "model_path": model_path, "dtype": dtype}
 
 
-def trace_order(model_path: str, dtype: str) -> dict[str, Any]:
-    """The order to tell the rank's trace, as `encode_traces` gives it."""
+def trace_command(model_path: str, dtype: str) -> dict[str, Any]:
+    """Make the command to return the rank's trace, encoded with `encode_traces`."""
     return {"op": "trace", "model_path": model_path, "dtype": dtype}
 
 
-def hash_order(model_path: str, dtype: str) -> dict[str, Any]:
-    """The order to tell the digest of each of the layout's pieces, in hexadecimal, in their order."""
+def hash_command(model_path: str, dtype: str) -> dict[str, Any]:
+    """Make the command to return the hexadecimal digest of each piece of the layout, in order."""
     return {"op": "hash", "model_path": model_path, "dtype": dtype}
 
 
-def dump_order(directory: str) -> dict[str, Any]:
-    """The order to save the rank's parameters and buffers below `directory`: rank<r>.pt, rank<r>.buffers.pt."""
+def dump_command(directory: str) -> dict[str, Any]:
+    """Make the command to save the rank's parameters and buffers in `directory`: rank<r>.pt, rank<r>.buffers.pt."""
     return {"op": "dump", "directory": directory}
 
 
 def read_bucket(fields: Mapping[str, Any]) -> WeightBucket:
-    """The bucket of a `write` order."""
+    """Decode the bucket of a `write` command."""
     slots = tuple(TensorSlot(**{**slot, "shape": tuple(slot["shape"])}) for slot in fields["slots"])
     return WeightBucket(fields["path"], fields["num_bytes"], slots)
 
 
 def reply_path(prefix: str, rank: int) -> Path:
-    """Where a rank's reply to an order with `reply: prefix` lies."""
+    """Return the path of a rank's reply to a command with `reply: prefix`."""
     return Path(f"{prefix}.{rank}")
 
 
-def mark_path(prefix: str, rank: int) -> Path:
-    """The file that says that a rank has checked its part of a writing order, and waits for the others."""
+def checked_path(prefix: str, rank: int) -> Path:
+    """Return the path of the file that exists once a rank has checked a writing command and waits for the others."""
     return Path(f"{prefix}.{rank}.checked")
 
 
-def send_reply(reply: Reply, order: Order) -> None:
-    """Leave the reply for the host, all of it or nothing."""
-    path = reply_path(order["reply"], reply.rank)
+def send_reply(reply: Reply, command: Command) -> None:
+    """Write the reply for the host atomically."""
+    path = reply_path(command["reply"], reply.rank)
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(json.dumps(asdict(reply)))
         partial.rename(path)
     except OSError:
-        partial.unlink(missing_ok=True)  # the host takes a missing reply for a failure
+        partial.unlink(missing_ok=True)  # the host treats a missing reply as a failure
 
 
 def read_reply(path: Path) -> Reply | None:
-    """The reply, or None where the rank left none."""
+    """Read the reply; None if the rank wrote none."""
     try:
         return Reply(**json.loads(path.read_text()))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Boxes of weights, from the trainer's ranks straight into the parameters of one TP rank.
+"""Receives boxes of weights from the trainer's ranks directly into the parameters of one TP rank.
 
-prepare   plan what this rank receives                       once
-join      connect with the trainer's ranks and other engines' once, and after a sync that failed
-receive   check the plan's boxes; if they are right, in every rank of the engine, receive them
+prepare   plan what this rank receives                              once
+connect   connect with the trainer's ranks and the other engines    once, and after a failed sync
+receive   check the plan's boxes; if they are valid on every rank of the engine, receive them
 """
 
 from __future__ import annotations
@@ -16,80 +16,82 @@ import torch
 from torch import Tensor, nn
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.planning.disaggregated import HandoverRank
+from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer.bucket import BoxSlot
-from megarl.reshard.transfer.process_groups import Meeting
+from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.reshard.transfer.sink import Parameters
-from megarl.rollout.sglang.weight_layout.engine_trace import fold, listing
+from megarl.rollout.sglang.weight_layout.engine_trace import fold, join_names
 from megarl.rollout.sglang.weight_update.box_writer import (
-    Session,
-    box_problem,
+    WriteSession,
+    find_box_problem,
     find_targets,
-    forget_session,
-    open_session,
+    get_session,
+    reset_session,
 )
-from megarl.rollout.sglang.weight_update.commit_vote import Ballot
-from megarl.rollout.sglang.weight_update.messages import Order, Reply
+from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
+from megarl.rollout.sglang.weight_update.messages import Command, Reply
 
-_prepared: HandoverRank | None = None
-"""This process's part, and its connections."""
+_prepared: TransferRank | None = None
+"""This process's plan and connections."""
 
 
-def prepare(_: nn.Module, order: Order, reply: Reply) -> None:
-    """Plan; connections that there were are dropped."""
+def prepare(_: nn.Module, command: Command, reply: Reply) -> None:
+    """Plan what to receive; existing connections are closed."""
     global _prepared
-    handover = pickle.loads(Path(order["handover"]).read_bytes())  # noqa: S301 -- this engine's host has written it
+    transfer_spec = pickle.loads(Path(command["transfer_spec"]).read_bytes())  # noqa: S301 -- written by this host
     if _prepared is not None:
         _prepared.close()
-    _prepared = HandoverRank(handover, handover.engine_rank(order["engine"], reply.rank))
+    _prepared = TransferRank(transfer_spec, transfer_spec.engine_rank(command["engine"], reply.rank))
 
 
-def join(_: nn.Module, order: Order, __: Reply) -> None:
-    """Connect with the other ranks, of which all have to join."""
-    _demand_prepared().join(Meeting(**order["meeting"]))
+def connect(_: nn.Module, command: Command, __: Reply) -> None:
+    """Connect with the other ranks, which all have to connect at the same time."""
+    _require_prepared().connect(TransferGroup(**command["transfer_group"]))
 
 
-def receive(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
-    """Receive the plan's tensors and boxes; refuse them all if a box is wrong, here or in another rank."""
-    session, mine = open_session(order["session"]), _demand_prepared()
-    whole = False
+def receive(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
+    """Receive the planned tensors and boxes; reject them all if a box is invalid on any rank of the engine."""
+    session, receiver = get_session(command["session"]), _require_prepared()
+    is_complete = False
     try:
-        slots = [slot for each in mine.plan.rounds for slot in each.slots]
+        slots = [slot for each in receiver.plan.rounds for slot in each.slots]
         found, tensors = _check(slots, model, session)
         if found:
-            reply.error = listing(found)
-        if not ballot.agree(ready=not found):
+            reply.error = join_names(found)
+        if not vote.all_ready(ready=not found):
             return
         reply.wrote = True
-        reply.result = asdict(mine.run({}, Parameters(tensors), lambda some: model.load_weights(list(some.items()))))
+        reply.result = asdict(
+            receiver.run({}, Parameters(tensors), lambda some: model.load_weights(list(some.items())))
+        )
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        whole = True
+        is_complete = True
     finally:
-        if not whole:
-            forget_session()  # it counts boxes that are not written; the update is over
-            mine.close()  # the trainer must not wait for this rank
+        if not is_complete:
+            reset_session()  # it contains boxes that were not written; the update has failed
+            receiver.close()  # so that the trainer does not wait for this rank
 
 
-def _check(slots: list[BoxSlot], model: nn.Module, session: Session) -> tuple[list[str], dict[str, Tensor]]:
-    """What is wrong with the boxes, and the parameters that they go to; the session counts them as written."""
+def _check(slots: list[BoxSlot], model: nn.Module, session: WriteSession) -> tuple[list[str], dict[str, Tensor]]:
+    """Return problems of the boxes, and their parameters by name; records the valid boxes as written in the session."""
     found: list[str] = []
     targets, tensors = find_targets(model), dict[str, Tensor]()
     for slot in slots:
         num_dims = len(slot.local_box)
-        problem = box_problem(slot, targets, session)
+        problem = find_box_problem(slot, targets, session)
         if problem is None:
             target = targets[slot.local]
             tensor = tensors.setdefault(slot.local, fold(target.tensor, num_dims))
             session.coverage(target, slot.local_box).add(slot.local_box)
             if tensor.dim() != num_dims:
-                problem = f"{slot.local} is received with {tensor.dim()} dimensions and with {num_dims}"
+                problem = f"{slot.local} is received both with {tensor.dim()} and with {num_dims} dimensions"
         if problem is not None:
             found.append(problem)
     return found, tensors
 
 
-def _demand_prepared() -> HandoverRank:
+def _require_prepared() -> TransferRank:
     if _prepared is None:
-        raise WeightSyncError("this rank does not know yet what to receive: it needs `prepare` first")
+        raise WeightSyncError("this rank has no plan of what to receive: it needs `prepare` first")
     return _prepared

@@ -1,13 +1,13 @@
-"""Writes new weights into an SGLang model. SGLang calls `load` in every tensor-parallel rank of the engine.
+"""Loads weights into an SGLang model. SGLang calls `load` in every tensor-parallel rank of the engine.
 
-engine host                                  scheduler process of rank r
-order (plain data) --- SGLang's update call ---> load(model, [(order, placeholder)])
-                                                 WRITERS[op]: check <-- vote --> the other ranks' checks
-                                                              write, if all ranks can
-reply file of rank r <-------------------------- READERS[op]: no vote
+    engine host                                      scheduler process of rank r
+    command (plain data) --- SGLang's update call ---> load(model, [(command, placeholder)])
+                                                       WRITERS[op]: check <-- vote --> the other ranks' checks
+                                                                    write, if all ranks can
+    reply file of rank r <---------------------------- READERS[op]: no vote
 
-SGLang's own answer says nothing: it is `Success` after a caught error, and an uncaught one kills the engine. So an
-order names the file that the reply goes to, and `load` never raises.
+SGLang's own answer is not reliable: it is `Success` after a caught error, and an uncaught error kills the engine. So a
+command names the file for the reply, and `load` never raises.
 """
 
 from __future__ import annotations
@@ -23,41 +23,43 @@ from torch import Tensor, nn
 
 from megarl.reshard.transfer.bucket import open_bucket
 from megarl.rollout.sglang.weight_update import box_writer, network_receive
-from megarl.rollout.sglang.weight_update.commit_vote import Ballot
-from megarl.rollout.sglang.weight_update.expected_tensors import problems, read_manifest
-from megarl.rollout.sglang.weight_update.messages import WRITING, Order, Reply, mark_path, read_bucket, send_reply
+from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
+from megarl.rollout.sglang.weight_update.expected_tensors import find_bucket_problems, read_expected_tensors
+from megarl.rollout.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
 
 IMPORT_PATH = "megarl.rollout.sglang.weight_update.weight_loader.load"
-"""As SGLang's `custom_weight_loader` and `load_format` name it."""
+"""Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
 
 
-def load(model: nn.Module, named_tensors: list[tuple[Order, Tensor]]) -> None:
-    """SGLang's custom weight loader: executes orders; the tensors are placeholders."""
-    for order, _ in named_tensors:
+def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
+    """Execute commands. This is SGLang's custom weight loader; the tensors are placeholders."""
+    for command, _ in named_tensors:
         reply = Reply(_tp_rank())
         try:
             with torch.no_grad():
-                _execute(model, order, reply)
-        except Exception as e:  # noqa: BLE001 -- one that gets out kills the engine and its host process
+                _execute(model, command, reply)
+        except Exception as e:  # noqa: BLE001 -- an uncaught error kills the engine and its host process
             reply.error = f"{type(e).__name__}: {e}"
-        send_reply(reply, order)
+        send_reply(reply, command)
 
 
-def _execute(model: nn.Module, order: Order, reply: Reply) -> None:
-    if order["op"] not in WRITING:
-        READERS[order["op"]](model, order, reply)
+def _execute(model: nn.Module, command: Command, reply: Reply) -> None:
+    if command["op"] not in WRITING:
+        READERS[command["op"]](model, command, reply)
         return
-    ballot = Ballot(_tp_group(), mark_path(order["reply"], reply.rank))
+    vote = CommitVote(_tp_group(), checked_path(command["reply"], reply.rank))
     try:
-        WRITERS[order["op"]](model, order, reply, ballot)
+        WRITERS[command["op"]](model, command, reply, vote)
     finally:
-        if not ballot.cast:
-            ballot.agree(ready=False)
+        if not vote.has_voted:
+            vote.all_ready(ready=False)
 
 
-def _write(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
-    bucket = read_bucket(order["bucket"])
-    found = problems(bucket.slots, bucket.num_bytes, read_manifest(order["model_path"]), order["dtype"])
+def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None:
+    bucket = read_bucket(command["bucket"])
+    found = find_bucket_problems(
+        bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
+    )
     size = os.path.getsize(bucket.path)
     if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
         found.append(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
@@ -65,7 +67,7 @@ def _write(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
         reply.error = "; ".join(found)
         return
     tensors = open_bucket(bucket)
-    if not ballot.agree(ready=True):
+    if not vote.all_ready(ready=True):
         return
     reply.wrote = True
     model.load_weights(list(tensors.items()))
@@ -73,28 +75,32 @@ def _write(model: Any, order: Order, reply: Reply, ballot: Ballot) -> None:
         torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
 
 
-def _dump(model: nn.Module, order: Order, reply: Reply) -> None:
+def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
     parameters = {name: p.detach().cpu() for name, p in model.named_parameters(remove_duplicate=False)}
-    torch.save(parameters, Path(order["directory"]) / f"rank{reply.rank}.pt")
+    torch.save(parameters, Path(command["directory"]) / f"rank{reply.rank}.pt")
     buffers = {name: b.detach().cpu() for name, b in model.named_buffers(remove_duplicate=False)}
-    torch.save(buffers, Path(order["directory"]) / f"rank{reply.rank}.buffers.pt")
+    torch.save(buffers, Path(command["directory"]) / f"rank{reply.rank}.buffers.pt")
 
 
-WRITERS: dict[str, Callable[[Any, Order, Reply, Ballot], None]] = {
+WRITERS: dict[str, Callable[[Any, Command, Reply, CommitVote], None]] = {
     "write": _write,
     "write_boxes": box_writer.write_boxes,
     "receive": network_receive.receive,
     "finish": box_writer.finish,
 }
-"""Each checks first, and writes only if the ballot agrees; the reply of a rank that found nothing wrong is no error."""
+"""Operations that write. Each checks first and writes only if all ranks are ready.
 
-READERS: dict[str, Callable[[Any, Order, Reply], None]] = {
+A rank that found no problem itself replies without an error, even if the vote fails.
+"""
+
+READERS: dict[str, Callable[[Any, Command, Reply], None]] = {
     "prepare": network_receive.prepare,
-    "join": network_receive.join,
-    "trace": box_writer.tell_trace,
+    "connect": network_receive.connect,
+    "trace": box_writer.report_trace,
     "hash": box_writer.hash_boxes,
     "dump": _dump,
 }
+"""Operations that do not write weights."""
 
 
 def _tp_rank() -> int:

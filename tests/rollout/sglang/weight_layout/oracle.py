@@ -1,7 +1,7 @@
-"""Compares traced layouts with what SGLang's own `load_weights` does, element by element, with real values.
+"""Compares traced layouts with the effect of SGLang's own `load_weights`, element by element, with real values.
 
-Every element of every Hugging Face tensor is its own index over all of them. Run as `python oracle.py <folder> ...`,
-with the environment of an engine; prints what differs, as JSON.
+The value of every element of the Hugging Face tensors is its index over all tensors. Run as `python oracle.py <cases>`,
+where <cases> is JSON, with the environment of an engine; prints the differences as JSON.
 """
 
 import json
@@ -11,9 +11,9 @@ import torch
 
 from megarl.reshard.layout.layout import slices
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.sglang.weight_layout.engine_trace import fold, own_tensors, trace_live
-from megarl.rollout.sglang.weight_layout.layer_dedup import layers_alike, trace_one_of_each
-from megarl.rollout.sglang.weight_layout.trace_child import build_model, checkpoint_tensors, packed
+from megarl.rollout.sglang.weight_layout.engine_trace import fold, model_tensors, trace_live
+from megarl.rollout.sglang.weight_layout.layer_dedup import group_identical_layers, trace_deduplicated
+from megarl.rollout.sglang.weight_layout.trace_child import build_model, checkpoint_tensors, pack_trace
 
 UNTOUCHED = -7.0
 
@@ -29,15 +29,15 @@ def compare(folder, device, tp, ep):
         first += n
     out = []
     for rank in range(tp):
-        on_paper = build_model(spec, rank)
-        trace = trace_live(on_paper, tensors)
-        assert trace_one_of_each(on_paper, tensors, layers_alike(on_paper, tensors)) == packed(trace)
+        meta_model = build_model(spec, rank)
+        trace = trace_live(meta_model, tensors)
+        assert trace_deduplicated(meta_model, tensors, group_identical_layers(meta_model, tensors)) == pack_trace(trace)
         model = build_model(spec, rank, device="cpu")
         for p in model.parameters():
             p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)
         assert trace_live(model, tensors).layout.pieces == trace.layout.pieces
         assert all((p == UNTOUCHED).all() for p in model.parameters())
-        held = own_tensors(model)
+        held = model_tensors(model)
         expected = {name: torch.full_like(p.data, UNTOUCHED) for name, p in model.named_parameters()}
         with torch.no_grad():
             model.load_weights(iter(values.items()))

@@ -1,3 +1,5 @@
+"""Coverage by disjoint boxes, compared with boolean masks."""
+
 import random
 
 import torch
@@ -10,13 +12,13 @@ def random_box(rng, shape):
     return tuple(tuple(sorted(rng.sample(range(n + 1), 2))) for n in shape)
 
 
-def test_boxes_are_counted_as_a_mask_counts_them():
+def test_coverage_matches_a_mask():
     rng = random.Random(0)
     for shape in [(9,), (6, 5), (4, 3, 5)] * 40:
         coverage, mask = Coverage(), torch.zeros(shape, dtype=torch.bool)
         for _ in range(12):
             box = random_box(rng, shape)
-            meeting = coverage.meeting(box)
+            meeting = coverage.overlapping(box)
             assert bool(meeting) == bool(mask[slices(box)].any())
             if meeting and rng.random() < 0.5:
                 coverage.remove(meeting[0])
@@ -25,14 +27,14 @@ def test_boxes_are_counted_as_a_mask_counts_them():
                 coverage.add(box)
                 mask[slices(box)] = True
             query = random_box(rng, shape)
-            hole = coverage.missing(query)
+            hole = coverage.first_gap(query)
             assert (hole is None) == bool(mask[slices(query)].all())
             if hole is not None:
                 assert not mask[slices(hole)].any()
             assert coverage.num_elements == mask.sum()
 
 
-def test_what_is_left_of_a_box_is_disjoint():
+def test_subtract_returns_disjoint_boxes():
     rng = random.Random(1)
     for _ in range(100):
         box, others = random_box(rng, (6, 5)), [random_box(rng, (6, 5)) for _ in range(3)]
@@ -46,8 +48,8 @@ def test_what_is_left_of_a_box_is_disjoint():
         assert torch.equal(count, expected)
 
 
-def test_a_scalar_has_one_box():
+def test_scalar_has_one_box():
     coverage = Coverage()
-    assert coverage.missing(()) == ()
+    assert coverage.first_gap(()) == ()
     coverage.add(())
-    assert coverage.missing(()) is None
+    assert coverage.first_gap(()) is None

@@ -1,17 +1,17 @@
-"""Tracing one layer of each kind, on models small enough to see why it does or does not do."""
+"""Tracing with layer deduplication, on small models where it is or is not exact."""
 
 import torch
 from torch import nn
 
 from megarl.reshard.layout.layout import TensorSpec
 from megarl.rollout.sglang.weight_layout.engine_trace import trace_live
-from megarl.rollout.sglang.weight_layout.layer_dedup import layers_alike, trace_one_of_each
-from megarl.rollout.sglang.weight_layout.trace_child import packed
+from megarl.rollout.sglang.weight_layout.layer_dedup import group_identical_layers, trace_deduplicated
+from megarl.rollout.sglang.weight_layout.trace_child import pack_trace
 from megarl.rollout.sglang.weight_layout.trace_file import read_traces, write_traces
 
 
 class Layers(nn.Module):
-    """Layer i loads `layers.i.w`, in a manner of its own where it is told so."""
+    """Layer i loads `layers.i.weight`; `swapped` and `reversed_layer` make some layers differ."""
 
     def __init__(self, heights, *, swapped=None, reversed_layer=None):
         super().__init__()
@@ -39,38 +39,38 @@ def tensors(heights):
     }
 
 
-def both(model, parts):
-    return packed(trace_live(model, parts)), trace_one_of_each(model, parts, layers_alike(model, parts))
+def trace_both_ways(model, parts):
+    return pack_trace(trace_live(model, parts)), trace_deduplicated(model, parts, group_identical_layers(model, parts))
 
 
-def test_layers_of_a_kind_get_the_pieces_and_the_padding_of_the_first():
+def test_identical_layers_get_the_pieces_and_padding_of_the_first():
     model, parts = Layers([5, 6, 6, 5, 6]), tensors([4, 4, 4, 4, 4])
-    assert layers_alike(model, parts) == {0: [0, 3], 1: [1, 2, 4]}
-    whole, spread = both(model, parts)
-    assert spread == whole
-    assert len(spread.padding) == 5
-    assert {spec.dtype for spec in spread.layout.tensors.values()} == {"float32"}
+    assert group_identical_layers(model, parts) == {0: [0, 3], 1: [1, 2, 4]}
+    full_trace, deduplicated = trace_both_ways(model, parts)
+    assert deduplicated == full_trace
+    assert len(deduplicated.padding) == 5
+    assert {spec.dtype for spec in deduplicated.layout.tensors.values()} == {"float32"}
 
 
-def test_other_tensors_make_another_kind():
-    assert layers_alike(Layers([4, 4, 4]), tensors([4, 2, 4])) == {0: [0, 2], 1: [1]}
+def test_layers_with_different_tensors_are_in_different_groups():
+    assert group_identical_layers(Layers([4, 4, 4]), tensors([4, 2, 4])) == {0: [0, 2], 1: [1]}
 
 
-def test_a_loader_that_treats_a_layer_its_own_way_shows():
-    whole, spread = both(Layers([4, 4, 4], reversed_layer=2), tensors([4, 4, 4]))
-    assert spread is not None
-    assert spread != whole
+def test_layer_with_a_different_loader_makes_the_traces_differ():
+    full_trace, deduplicated = trace_both_ways(Layers([4, 4, 4], reversed_layer=2), tensors([4, 4, 4]))
+    assert deduplicated is not None
+    assert deduplicated != full_trace
 
 
-def test_a_layer_that_goes_to_another_cannot_be_spread():
+def test_layer_loaded_into_another_cannot_be_deduplicated():
     model = Layers([4, 6], swapped={0: 1, 1: 0})
     model.layers[0].weight.data = torch.empty(6, 3)
-    assert trace_one_of_each(model, tensors([4, 4]), layers_alike(model, tensors([4, 4]))) is None
+    assert trace_deduplicated(model, tensors([4, 4]), group_identical_layers(model, tensors([4, 4]))) is None
 
 
-def test_traces_come_back_from_their_file_and_a_torn_one_is_none(tmp_path):
+def test_trace_file_round_trip_and_truncated_file(tmp_path):
     parts = tensors([4, 4])
-    traces = [trace_live(Layers([5, 5]), parts), packed(trace_live(Layers([4, 6]), parts))]
+    traces = [trace_live(Layers([5, 5]), parts), pack_trace(trace_live(Layers([4, 6]), parts))]
     file = tmp_path / "traces"
     write_traces(file, traces)
     assert read_traces(file) == traces

@@ -1,3 +1,5 @@
+"""Offline traces of SGLang's models, compared with their own loaders, and the trace cache."""
+
 import json
 import os
 import subprocess
@@ -9,7 +11,7 @@ from transformers import AutoConfig
 
 from megarl.errors import DataError
 from megarl.reshard.layout.layout import volume
-from megarl.rollout.sglang.engine_environment import engine_environment
+from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
@@ -85,7 +87,7 @@ CASES |= {f"{model} tp {tp} ep 2": (model, "cpu", tp, 2) for model in ("qwen3_mo
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Model -> a folder with a config.json and nothing else."""
+    """Model -> folder that contains only a config.json."""
     root = tmp_path_factory.mktemp("configs")
     for name, (model_type, changes) in MODELS.items():
         config = AutoConfig.for_model(model_type, **(SIZES | changes), architectures=[ARCHITECTURES[name]])
@@ -99,7 +101,7 @@ def comparisons(folders):
     script = Path(__file__).with_name("oracle.py")
     child = subprocess.run(
         [sys.executable, str(script), json.dumps(cases)],
-        env=os.environ | engine_environment("cpu", 4),
+        env=os.environ | make_engine_environment("cpu", 4),
         capture_output=True,
         timeout=300,
         text=True,
@@ -109,7 +111,7 @@ def comparisons(folders):
 
 
 @pytest.mark.parametrize("label", CASES)
-def test_every_element_lies_where_the_layout_says(comparisons, label):
+def test_layout_locates_every_element(comparisons, label):
     ranks = comparisons[label]
     model, device, tp, _ = CASES[label]
     assert len(ranks) == tp
@@ -121,7 +123,7 @@ def test_every_element_lies_where_the_layout_says(comparisons, label):
         assert sum(rank["padding"] for rank in ranks) == num_vocabularies * 12 * 64
 
 
-def test_values_that_the_engine_computes_are_found(comparisons):
+def test_derived_tensors_are_found(comparisons):
     for label, ranks in comparisons.items():
         for rank in ranks:
             assert len(rank["derived"]) == (9 if label.startswith("gemma2") else 0)
@@ -130,7 +132,7 @@ def test_values_that_the_engine_computes_are_found(comparisons):
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_keys_of_too_few_heads_are_repeated_or_padded(folders, device):
+def test_too_few_key_heads_are_replicated_or_padded(folders, device):
     boxes = [
         [p.box[0] for p in layout.pieces if p.tensor == "model.layers.0.self_attn.k_proj.weight"]
         for layout in trace_layouts(folders["qwen3"], tp=4, device=device)
@@ -145,15 +147,15 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "megarl" / "layouts"
 
 
-def test_a_config_is_enough_and_the_second_time_comes_from_the_cache(folders, cache, monkeypatch):
+def test_config_json_is_sufficient_and_the_second_trace_comes_from_the_cache(folders, cache, monkeypatch):
     config = str(Path(folders["qwen3_moe"]) / "config.json")
     layouts = trace_layouts(config, tp=2, dtype="bfloat16")
-    whole = layouts[0].tensors
-    assert {spec.dtype for spec in whole.values()} == {"bfloat16"}
-    split = [p for p in layouts[0].pieces if volume(p.box) < volume(whole[p.tensor].box)]
-    assert any("experts.7.down_proj" in p.tensor for p in split)
+    full_tensors = layouts[0].tensors
+    assert {spec.dtype for spec in full_tensors.values()} == {"bfloat16"}
+    sharded = [p for p in layouts[0].pieces if volume(p.box) < volume(full_tensors[p.tensor].box)]
+    assert any("experts.7.down_proj" in p.tensor for p in sharded)
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(offline_trace, "_ask_child", None)
+    monkeypatch.setattr(offline_trace, "_run_child", None)
     assert trace_layouts(folders["qwen3_moe"], tp=2, dtype="bfloat16") == layouts
     with pytest.raises(TypeError):
         trace_layouts(folders["qwen3_moe"], tp=4, dtype="bfloat16")
@@ -163,12 +165,12 @@ def test_a_config_is_enough_and_the_second_time_comes_from_the_cache(folders, ca
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_model_that_sglang_does_not_know_is_told_with_its_words(tmp_path):
+def test_unknown_model_raises_with_sglangs_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
     with pytest.raises(DataError, match=r"(?s)could not build the model of config\.json.*Error"):
         trace_layouts(str(tmp_path), tp=1)
 
 
-def test_a_folder_without_a_config_is_refused(tmp_path):
+def test_folder_without_config_json_raises(tmp_path):
     with pytest.raises(DataError, match=r"config\.json cannot be read"):
         trace_layouts(str(tmp_path), tp=1)

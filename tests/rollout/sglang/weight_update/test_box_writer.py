@@ -1,3 +1,5 @@
+"""Weight updates by boxes, on a real engine."""
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, asse
 __all__ = ["served"]
 
 NORM = "model.norm.weight"
-WHOLE_NORM = ((0, 64),)
+NORM_BOX = ((0, 64),)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def layout(engine):
     return layout
 
 
-def test_successive_syncs_arrive_bit_by_bit(engine, layout, model_dir, tmp_path):
+def test_successive_syncs_are_bitwise_exact(engine, layout, model_dir, tmp_path):
     for version in (1, 2, 3):
         weights = reference.changed(model_dir, seed=version)
         engine.call("randomize_weights")
@@ -28,8 +30,8 @@ def test_successive_syncs_arrive_bit_by_bit(engine, layout, model_dir, tmp_path)
         assert_serves(engine, model_dir, weights, version, tmp_path)
 
 
-def test_parts_of_pieces_arrive_too(engine, layout, model_dir, tmp_path):
-    """As a plan cuts them: at odd rows and columns."""
+def test_parts_of_pieces_are_written(engine, layout, model_dir, tmp_path):
+    """Cut at odd rows and columns, as plans do."""
     weights = reference.changed(model_dir, seed=4)
     engine.call("randomize_weights")
     boxes = []
@@ -47,7 +49,7 @@ def test_parts_of_pieces_arrive_too(engine, layout, model_dir, tmp_path):
     assert_serves(engine, model_dir, weights, 4, tmp_path)
 
 
-def test_boxes_and_whole_tensors_make_one_update(engine, layout, model_dir, tmp_path):
+def test_boxes_and_full_tensors_in_one_update(engine, layout, model_dir, tmp_path):
     weights = reference.changed(model_dir, seed=6)
     norms = {name: t for name, t in weights.items() if "norm" in name}
     engine.call("randomize_weights")
@@ -59,7 +61,7 @@ def test_boxes_and_whole_tensors_make_one_update(engine, layout, model_dir, tmp_
     assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
-def test_hashes_are_those_of_the_weights(engine, layout, served):
+def test_piece_hashes_match_the_weights(engine, layout, served):
     (hashes,) = engine.call("piece_hashes")
     assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
     engine.call("begin_weights")
@@ -67,21 +69,21 @@ def test_hashes_are_those_of_the_weights(engine, layout, served):
     changed[5] += 1e-6
     send_bucket(engine, {"model.norm.weight": changed})
     (now,) = engine.call("piece_hashes")
-    assert {key for key in hashes if hashes[key] != now[key]} == {(NORM, WHOLE_NORM)}
+    assert {key for key in hashes if hashes[key] != now[key]} == {(NORM, NORM_BOX)}
     engine.call("abort_weights")
 
 
 BAD_BOXES = {
-    "unknown parameter": ((NORM + "s", WHOLE_NORM, torch.zeros(64)), "model.norm.weights is no parameter"),
+    "unknown parameter": ((NORM + "s", NORM_BOX, torch.zeros(64)), "model.norm.weights is no parameter"),
     "out of bounds": ((NORM, ((1, 65),), torch.zeros(64)), r"\[1:65\] does not lie in .* has shape \[64\]"),
-    "wrong dtype": ((NORM, WHOLE_NORM, torch.zeros(64).half()), "needs dtype float32, got float16"),
+    "wrong dtype": ((NORM, NORM_BOX, torch.zeros(64).half()), "needs dtype float32, got float16"),
     "too many dimensions": ((NORM, ((0, 1), (0, 64)), torch.zeros(1, 64)), "has 2 dimensions, the parameter 1"),
     "overlap": ((NORM, ((7, 9),), torch.zeros(2)), r"\[7:9\] was written before, as part of \[0:8\]"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_BOXES)
-def test_a_bad_round_changes_nothing(engine, layout, model_dir, served, tmp_path, case):
+def test_invalid_round_changes_nothing(engine, layout, model_dir, served, tmp_path, case):
     box, message = BAD_BOXES[case]
     engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match=message):
@@ -92,18 +94,20 @@ def test_a_bad_round_changes_nothing(engine, layout, model_dir, served, tmp_path
     assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
-def test_a_bad_round_after_a_good_one_stops_the_engine(engine, layout, model_dir, served, tmp_path):
+def test_invalid_round_after_a_valid_one_blocks_the_engine(engine, layout, model_dir, served, tmp_path):
     engine.call("begin_weights")
-    send_round(engine, 0, [[(NORM, WHOLE_NORM, torch.ones(64))]])
+    send_round(engine, 0, [[(NORM, NORM_BOX, torch.ones(64))]])
     with pytest.raises(WeightSyncError, match="was written before"):
-        send_round(engine, 1, [[(NORM, WHOLE_NORM, torch.ones(64))]])
+        send_round(engine, 1, [[(NORM, NORM_BOX, torch.ones(64))]])
     with pytest.raises(WeightSyncError, match="parts of version 5"):
         engine.generate(PROMPTS)
     sync_boxes(engine, [layout], served, 6)
     assert_serves(engine, model_dir, served, 6, tmp_path)
 
 
-def test_a_hole_is_named_and_nothing_is_served_until_a_whole_update(engine, layout, model_dir, served, tmp_path):
+def test_unwritten_part_is_reported_and_blocks_the_engine_until_a_complete_update(
+    engine, layout, model_dir, served, tmp_path
+):
     weights = reference.changed(model_dir, seed=7)
     boxes = [box for box in boxes_of(layout, weights) if box[0] != NORM]
     engine.call("begin_weights")
@@ -117,7 +121,7 @@ def test_a_hole_is_named_and_nothing_is_served_until_a_whole_update(engine, layo
     assert_serves(engine, model_dir, weights, 7, tmp_path)
 
 
-def test_an_update_without_a_single_box_is_refused_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
+def test_update_without_boxes_is_rejected_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
     engine.call("begin_weights")
     send_round(engine, 0, [None])
     with pytest.raises(WeightSyncError, match="was not written"):
@@ -126,7 +130,7 @@ def test_an_update_without_a_single_box_is_refused_and_the_old_weights_are_serve
 
 
 @pytest.mark.usefixtures("served")
-def test_boxes_need_an_update_and_a_rank_that_exists(engine):
+def test_load_boxes_needs_an_open_update_and_a_valid_rank(engine):
     with pytest.raises(WeightSyncError, match="load_boxes needs begin_weights first"):
         send_round(engine, 0, [None])
     engine.call("begin_weights")
@@ -134,7 +138,7 @@ def test_boxes_need_an_update_and_a_rank_that_exists(engine):
         engine.call("load_boxes", 1, 0, None)
 
 
-def test_layouts_are_told_while_the_engine_generates(engine, layout):
+def test_layouts_are_returned_while_the_engine_generates(engine, layout):
     pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=100))
     assert engine.call("layouts") == [layout]
     assert len(engine.call("piece_hashes")[0]) == len(layout.pieces)

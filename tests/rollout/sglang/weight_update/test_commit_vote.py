@@ -1,4 +1,4 @@
-"""Two TP ranks in two threads, with a process group each."""
+"""Commit votes of two TP ranks, in two threads with a process group each."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.rollout.sglang.weight_update import weight_loader
-from megarl.rollout.sglang.weight_update.commit_vote import Ballot
-from megarl.rollout.sglang.weight_update.messages import dump_order, mark_path, read_reply, reply_path
-from tests.rollout.sglang.weight_update.test_weight_loader import Engine, order
+from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
+from megarl.rollout.sglang.weight_update.messages import checked_path, dump_command, read_reply, reply_path
+from tests.rollout.sglang.weight_update.test_weight_loader import Engine, command
 
-__all__ = ["order"]
+__all__ = ["command"]
 
 
 @pytest.fixture
 def both():
-    """Runs a function of (rank, group) in both ranks: their results."""
+    """Runs a function of (rank, group) in both ranks and returns their results."""
     store = dist.HashStore()
 
     def run(rank, work):
@@ -32,38 +32,38 @@ def both():
 
 
 @pytest.mark.parametrize("votes", [(True, True), (True, False), (False, True), (False, False)])
-def test_ranks_agree_only_if_all_are_ready(both, tmp_path, votes):
-    def vote(rank, group):
-        return Ballot(group, tmp_path / str(rank)).agree(votes[rank])
+def test_vote_succeeds_only_if_all_ranks_are_ready(both, tmp_path, votes):
+    def all_ready(rank, group):
+        return CommitVote(group, tmp_path / str(rank)).all_ready(votes[rank])
 
-    assert both(vote) == [all(votes)] * 2
+    assert both(all_ready) == [all(votes)] * 2
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_a_rank_on_its_own_waits_for_nobody(tmp_path, ready):
-    assert Ballot(None, tmp_path / "mark").agree(ready) is ready
+def test_single_rank_does_not_wait(tmp_path, ready):
+    assert CommitVote(None, tmp_path / "mark").all_ready(ready) is ready
     assert not any(tmp_path.iterdir())
 
 
-def test_a_mark_that_cannot_be_made_does_not_keep_a_rank_from_voting(both, tmp_path):
-    assert both(lambda rank, group: Ballot(group, tmp_path / "missing" / str(rank)).agree(True)) == [True, True]
+def test_rank_votes_even_if_it_cannot_create_the_checked_file(both, tmp_path):
+    assert both(lambda rank, group: CommitVote(group, tmp_path / "missing" / str(rank)).all_ready(True)) == [True, True]
 
 
 @pytest.fixture
 def execute(both, monkeypatch):
-    """Gives each rank an order and a model of its own: both models and replies."""
+    """Executes one command per rank on separate models; returns both models and replies."""
     here = threading.local()
     monkeypatch.setattr(weight_loader, "_tp_rank", lambda: here.rank)
     monkeypatch.setattr(weight_loader, "_tp_group", lambda: here.group)
 
-    def run(orders):
+    def run(commands):
         models = [Engine(), Engine()]
 
         def load(rank, group):
             here.rank, here.group = rank, group
-            weight_loader.load(models[rank], [(orders[rank], torch.empty(0))])
-            return read_reply(reply_path(orders[rank]["reply"], rank))
+            weight_loader.load(models[rank], [(commands[rank], torch.empty(0))])
+            return read_reply(reply_path(commands[rank]["reply"], rank))
 
         return models, both(load)
 
@@ -71,9 +71,9 @@ def execute(both, monkeypatch):
 
 
 @pytest.mark.parametrize("problem", ["path", "num_bytes", "slots"])
-def test_a_rank_that_cannot_write_keeps_the_other_from_writing(execute, order, problem):
-    """Also one that fails before it can vote."""
-    good = order(a=torch.ones(4))
+def test_no_rank_writes_if_one_cannot(execute, command, problem):
+    """Also if that rank fails before it votes."""
+    good = command(a=torch.ones(4))
     bad = {**good["bucket"], **{"path": {"path": "/gone"}, "num_bytes": {"num_bytes": 10**7}, "slots": {}}[problem]}
     if problem == "slots":
         del bad["slots"]
@@ -84,16 +84,16 @@ def test_a_rank_that_cannot_write_keeps_the_other_from_writing(execute, order, p
     assert all((model.a == 0).all() for model in models)
 
 
-def test_both_write_what_both_can(execute, order):
-    good = order(a=torch.ones(4))
+def test_all_ranks_write_if_all_are_ready(execute, command):
+    good = command(a=torch.ones(4))
     models, replies = execute([good, good])
     assert [(reply.wrote, reply.error) for reply in replies] == [(True, None)] * 2
     assert all((model.a == 1).all() for model in models)
-    assert mark_path(good["reply"], 0).exists()
+    assert checked_path(good["reply"], 0).exists()
 
 
-def test_reading_takes_no_vote(execute, tmp_path):
-    asked = dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")}
-    _, replies = execute([asked, asked])
+def test_commands_that_write_nothing_have_no_vote(execute, tmp_path):
+    dump = dump_command(str(tmp_path)) | {"reply": str(tmp_path / "reply")}
+    _, replies = execute([dump, dump])
     assert [(reply.wrote, reply.error) for reply in replies] == [(False, None)] * 2
-    assert not mark_path(asked["reply"], 0).exists()
+    assert not checked_path(dump["reply"], 0).exists()

@@ -1,4 +1,4 @@
-"""An engine that does not answer, without an engine."""
+"""Control calls to a fake engine that does not answer."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import EngineSpec
-from megarl.rollout.sglang.weight_update.control_calls import UpdateCalls
+from megarl.rollout.sglang.weight_update.control_calls import ControlCalls
 
 SECONDS = 0.1
 
@@ -18,32 +18,32 @@ class Host:
         return await work
 
 
-class Calls(UpdateCalls):
-    """SGLang answers once `answers` is set."""
+class Calls(ControlCalls):
+    """Fake SGLang that answers as soon as `answers` is set."""
 
     def __init__(self):
         super().__init__(Host())
-        self.answers, self.asked = asyncio.Event(), []
+        self.answers, self.sent = asyncio.Event(), []
 
-    async def _reach(self, what):
-        self.asked.append(what)
+    async def _wait_for_answer(self, what):
+        self.sent.append(what)
         await self.answers.wait()
         return True, ""
 
     async def _pause(self):
-        await self._reach("pause")
+        await self._wait_for_answer("pause")
 
     async def _flush(self):
-        await self._reach("flush")
+        await self._wait_for_answer("flush")
         raise WeightSyncError("requests were still running")
 
     async def _begin(self):
-        await self._reach("begin")
+        await self._wait_for_answer("begin")
         self._begun = True
 
     async def _end(self):
         if self._begun:
-            await self._reach("end")
+            await self._wait_for_answer("end")
             self._begun = False
 
 
@@ -54,23 +54,23 @@ def run(main):
     return asyncio.run(start())
 
 
-def test_a_late_answer_is_waited_for_and_counts():
+def test_late_answer_is_waited_for_and_used():
     async def main(calls):
         with pytest.raises(WeightSyncError, match=r"the engine did not answer begin_weight_update within 0\.1 s"):
             await calls.begin()
-        assert calls.behind
-        with pytest.raises(WeightSyncError, match=r"has not answered begin_weight_update yet, .* started anew"):
+        assert calls.has_pending
+        with pytest.raises(WeightSyncError, match=r"has not answered begin_weight_update yet, .* restarted"):
             await calls.pause()
-        assert calls.asked == ["begin"]
+        assert calls.sent == ["begin"]
         calls.answers.set()
         await calls.begin()
-        assert calls.asked == ["begin", "end", "begin"]
-        assert not calls.behind
+        assert calls.sent == ["begin", "end", "begin"]
+        assert not calls.has_pending
 
     run(main)
 
 
-def test_a_late_failure_belongs_to_the_call_that_was_given_up():
+def test_late_failure_belongs_to_the_call_that_timed_out():
     async def main(calls):
         with pytest.raises(WeightSyncError, match="did not answer flush_cache"):
             await calls.flush()
@@ -82,16 +82,16 @@ def test_a_late_failure_belongs_to_the_call_that_was_given_up():
     run(main)
 
 
-def test_a_cancelled_caller_s_call_is_waited_for():
+def test_call_of_a_cancelled_caller_is_waited_for():
     async def main(calls):
         gone = asyncio.create_task(calls.begin())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        assert calls.behind
+        assert calls.has_pending
         asyncio.get_running_loop().call_later(SECONDS / 2, calls.answers.set)
         await calls.end()
-        assert calls.asked == ["begin", "end"]
+        assert calls.sent == ["begin", "end"]
 
     run(main)

@@ -1,4 +1,4 @@
-"""A model whose engine computes values of its own from its weights: Gemma 2 keeps 1 + w for every norm."""
+"""Updates of a model whose engine computes values from its weights: Gemma 2 keeps 1 + w for every norm."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
-from megarl.reshard.planning.disaggregated import Handover
-from megarl.reshard.transfer.process_groups import Meeting, open_store
+from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.transfer.process_groups import TransferGroup, open_store
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine
-from megarl.rollout.sglang.weight_update.update_session import whole_tensors
-from tests.reshard.rank_process import HandoverMember, RankProcess, call
+from megarl.rollout.sglang.weight_update.update_session import full_tensors
+from tests.reshard.rank_process import RankProcess, TransferMember, call
 from tests.rollout import reference
 from tests.rollout.remote import RemoteEngine, send_bucket, send_round
 from tests.rollout.sglang.weight_update.test_network_receive import Versions, trainer_layouts
@@ -52,7 +52,7 @@ def tiny_gemma2(folder):
 
 
 def changed(folder, seed):
-    """Another model like that of the folder."""
+    """Return the model of the folder with randomly changed weights."""
     generator = torch.Generator().manual_seed(seed)
     model = reference.load(folder)
     with torch.no_grad():
@@ -82,8 +82,8 @@ def engine(gemma_spec):
 
 
 @pytest.fixture(scope="module")
-def whole(engine):
-    return engine.call("whole_tensors")
+def full_names(engine):
+    return engine.call("full_tensors")
 
 
 def rank_boxes(engine, weights, without):
@@ -93,46 +93,46 @@ def rank_boxes(engine, weights, without):
     ]
 
 
-def update(engine, model, whole, version):
-    """What can come as boxes does, the rest whole, between two rounds."""
+def update(engine, model, full_names, version):
+    """Send derived tensors in full between two rounds, and everything else as boxes."""
     weights = dict(model.named_parameters())
-    boxes = rank_boxes(engine, weights, whole)
+    boxes = rank_boxes(engine, weights, full_names)
     engine.call("begin_weights")
-    send_round(engine, 0, [of_rank[::2] for of_rank in boxes])
-    send_bucket(engine, {name: weights[name].detach() for name in whole})
-    send_round(engine, 1, [of_rank[1::2] for of_rank in boxes])
+    send_round(engine, 0, [boxes_of_rank[::2] for boxes_of_rank in boxes])
+    send_bucket(engine, {name: weights[name].detach() for name in full_names})
+    send_round(engine, 1, [boxes_of_rank[1::2] for boxes_of_rank in boxes])
     engine.call("end_weights", version)
 
 
 def held(engine, folder):
-    """By rank: its parameters and buffers."""
+    """Return the parameters and buffers of each rank."""
     folder.mkdir(exist_ok=True)
     engine.call("read_weights", str(folder))
     return [torch.load(folder / f"rank{rank}.pt") | torch.load(folder / f"rank{rank}.buffers.pt") for rank in range(TP)]
 
 
-def assert_computed_anew(tensors):
+def assert_recomputed(tensors):
     computed = {name for name in tensors if name.endswith(".gemma_weight")}
     assert len(computed) == NUM_NORMS
     for name in computed:
         assert torch.equal(tensors[name], 1 + tensors[name.replace("gemma_weight", "weight")]), name
 
 
-def test_what_must_come_whole_is_known_with_an_engine_and_without(whole, gemma_dir, monkeypatch, tmp_path):
+def test_full_tensors_are_the_same_with_an_engine_and_offline(full_names, gemma_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert len(whole) == NUM_NORMS
-    assert all("norm" in name for name in whole)
-    assert whole_tensors(trace_engine(gemma_dir, tp=TP)) == whole
+    assert len(full_names) == NUM_NORMS
+    assert all("norm" in name for name in full_names)
+    assert full_tensors(trace_engine(gemma_dir, tp=TP)) == full_names
 
 
-def test_successive_updates_reach_what_the_engine_computes(engine, whole, gemma_spec, tmp_path):
+def test_successive_updates_recompute_derived_values(engine, full_names, gemma_spec, tmp_path):
     for version in (1, 2, 3):
         model = changed(gemma_spec.model_path, seed=version)
         engine.call("randomize_weights")
-        update(engine, model, whole, version)
+        update(engine, model, full_names, version)
         now = held(engine, tmp_path / "held")
         for tensors in now:
-            assert_computed_anew(tensors)
+            assert_recomputed(tensors)
         generations = engine.generate(PROMPTS, temperature=0.0)
         assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
         assert {v for g in generations for v in g.policy_versions} == {version}
@@ -143,7 +143,7 @@ def test_successive_updates_reach_what_the_engine_computes(engine, whole, gemma_
         for here, there in zip(now, held(fresh, tmp_path / "fresh"), strict=True):
             assert here.keys() == there.keys()
             different = {name for name in here if not torch.equal(here[name], there[name])}
-            assert different <= {"model.normalizer"}  # a constant that nothing reads, and that this test overwrote
+            assert different <= {"model.normalizer"}  # a constant that is never read; `randomize_weights` overwrote it
         for here, there in zip(generations, fresh.generate(PROMPTS, temperature=0.0), strict=True):
             assert here.token_ids.tolist() == there.token_ids.tolist()
             assert here.logprobs.tolist() == there.logprobs.tolist()
@@ -151,29 +151,29 @@ def test_successive_updates_reach_what_the_engine_computes(engine, whole, gemma_
         fresh.close()
 
 
-def test_an_engine_that_receives_by_itself_loads_them_whole(engine, whole, gemma_dir, tmp_path):
-    """Each TP rank has the boxes of its parameters, and all of what it computes values from, before version 3."""
+def test_engine_receives_derived_tensors_in_full_over_the_network(engine, full_names, gemma_dir, tmp_path):
+    """Each TP rank receives the boxes of its parameters, and derived tensors in full."""
     layouts, store = engine.call("layouts"), open_store("127.0.0.1")
-    handover = Handover(
+    transfer_spec = TransferSpec(
         sources=trainer_layouts(layouts[0].tensors),
         needs=layouts,
         num_engines=1,
         nodes=(0, 0, 1, 1),
         bucket_bytes=1 << 14,
-        whole=whole,
+        full_tensors=full_names,
     )
     models = {version: changed(gemma_dir, seed=version) for version in (2, 3)}
     for version, model in models.items():
         save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / f"{version}.safetensors")
-    trainers = [RankProcess(HandoverMember, rank, handover, Versions(str(tmp_path))) for rank in range(2)]
+    trainers = [RankProcess(TransferMember, rank, transfer_spec, Versions(str(tmp_path))) for rank in range(2)]
     try:
         for trainer in trainers:
             trainer.wait_started()
-        engine.call("prepare_receive", handover, 0)
-        meeting = Meeting("127.0.0.1", store.port, "gemma", handover.size, 30.0)
-        joining = engine.submit("join_trainer", meeting)
-        call(trainers, "join", meeting)
-        joining.result(30)
+        engine.call("prepare_receive", transfer_spec, 0)
+        transfer_group = TransferGroup("127.0.0.1", store.port, "gemma", transfer_spec.size, 30.0)
+        connecting = engine.submit("join_trainer", transfer_group)
+        call(trainers, "connect", transfer_group)
+        connecting.result(30)
         for version, model in models.items():
             engine.call("randomize_weights")
             engine.call("begin_weights")
@@ -182,10 +182,10 @@ def test_an_engine_that_receives_by_itself_loads_them_whole(engine, whole, gemma
             received = receiving.result(30)
             engine.call("end_weights", version)
             assert sum(b.bytes_sent for b in (*sent, *received)) == sum(b.bytes_received for b in received)
-            # what both TP ranks need enters their machine once
+            # boxes that both TP ranks need are sent to their node once
             assert sum(b.bytes_sent for b in sent) == sum(p.nbytes for p in model.parameters())
             for tensors in held(engine, tmp_path / "held"):
-                assert_computed_anew(tensors)
+                assert_recomputed(tensors)
             generations = engine.generate(PROMPTS, temperature=0.0)
             assert reference.worst_difference(model, PROMPTS, generations) <= 1e-4
             assert {v for g in generations for v in g.policy_versions} == {version}
@@ -197,20 +197,20 @@ def test_an_engine_that_receives_by_itself_loads_them_whole(engine, whole, gemma
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("whole", rf"computes values of its own from 1 tensors, which need load_weights: {NORM}"),
-        ("nothing", rf"{NORM}, which needs load_weights alone, got the box \[0:64\]"),
+        ("full tensor", rf"computes values from 1 tensors, which need load_weights: {NORM}"),
+        ("nothing", rf"{NORM}, which needs load_weights only, got also box \[0:64\]"),
     ],
 )
-def test_boxes_of_what_must_come_whole_are_refused(engine, whole, gemma_dir, missing, message):
-    """Even if it came whole as well: which came last, the engine does not know."""
+def test_boxes_of_derived_tensors_are_rejected(engine, full_names, gemma_dir, missing, message):
+    """Also if the tensor was sent in full as well: the engine does not know which was written last."""
     model = changed(gemma_dir, seed=9)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     engine.call("begin_weights")
-    send_bucket(engine, {name: weights[name] for name in whole if missing == "nothing" or name != NORM})
-    send_round(engine, 0, rank_boxes(engine, weights, set(whole) - {NORM}))
+    send_bucket(engine, {name: weights[name] for name in full_names if missing == "nothing" or name != NORM})
+    send_round(engine, 0, rank_boxes(engine, weights, set(full_names) - {NORM}))
     with pytest.raises(WeightSyncError, match=message):
         engine.call("end_weights", 9)
     with pytest.raises(WeightSyncError, match="parts of version 3"):
         engine.generate(PROMPTS)
-    update(engine, model, whole, 3)
+    update(engine, model, full_names, 3)
     assert reference.worst_difference(model, PROMPTS, engine.generate(PROMPTS)) <= 1e-4

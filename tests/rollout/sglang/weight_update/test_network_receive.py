@@ -1,4 +1,4 @@
-"""A real engine of two TP ranks receives its boxes from two trainer ranks, over connections of their own."""
+"""A real engine with two TP ranks receives its boxes from two trainer ranks over separate connections."""
 
 import dataclasses
 import re
@@ -11,11 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.reshard.layout.layout import Piece, WeightLayout, slices
-from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.layout.layout import ShardPiece, WeightLayout, slices
+from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.reshard.transfer.bucket import digest
-from megarl.reshard.transfer.process_groups import Meeting, open_store
-from tests.reshard.rank_process import HandoverMember, RankProcess
+from megarl.reshard.transfer.process_groups import TransferGroup, open_store
+from tests.reshard.rank_process import RankProcess, TransferMember
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
 from tests.rollout.remote import RemoteEngine
@@ -29,20 +29,20 @@ NUM_VERSIONS = 12
 
 @dataclasses.dataclass(frozen=True)
 class Versions:
-    """The trainer's weights after each step, as files: a trainer rank looks its own up."""
+    """The trainer's weights of each version, stored as files."""
 
     folder: str
 
     def __call__(self, tensor, version):
         return self.all_of(version)[tensor]
 
-    @lru_cache(maxsize=2)  # noqa: B019 -- as long as the test
+    @lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the test
     def all_of(self, version):
         return load_file(f"{self.folder}/{version}.safetensors")
 
 
 def trainer_layouts(tensors):
-    """Two ranks: the first third of the rows of every matrix, and the rest; both have the vectors."""
+    """Layouts of two ranks: the first third of the rows of every matrix, and the rest; both hold the vectors."""
     layouts = []
     for rank in range(2):
         pieces = []
@@ -51,13 +51,13 @@ def trainer_layouts(tensors):
             here = (0, rows) if len(spec.shape) == 1 else ((0, cut), (cut, rows))[rank]
             box = (here, *((0, n) for n in spec.shape[1:]))
             local_box = ((0, here[1] - here[0]), *box[1:])
-            pieces.append(Piece(name, box, f"train.{name}", local_box))
+            pieces.append(ShardPiece(name, box, f"train.{name}", local_box))
         layouts.append(WeightLayout(tensors, tuple(pieces)))
     return layouts
 
 
 class World:
-    """The engine, the trainer's ranks, and the store at which they meet."""
+    """The engine, the trainer's ranks, and the store through which they connect."""
 
     def __init__(self, spec, folder):
         self.model_dir, self.versions = spec.model_path, Versions(str(folder))
@@ -66,44 +66,46 @@ class World:
         self.engine = RemoteEngine(spec)
         self.engine.call("start")
         self.layouts = self.engine.call("layouts")
-        self.handover = Handover(
+        self.transfer_spec = TransferSpec(
             sources=trainer_layouts(self.layouts[0].tensors),
             needs=self.layouts,
             num_engines=1,
             nodes=(0, 0, 1, 1),
             bucket_bytes=1 << 16,
         )
-        self.trainers = [RankProcess(HandoverMember, rank, self.handover, self.versions) for rank in range(2)]
-        self.store, self.meetings = open_store("127.0.0.1"), 0
-        self.engine.call("prepare_receive", self.handover, 0)
+        self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
+        self.store, self.num_connects = open_store("127.0.0.1"), 0
+        self.engine.call("prepare_receive", self.transfer_spec, 0)
         for trainer in self.trainers:
             trainer.wait_started()
 
-    def prepare(self, handover):
-        self.engine.call("prepare_receive", handover, 0)
+    def prepare(self, transfer_spec):
+        self.engine.call("prepare_receive", transfer_spec, 0)
         for trainer in self.trainers:
-            trainer.begin("prepare", handover)
+            trainer.begin("prepare", transfer_spec)
             assert trainer.result().error is None
-        self.meet()
+        self.connect()
 
-    def meet(self):
-        self.meetings += 1
-        meeting = Meeting("127.0.0.1", self.store.port, str(self.meetings), self.handover.size, SYNC_SECONDS)
-        joining = self.engine.submit("join_trainer", meeting)
+    def connect(self):
+        self.num_connects += 1
+        transfer_group = TransferGroup(
+            "127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, SYNC_SECONDS
+        )
+        connecting = self.engine.submit("join_trainer", transfer_group)
         for trainer in self.trainers:
-            trainer.begin("join", meeting)
-        joining.result(30)
+            trainer.begin("connect", transfer_group)
+        connecting.result(30)
         assert [trainer.result().error for trainer in self.trainers] == [None, None]
 
     def begin(self, version, fault=None):
-        """What the engine will say of a sync."""
+        """Begin a sync; return the future of the engine's `receive_weights`."""
         self.engine.call("begin_weights")
         for trainer in self.trainers:
             trainer.begin("sync", version, fault)
         return self.engine.submit("receive_weights")
 
     def sync(self, version):
-        """The books of all four ranks."""
+        """Run a sync; return the statistics of all four ranks."""
         receiving = self.begin(version)
         received = receiving.result(30)
         sent = [trainer.result() for trainer in self.trainers]
@@ -119,13 +121,13 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(spec, tmp_path_factory):
-    """One key-value head for both ranks, and a vocabulary that needs padding."""
-    folder = tmp_path_factory.mktemp("reception")
+    """A model with one key-value head for both ranks, and a vocabulary that needs padding."""
+    folder = tmp_path_factory.mktemp("network_receive")
     tiny_qwen3(folder / "model", num_key_value_heads=1, vocab_size=252)
     world = World(
         dataclasses.replace(spec, model_path=str(folder / "model"), tp=2, answer_timeout_seconds=ANSWER_SECONDS), folder
     )
-    world.meet()
+    world.connect()
     yield world
     world.close()
 
@@ -139,30 +141,30 @@ def assert_serves(world, version):
     assert {v for g in generations for v in g.policy_versions} == {version}
 
 
-def assert_refuses(world, version):
+def assert_blocked(world, version):
     with pytest.raises(WeightSyncError, match=f"the engine holds parts of version {version} and of an update"):
         world.engine.generate(PROMPTS)
 
 
-def test_three_syncs_arrive_bit_by_bit_and_are_counted(world):
+def test_three_syncs_are_bitwise_exact_and_counted(world):
     for version in (1, 2, 3):
         world.engine.call("randomize_weights")
-        books = world.sync(version)
+        stats = world.sync(version)
         assert_serves(world, version)
-        for rank, counted in enumerate(books):
-            rounds = world.handover.plan(rank).rounds
+        for rank, counted in enumerate(stats):
+            rounds = world.transfer_spec.plan(rank).rounds
             hops = [hop for r in rounds for hop in r.hops]
             assert counted.bytes_sent == sum(hop.bytes_sent for hop in hops)
             assert counted.bytes_received == sum(m.num_bytes for hop in hops for m in hop.receives)
             assert counted.messages == sum(len(hop.receives) for hop in hops)
             assert len(rounds) > 3
         need = sum(t.numel() * t.element_size() for t in world.versions.all_of(version).values())
-        # both ranks hold norms and the key-value head, which enter their machine once
-        assert sum(b.bytes_sent for b in books[:2]) == need
-        assert sum(b.bytes_received for b in books) == sum(b.bytes_sent for b in books) > need
+        # both ranks hold norms and the key-value head, which are sent to their node once
+        assert sum(b.bytes_sent for b in stats[:2]) == need
+        assert sum(b.bytes_received for b in stats) == sum(b.bytes_sent for b in stats) > need
 
 
-def test_a_sender_that_stalls_leaves_an_engine_that_refuses_until_the_next_sync(world):
+def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
     start = time.monotonic()
     receiving = world.begin(4, (signal.SIGSTOP, 1))
     with pytest.raises(WeightSyncError, match=r"TP rank 0: .*TP rank 1: ") as failure:
@@ -174,16 +176,16 @@ def test_a_sender_that_stalls_leaves_an_engine_that_refuses_until_the_next_sync(
     other = world.trainers[0].result()
     assert other.error.startswith("rank 0: round ")
     assert other.buffers == 0
-    assert_refuses(world, 3)
+    assert_blocked(world, 3)
     world.trainers[1].signal(signal.SIGCONT)
     assert world.trainers[1].result().error.startswith("rank 1: round ")
-    assert_refuses(world, 3)
-    world.meet()
+    assert_blocked(world, 3)
+    world.connect()
     world.sync(5)
     assert_serves(world, 5)
 
 
-def test_a_receiver_that_stalls_is_named_and_the_next_sync_repairs_it(world):
+def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     stalled = world.engine.scheduler_processes()[1]
     receiving = world.begin(6, (signal.SIGSTOP, 1))
     wait_until_stopped(world.trainers[1].process.pid)
@@ -192,10 +194,10 @@ def test_a_receiver_that_stalls_is_named_and_the_next_sync_repairs_it(world):
     with pytest.raises(WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) did not answer .* within 10 s"):
         receiving.result(30)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)
-    assert_refuses(world, 5)
+    assert_blocked(world, 5)
     stalled.send_signal(signal.SIGCONT)
     world.engine.call("begin_weights")
-    world.meet()
+    world.connect()
     world.sync(7)
     assert_serves(world, 7)
 
@@ -207,11 +209,11 @@ def wait_until_stopped(pid):
         time.sleep(0.01)
 
 
-def test_what_the_engine_refuses_is_not_received_and_not_waited_for(world):
-    """The plan has a parameter that the second rank lacks."""
+def test_rejected_plan_fails_the_sync_without_waiting(world):
+    """The plan contains a parameter that the second rank lacks."""
     broken = [dataclasses.replace(p, local="nonsense") if "norm" in p.local else p for p in world.layouts[1].pieces]
     needs = [world.layouts[0], WeightLayout(world.layouts[1].tensors, tuple(broken))]
-    world.prepare(dataclasses.replace(world.handover, needs=needs))
+    world.prepare(dataclasses.replace(world.transfer_spec, needs=needs))
     start = time.monotonic()
     receiving = world.begin(8)
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine"):
@@ -219,33 +221,33 @@ def test_what_the_engine_refuses_is_not_received_and_not_waited_for(world):
     assert all("lost the connection to rank" in t.result().error for t in world.trainers)
     assert time.monotonic() - start < SYNC_SECONDS
     assert_serves(world, 7)
-    world.prepare(world.handover)
+    world.prepare(world.transfer_spec)
     world.sync(9)
     assert_serves(world, 9)
 
 
-def test_a_hole_in_the_plan_is_found_at_the_end(world):
-    whole = world.layouts[1]
-    short = WeightLayout(whole.tensors, tuple(p for p in whole.pieces if "down_proj" not in p.local))
-    world.prepare(dataclasses.replace(world.handover, needs=[world.layouts[0], short]))
+def test_gap_in_the_plan_is_found_at_the_end(world):
+    layout = world.layouts[1]
+    short = WeightLayout(layout.tensors, tuple(p for p in layout.pieces if "down_proj" not in p.local))
+    world.prepare(dataclasses.replace(world.transfer_spec, needs=[world.layouts[0], short]))
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: .*down_proj\.weight was not written at"):
         world.sync(10)
-    assert_refuses(world, 9)
-    world.prepare(world.handover)
+    assert_blocked(world, 9)
+    world.prepare(world.transfer_spec)
     world.sync(11)
     assert_serves(world, 11)
 
 
-def test_an_order_without_preparation_or_connections_is_refused(world):
+def test_receive_without_connections_is_rejected(world):
     world.engine.call("begin_weights")
-    world.engine.call("prepare_receive", world.handover, 0)
+    world.engine.call("prepare_receive", world.transfer_spec, 0)
     with pytest.raises(WeightSyncError, match="rank 2 has no connections to the other ranks"):
         world.engine.call("receive_weights")
 
 
-def test_an_engine_that_dies_is_not_waited_for(world):
-    """The last one of this engine."""
-    world.meet()
+def test_dead_engine_fails_the_sync_without_waiting(world):
+    """The last test, because it kills the engine."""
+    world.connect()
     receiving = world.begin(1, (signal.SIGSTOP, 1))
     wait_until_stopped(world.trainers[1].process.pid)
     world.engine.scheduler_processes()[0].kill()

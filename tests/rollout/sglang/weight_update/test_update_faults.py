@@ -1,6 +1,6 @@
-"""Senders that do not come, and TP ranks that stand still or die, in the middle of an update.
+"""Missing senders and hung or dead TP ranks in the middle of an update.
 
-The last test ends the engine.
+The last test kills the engine.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
 ROUND_SECONDS, ANSWER_SECONDS = 2.0, 3.0
 SLACK = 4.0
-"""The machine may be busy."""
+"""Slack for timeouts on a busy machine, in seconds."""
 
 
 @pytest.fixture(scope="module")
 def engine(spec):
-    patience = {"round_timeout_seconds": ROUND_SECONDS, "answer_timeout_seconds": ANSWER_SECONDS}
-    engine = RemoteEngine(dataclasses.replace(spec, tp=2, **patience))
+    timeouts = {"round_timeout_seconds": ROUND_SECONDS, "answer_timeout_seconds": ANSWER_SECONDS}
+    engine = RemoteEngine(dataclasses.replace(spec, tp=2, **timeouts))
     engine.call("start")
     yield engine
     engine.close()
@@ -43,11 +43,11 @@ def served(engine, layouts, model_dir):
 
 @pytest.fixture
 def rounds(layouts, model_dir):
-    """By round, by TP rank: buckets of version 6, in two rounds."""
+    """Buckets of version 6 in two rounds, indexed [round][TP rank]."""
     weights = reference.changed(model_dir, seed=6)
-    made = [[box_bucket(boxes_of(layout, weights)[i::2]) for layout in layouts] for i in range(2)]
-    yield [[bucket for _, bucket in ranks] for ranks in made]
-    for ranks in made:
+    buckets = [[box_bucket(boxes_of(layout, weights)[i::2]) for layout in layouts] for i in range(2)]
+    yield [[bucket for _, bucket in ranks] for ranks in buckets]
+    for ranks in buckets:
         for buffer, _ in ranks:
             buffer.close()
 
@@ -60,13 +60,13 @@ def assert_serves(engine, model_dir, weights, version):
 
 
 def failures(calls, seconds):
-    """What the calls raise, all within `seconds`."""
+    """Return the exceptions of the calls, which must all fail within `seconds`."""
     end = time.monotonic() + seconds
     return [call.exception(max(0.0, end - time.monotonic())) for call in calls]
 
 
-def test_every_sender_hears_whose_boxes_did_not_come(engine, rounds, model_dir, served):
-    """Rank 0 brings two rounds, rank 1 none."""
+def test_every_sender_learns_whose_boxes_are_missing(engine, rounds, model_dir, served):
+    """Rank 0's sender delivers two rounds, rank 1's none."""
     engine.call("begin_weights")
     calls = [engine.submit("load_boxes", 0, i, rounds[i][0]) for i in range(2)]
     missing = r"round [01] of the weights did not come from TP rank 1 of 2 within 2 s"
@@ -82,10 +82,8 @@ def test_every_sender_hears_whose_boxes_did_not_come(engine, rounds, model_dir, 
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stands_still_is_named_and_the_next_update_repairs_the_engine(
-    engine, layouts, rounds, model_dir, rank
-):
-    """Rank 0 hands the orders on and waits for the other to take them: neither answers, one of them is stopped."""
+def test_hung_rank_is_reported_and_the_next_update_repairs_the_engine(engine, layouts, rounds, model_dir, rank):
+    """Rank 0 forwards commands and waits for rank 1: neither answers if either is stopped."""
     engine.call("begin_weights")
     for call in [engine.submit("load_boxes", r, 0, rounds[0][r]) for r in (0, 1)]:
         call.result(30)
@@ -101,7 +99,7 @@ def test_a_rank_that_stands_still_is_named_and_the_next_update_repairs_the_engin
             with pytest.raises(WeightSyncError, match=r"did not answer round 1|parts of version 5"):
                 engine.call(method, *arguments)
         late = engine.submit("begin_weights")
-        with pytest.raises(WeightSyncError, match=r"has not answered round 1 .* yet, .* must be started anew"):
+        with pytest.raises(WeightSyncError, match=r"has not answered round 1 .* yet, .* must be restarted"):
             late.result(ANSWER_SECONDS + SLACK)
     finally:
         process.send_signal(signal.SIGCONT)
@@ -113,7 +111,7 @@ def test_a_rank_that_stands_still_is_named_and_the_next_update_repairs_the_engin
     assert_serves(engine, model_dir, weights, 7)
 
 
-def test_an_update_that_cannot_begin_leaves_the_engine_waiting_for_the_next(engine, layouts, model_dir, served):
+def test_update_that_cannot_begin_blocks_generation_until_the_next(engine, layouts, model_dir, served):
     process = engine.scheduler_processes()[1]
     process.send_signal(signal.SIGSTOP)
     try:
@@ -129,13 +127,13 @@ def test_an_update_that_cannot_begin_leaves_the_engine_waiting_for_the_next(engi
 
 
 @pytest.mark.usefixtures("served")
-def test_a_rank_that_dies_fails_every_sender_and_the_engine(engine, rounds):
-    """The senders of an order that the ranks have not answered, and one that waits for another sender."""
+def test_dead_rank_fails_every_sender_and_the_engine(engine, rounds):
+    """Fails senders of a command without reply, and one that waits for another sender."""
     engine.call("begin_weights")
     for call in [engine.submit("load_boxes", r, 0, rounds[0][r]) for r in (0, 1)]:
         call.result(30)
     process = engine.scheduler_processes()[1]
-    process.send_signal(signal.SIGSTOP)  # or the order might be answered before the rank is dead
+    process.send_signal(signal.SIGSTOP)  # else the command may be answered before the rank is dead
     calls = [engine.submit("load_boxes", r, 1, rounds[1][r]) for r in (0, 1)]
     calls.append(engine.submit("load_boxes", 0, 2, None))
     time.sleep(0.3)

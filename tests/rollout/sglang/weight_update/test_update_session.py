@@ -1,3 +1,5 @@
+"""Weight updates of a real engine with full tensors."""
+
 import time
 
 import numpy as np
@@ -15,9 +17,9 @@ HEAD_DIM, VOCABULARY_MULTIPLE = 32, 64
 
 
 def engine_parameters(weights, tp, rank):
-    """The engine's parameters as they must be: stacked projections, split over the ranks.
+    """Return the expected parameters of an engine rank: stacked projections, sharded over the ranks.
 
-    On CPU, SGLang adds heads of zeros where the key-value heads cannot be shared evenly.
+    On CPU, SGLang adds heads of zeros if the key-value heads cannot be divided evenly.
     """
 
     def padded(t, dim, multiple):
@@ -62,7 +64,7 @@ def assert_engine_holds(engine, weights, folder, tp=1):
             assert torch.equal(held[name], t), f"{name} of rank {rank}"
 
 
-def test_successive_syncs_arrive_bit_by_bit(engine, model_dir, tmp_path):
+def test_successive_syncs_are_bitwise_exact(engine, model_dir, tmp_path):
     for version in (1, 2, 3):
         weights = reference.changed(model_dir, seed=version)
         engine.call("randomize_weights")
@@ -73,8 +75,8 @@ def test_successive_syncs_arrive_bit_by_bit(engine, model_dir, tmp_path):
         assert {v for g in generations for v in g.policy_versions} == {version}
 
 
-def test_an_update_drops_the_prefix_cache(engine, model_dir):
-    """The same prompt again, after its keys and values were cached under other weights."""
+def test_update_flushes_the_prefix_cache(engine, model_dir):
+    """The same prompt is used again after its keys and values were cached under other weights."""
     sync(engine, reference.changed(model_dir, seed=1), 1)
     engine.generate(PROMPTS)
     weights = reference.changed(model_dir, seed=2)
@@ -108,7 +110,7 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_a_bad_bucket_changes_nothing(engine, model_dir, served, tmp_path, case):
+def test_invalid_bucket_changes_nothing(engine, model_dir, served, tmp_path, case):
     name, tensor, message = BAD_TENSORS[case]
     engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match=message):
@@ -116,7 +118,7 @@ def test_a_bad_bucket_changes_nothing(engine, model_dir, served, tmp_path, case)
     assert_serves(engine, model_dir, served, 5, tmp_path)
 
 
-def test_a_missing_tensor_is_named_and_nothing_is_served_until_a_whole_update(engine, model_dir, served, tmp_path):
+def test_missing_tensor_is_reported_and_blocks_the_engine_until_a_complete_update(engine, model_dir, served, tmp_path):
     weights = reference.changed(model_dir, seed=6)
     partial = {name: t for name, t in weights.items() if name != "model.layers.1.self_attn.k_norm.weight"}
     with pytest.raises(WeightSyncError, match=r"1 of 25 tensors did not arrive for version 6: .*1\.self_attn\.k_norm"):
@@ -128,21 +130,21 @@ def test_a_missing_tensor_is_named_and_nothing_is_served_until_a_whole_update(en
     assert_serves(engine, model_dir, weights, 6, tmp_path)
 
 
-def test_an_empty_update_is_refused_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
+def test_empty_update_is_rejected_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
     engine.call("begin_weights")
     with pytest.raises(WeightSyncError, match="25 of 25 tensors did not arrive"):
         engine.call("end_weights", 6)
     assert_serves(engine, model_dir, served, 5, tmp_path)
 
 
-def test_an_update_needs_to_be_begun(engine, served):
+def test_update_needs_begin_weights(engine, served):
     with pytest.raises(WeightSyncError, match="needs begin_weights first"):
         send_bucket(engine, {"model.norm.weight": torch.zeros(64)})
     with pytest.raises(WeightSyncError, match="needs begin_weights first"):
         engine.call("end_weights", 6)
 
 
-def test_an_abandoned_update_can_be_begun_anew(engine, model_dir, served, tmp_path):
+def test_abandoned_update_can_be_restarted(engine, model_dir, served, tmp_path):
     engine.call("begin_weights")
     send_bucket(engine, {"model.norm.weight": torch.zeros(64)})
     weights = reference.changed(model_dir, seed=7)
@@ -150,7 +152,7 @@ def test_an_abandoned_update_can_be_begun_anew(engine, model_dir, served, tmp_pa
     assert_serves(engine, model_dir, weights, 7, tmp_path)
 
 
-def test_an_aborted_update_that_wrote_nothing_resumes(engine, model_dir, served, tmp_path):
+def test_aborted_update_that_wrote_nothing_resumes_generation(engine, model_dir, served, tmp_path):
     engine.call("begin_weights")
     pending = engine.submit("generate_many", requests(PROMPTS))
     time.sleep(0.1)
@@ -160,7 +162,7 @@ def test_an_aborted_update_that_wrote_nothing_resumes(engine, model_dir, served,
     assert_serves(engine, model_dir, served, 5, tmp_path)
 
 
-def test_requests_that_arrive_during_an_update_wait_for_it(engine, model_dir, served):
+def test_requests_during_an_update_wait_for_it(engine, model_dir, served):
     weights = reference.changed(model_dir, seed=9)
     begin = engine.submit("begin_weights")
     along = engine.submit("generate_many", requests(PROMPTS))
@@ -177,7 +179,7 @@ def test_requests_that_arrive_during_an_update_wait_for_it(engine, model_dir, se
     assert len(along.result(30)) == len(PROMPTS)
 
 
-def test_an_update_in_flight_splits_sequences_between_versions(engine, model_dir, served):
+def test_update_during_generation_splits_sequences_between_versions(engine, model_dir, served):
     new = reference.changed(model_dir, seed=8)
     old_model, new_model = reference.load(model_dir, served), reference.load(model_dir, new)
     prompts = PROMPTS * 4

@@ -1,3 +1,5 @@
+"""The custom weight loader on a small model, without SGLang."""
+
 import dataclasses
 import json
 import re
@@ -10,17 +12,17 @@ from torch import nn
 from megarl.reshard.transfer.bucket import BoxSlot, SharedBuffer, lay_out
 from megarl.rollout.sglang.weight_update import weight_loader
 from megarl.rollout.sglang.weight_update.messages import (
-    dump_order,
+    dump_command,
     read_reply,
     reply_path,
-    write_boxes_order,
-    write_order,
+    write_boxes_command,
+    write_command,
 )
 from tests.rollout.remote import box_bucket
 
 
 class Engine(nn.Module):
-    """Loads as SGLang's models do: by name, and silently past an unknown one."""
+    """Loads by name, as SGLang's models do."""
 
     def __init__(self):
         super().__init__()
@@ -44,8 +46,8 @@ def model(monkeypatch):
 
 
 @pytest.fixture
-def order(tmp_path):
-    """Writes `a` and `b` from a bucket, and makes the order for it."""
+def command(tmp_path):
+    """Makes commands to write `a` and `b` from a bucket."""
     save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     buffers = []
@@ -56,86 +58,86 @@ def order(tmp_path):
         for slot in slots:
             buffers[-1].view(slot).copy_(tensors[slot.name])
         bucket = buffers[-1].describe(slots)
-        return write_order(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
+        return write_command(bucket, str(tmp_path), "float32") | {"reply": str(tmp_path / "reply")}
 
     yield make
     for buffer in buffers:
         buffer.close()
 
 
-def execute(model, order):
+def execute(model, command):
     placeholder = torch.empty(0)
-    weight_loader.load(model, [(json.loads(json.dumps(order)), placeholder)])
-    return read_reply(reply_path(order["reply"], 1))
+    weight_loader.load(model, [(json.loads(json.dumps(command)), placeholder)])
+    return read_reply(reply_path(command["reply"], 1))
 
 
-def test_a_good_bucket_is_written(model, order):
-    reply = execute(model, order(a=torch.ones(4), b=torch.full((4,), 2.0)))
+def test_valid_bucket_is_written(model, command):
+    reply = execute(model, command(a=torch.ones(4), b=torch.full((4,), 2.0)))
     assert (reply.rank, reply.error, reply.wrote) == (1, None, True)
     assert model.a.tolist() == [1.0] * 4
     assert model.b.tolist() == [2.0] * 4
 
 
-def test_a_bad_bucket_is_refused_whole(model, order):
-    reply = execute(model, order(a=torch.ones(4), c=torch.ones(4), b=torch.ones(5)))
+def test_invalid_bucket_is_rejected_completely(model, command):
+    reply = execute(model, command(a=torch.ones(4), c=torch.ones(4), b=torch.ones(5)))
     assert not reply.wrote
     assert reply.error == "c is no tensor of the model; b needs shape [4], got [5]"
     assert model.a.tolist() == [0.0] * 4
 
 
-def test_a_bucket_that_is_gone_is_refused(model, order):
-    gone = order(a=torch.ones(4))
+def test_missing_bucket_is_rejected(model, command):
+    gone = command(a=torch.ones(4))
     gone["bucket"]["path"] += "-gone"
     reply = execute(model, gone)
     assert not reply.wrote
     assert reply.error.startswith("FileNotFoundError")
 
 
-def test_a_bucket_shorter_than_it_says_is_refused(model, order):
-    short = order(a=torch.ones(4))
+def test_bucket_shorter_than_declared_is_rejected(model, command):
+    short = command(a=torch.ones(4))
     short["bucket"]["num_bytes"] *= 10_000
     reply = execute(model, short)
     assert not reply.wrote
     assert "needs 40960000 bytes, got 4096" in reply.error
 
 
-def test_a_failure_within_the_write_is_told_as_such(model, order):
+def test_failure_during_the_write_is_reported(model, command):
     model.fails = True
-    reply = execute(model, order(a=torch.ones(4)))
+    reply = execute(model, command(a=torch.ones(4)))
     assert (reply.wrote, reply.error) == (True, "RuntimeError: out of memory")
 
 
-def test_an_unknown_operation_is_an_error_and_no_more(model, order):
-    reply = execute(model, order(a=torch.ones(4)) | {"op": "nonsense"})
+def test_unknown_operation_replies_with_an_error(model, command):
+    reply = execute(model, command(a=torch.ones(4)) | {"op": "nonsense"})
     assert reply.error == "KeyError: 'nonsense'"
 
 
-def test_a_reply_that_cannot_be_written_is_left_out(model, order, tmp_path):
-    assert execute(model, order(a=torch.ones(4)) | {"reply": str(tmp_path / "missing" / "reply")}) is None
+def test_missing_reply_if_it_cannot_be_written(model, command, tmp_path):
+    assert execute(model, command(a=torch.ones(4)) | {"reply": str(tmp_path / "missing" / "reply")}) is None
 
 
-def test_parameters_are_dumped_by_name(model, tmp_path):
-    execute(model, dump_order(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
+def test_dump_saves_parameters_by_name(model, tmp_path):
+    execute(model, dump_command(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
     assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}
     assert torch.load(tmp_path / "rank1.buffers.pt").keys() == set()
 
 
 @pytest.fixture
 def boxes(tmp_path):
-    """Makes the order to write one box into all of `a`; every order opens a session of its own."""
+    """Makes commands to write one box into all of `a`, in the given session."""
     buffers = []
 
     def make(session, **changes):
         buffer, bucket = box_bucket([("a", ((0, 4),), torch.ones(4))])
         buffers.append(buffer)
-        return write_boxes_order(dataclasses.replace(bucket, **changes), session) | {"reply": str(tmp_path / "reply")}
+        return write_boxes_command(dataclasses.replace(bucket, **changes), session) | {"reply": str(tmp_path / "reply")}
 
     yield make
     for buffer in buffers:
         buffer.close()
 
 
-def test_boxes_are_written_once_a_session(model, boxes):
+def test_boxes_are_written_once_per_session(model, boxes):
     for session in (100, 101):
         model.a.data.zero_()
         assert execute(model, boxes(session)).wrote
@@ -158,10 +160,10 @@ def test_boxes_are_written_once_a_session(model, boxes):
         ({"slots": (BoxSlot("a", ((2, 2),), "float32", 0),)}, "does not lie in the parameter"),
     ],
 )
-def test_a_bucket_that_is_wrong_is_refused_and_does_not_count(model, boxes, changes, message):
+def test_invalid_box_bucket_is_rejected_and_not_recorded(model, boxes, changes, message):
     reply = execute(model, boxes(200, **changes))
     assert not reply.wrote
     assert re.search(message, reply.error)
     assert model.a.tolist() == [0.0] * 4
     assert execute(model, boxes(200)).error is None
-    weight_loader.boxes.open_session(201)
+    weight_loader.box_writer.get_session(201)
