@@ -26,7 +26,7 @@ from benchmarks.chaos.targets import ALL, USUAL
 from benchmarks.chaos.watch import Watch
 from benchmarks.results_file import write_results
 from megarl.cli.options import add_overrides
-from megarl.controller.run_stage import set_aside
+from megarl.controller.run_stage import rotate
 from megarl.errors import ConfigError, MegarlError, WorkerError
 
 EXPLANATION = """\
@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace, say: Callable[[str], None]) -> ChaosReport:
     settings = _settings(args)
     config = read_config(args.config, settings)
     if work.exists() and any(work.iterdir()):
-        say(f"{args.work} exists; moved to {set_aside(work)}")
+        say(f"{args.work} exists; moved to {rotate(work)}")
     work.mkdir(parents=True, exist_ok=True)
     arguments = ["train", str(args.config), "--set", *settings, *make_demo(config, work / "demo", say)]
     steps = config.trainer.steps
@@ -157,7 +157,7 @@ def _settings(args: argparse.Namespace) -> list[str]:
         f"trainer.steps={max(steps, STEPS_PER_KILL * args.kills)}",
         "checkpoint.every=5",
         f"recovery.max_restarts={20 + 2 * args.kills}",
-        "recovery.same_failure=10",
+        "recovery.max_identical_failures=10",
         "recovery.backoff_seconds=0.1",
         *args.overrides,
     ]

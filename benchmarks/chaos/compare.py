@@ -27,7 +27,7 @@ from megarl.errors import DataError
 COMPARED = ("checkpoint", "model", "prompts", "trajectories", "metrics")
 
 METRIC_NAMES = ("loss", "grad_norm", "learning_rate", "entropy")
-METRIC_GROUPS = ("reward/", "response/", "advantage/", "policy/", "policy_version/", "mismatch/", "kl/")
+METRIC_GROUPS = ("reward/", "response/", "advantage/", "policy/", "policy_version/", "train_infer_mismatch/", "kl/")
 """What follows from the training alone."""
 
 SHOWN = 5

@@ -23,7 +23,7 @@ Step: TypeAlias = int
 
 INDEX, COMMON, STATE = ".metadata", "common.pt", "state.json"
 
-BOOKS = ("books", "metrics_bytes")
+BOOKS = ("totals", "metrics_bytes")
 """Fields of `state.json` that tell of times, and of the length of a file with times."""
 
 

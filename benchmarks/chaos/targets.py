@@ -54,9 +54,9 @@ def _target(row: ProcessRow, with_scheduler: set[int]) -> str | None:
     match row.title.split(".")[0]:
         case "ray::Controller":
             return CONTROLLER
-        case "ray::Shell":
+        case "ray::WorkerHost":
             return TRAINER
-        case "ray::AsyncShell":
+        case "ray::AsyncWorkerHost":
             return ENGINE if row.has_engine_variable or row.pid in with_scheduler else ROLLOUT_WORKER
     return None
 

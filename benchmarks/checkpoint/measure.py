@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from megarl.checkpoint.verify import hash_file
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.requests import ModelSpec, SavedFile, SaveOrder, TrainerSpec
+from megarl.megatron.requests import ModelSpec, SavedFile, SaveRequest, TrainerSpec
 from megarl.megatron.runtime import platform
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def _on_rank(
 
 
 def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> SaveReport:
-    from megarl.megatron.checkpoint.optimizer_state import optimizer_shards
+    from megarl.megatron.checkpoint.optimizer_state import collect_optimizer_shards
 
     trainer = _trainer(config, sizes)
-    shards = optimizer_shards(trainer._optimizer).values()
+    shards = collect_optimizer_shards(trainer._optimizer).values()
     for tensor in (
-        *trainer.rank.tensors().values(),
+        *trainer.model.tensors().values(),
         *(values for shard in shards for values in shard.tensors.values()),
     ):
         tensor.detach().normal_()  # zeros would be pages that no memory stands behind
@@ -179,7 +179,7 @@ def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
         os.sync()
     dist.barrier()
     began = time.perf_counter()
-    stats = saves.begin_save(SaveOrder(folder=str(folder), asynchronous=asynchronous))
+    stats = saves.begin_save(SaveRequest(folder=str(folder), asynchronous=asynchronous))
     begin = time.perf_counter() - began
     while not saves.is_written:
         time.sleep(0.01)

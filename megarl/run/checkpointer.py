@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from megarl.checkpoint.manifest import Contents, FileRecord
-from megarl.checkpoint.store import CheckpointStore, Draft
+from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord
+from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
 from megarl.checkpoint.verify import hash_file
 from megarl.config import StageConfig, dump_config
 from megarl.errors import DataError
@@ -54,7 +54,7 @@ class _OpenCheckpoint:
     """A checkpoint that is still being written."""
 
     step: int
-    draft: Draft
+    draft: PendingCheckpoint
     started_at: float
     state: RunState | None = None
 
@@ -80,7 +80,7 @@ class Checkpointer:
         self._config, self._models, self._notify = config, models, notify
         self._on_saved, self._run_on_rank0 = on_saved, run_on_rank0
         self._store = CheckpointStore(config.run_dir)
-        self._contents = Contents.of(config)  # read now: the model folder may be deleted later
+        self._contents = CheckpointMetadata.of(config)  # read now: the model folder may be deleted later
         self._open: _OpenCheckpoint | None = None
         self._committing: _OpenCheckpoint | None = None
         self._commit_result: Future[None] | None = None
@@ -111,7 +111,7 @@ class Checkpointer:
         start, options = time.perf_counter(), self._config.checkpoint
         self.last_step = step
         staged = 0
-        draft: Draft | None = None
+        draft: PendingCheckpoint | None = None
         saving: dict[str, TrainerGroup] = {}
         try:
             draft = self._run_on_rank0(lambda: self._create_draft(step))
@@ -139,8 +139,8 @@ class Checkpointer:
             "checkpoint/bytes": self._last_num_bytes,
         }
 
-    def _create_draft(self, step: int) -> Draft:
-        self._store.require_room(self._last_num_bytes or self._expected_bytes(), step=step)
+    def _create_draft(self, step: int) -> PendingCheckpoint:
+        self._store.require_disk_space(self._last_num_bytes or self._expected_bytes(), step=step)
         return self._store.begin(step)
 
     def add_state(self, state: Callable[[], RunState]) -> None:
@@ -240,13 +240,13 @@ class Checkpointer:
         options = self._config.checkpoint
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
         # checkpoints that only keep_every retains are not resumed from automatically: they need no journal
-        remove_steps(self._config.run_dir, up_to=self._store.saved()[-options.keep_last :][0].step)
+        remove_steps(self._config.run_dir, up_to=self._store.entries()[-options.keep_last :][0].step)
 
-    def _abort(self, step: int, draft: Draft | None, error: DataError) -> None:
+    def _abort(self, step: int, draft: PendingCheckpoint | None, error: DataError) -> None:
         if draft is not None:
             self._run_on_rank0(draft.discard)
         self.last_step = 0
-        self._notify(f"step {step}: no checkpoint: {error}")
+        self._notify(f"step {step}: checkpoint failed: {error}")
 
     def _expected_bytes(self) -> int:
         """Estimate the size of the first checkpoint: weights, float32 master weights and both Adam moments."""
@@ -278,4 +278,4 @@ def load_models(folder: Path, models: Mapping[str, TrainerGroup], notify: Callab
     for name, model in models.items():
         report = model.load_training(str(folder / name))
         if not report.same_layout:
-            notify(f"{name}: saved in another layout; the random numbers of its ranks begin anew")
+            notify(f"{name}: saved with another parallel layout; RNG states are reinitialized")

@@ -109,12 +109,10 @@ class StageRun:
             return
         stop_signal = self._events.stop_signal or "SIGUSR1"  # under torchrun, the signal may have reached another rank
         if self.step == 0:
-            raise EarlyStop(
-                f"stopped before its first step of {self._stage_config.trainer.steps}, as {stop_signal} asked"
-            )
+            raise EarlyStop(f"stopped before the first of {self._stage_config.trainer.steps} steps on {stop_signal}")
         raise EarlyStop(
-            f"stopped after step {self.step} of {self._stage_config.trainer.steps}, as {stop_signal} asked; "
-            f"the model as it is: {self._stage_config.export_path}"
+            f"stopped after step {self.step} of {self._stage_config.trainer.steps} on {stop_signal}; "
+            f"model exported to {self._stage_config.export_path}"
         )
 
     def notify(self, text: str) -> None:

@@ -39,7 +39,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], step: int =
     state = {
         "step": step,
         "samplers": {"train": {"epoch": 0, "position": 12}},
-        "books": {"seconds": torch.rand(1).item()},
+        "totals": {"seconds": torch.rand(1).item()},
     }
     (at / "state.json").write_text(json.dumps(state))
 

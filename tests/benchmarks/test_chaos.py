@@ -183,13 +183,13 @@ RUN = [
     row(12, 10, "/ray/raylet/raylet --x"),
     row(13, 12, "ray::DashboardAgent"),
     row(14, 12, "ray::Controller.train"),
-    row(16, 12, "ray::Shell.invoke"),
-    row(15, 12, "ray::Shell"),
-    row(17, 12, "ray::AsyncShell"),
-    row(18, 12, "ray::AsyncShell.invoke"),
+    row(16, 12, "ray::WorkerHost.invoke"),
+    row(15, 12, "ray::WorkerHost"),
+    row(17, 12, "ray::AsyncWorkerHost"),
+    row(18, 12, "ray::AsyncWorkerHost.invoke"),
     row(19, 17, "sglang::scheduler_TP0"),
     row(20, 17, "/usr/bin/python -c from multiprocessing.resource_tracker import main"),
-    row(21, 12, "ray::AsyncShell.build", has_engine_variable=True),
+    row(21, 12, "ray::AsyncWorkerHost.build", has_engine_variable=True),
     row(22, 12, "ray::IDLE"),
 ]
 
@@ -438,7 +438,7 @@ def report(original, other, orphans=()):
 
 
 def test_a_report_counts(original, other, capsys):
-    made = report(original, other, ["process 9 ray::Shell"])
+    made = report(original, other, ["process 9 ray::WorkerHost"])
     assert (made.kills, made.recovered, made.orphans, made.restarts) == (3, 2, 1, 1)
     assert made.by_target == {"engine": 2, "trainer": 1}
     assert made.by_phase == {"rollout": 1, "train": 2}
@@ -449,7 +449,7 @@ def test_a_report_counts(original, other, capsys):
     print_table(made)
     shown = capsys.readouterr().out
     assert "trainer" in shown
-    assert "process 9 ray::Shell" in shown
+    assert "process 9 ray::WorkerHost" in shown
 
 
 def test_a_report_is_kept_as_a_table(monkeypatch, original, other, tmp_path):

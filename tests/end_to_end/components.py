@@ -20,12 +20,13 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.build import start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.rollout_group import FinishedGroup, RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.requests import SurrogateLoss, TrainStats
+from megarl.megatron.loss_specs import PolicyLoss
+from megarl.megatron.requests import TrainStats
 from megarl.placement.pool import SlotPool, reserve_pools
 from megarl.rollout.engine import Sampling
-from megarl.run.rollout_batch import Experience
+from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.group import WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
 
@@ -58,9 +59,9 @@ class Pieces:
 
     def train(self, groups: Sequence[FinishedGroup], trainer: TrainerGroup | None = None) -> TrainStats:
         """One step on them; rewards being what they are, every second completion is made out to be better."""
-        batch = Experience(groups=list(groups), scalars={"advantages": [1.0, -1.0] * 4})
-        loss = SurrogateLoss(algorithm=self.config.algorithm, length_norm=1)
-        work = batch.train_work(self.config, loss, {"advantages": "advantages"})
+        batch = RolloutBatch(groups=list(groups), scalars={"advantages": [1.0, -1.0] * 4})
+        loss = PolicyLoss(algorithm=self.config.algorithm, length_norm=1)
+        work = batch.train_request(self.config, loss, {"advantages": "advantages"})
         return (trainer or self.trainer).train_step(work)
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
@@ -84,8 +85,8 @@ def build(config: RunConfig) -> Pieces:
     """All of it, up and idle."""
     pools = reserve_pools(config.placement, config.placement.all_pools)
     pool = pools[MAIN_POOL]
-    processes = rank_processes(pool, "trainer")
-    trainer = trainer_on(config, processes)
+    processes = make_rank_processes(pool, "trainer")
+    trainer = make_trainer_group(config, processes)
     engines = start_engines(config, pools, trainer.grid)
     starting = trainer.start_workers(trainer_spec(config))
     rollout = RolloutGroup(config, engines)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.components import Pieces, build, make_config
-from tests.end_to_end.launched import Launched, steps_in
+from tests.end_to_end.launched import Launched, list_steps
 from tests.end_to_end.tiny_world import write_run, write_world
 
 Launch = Callable[..., Launched]
@@ -35,7 +35,7 @@ class Finished:
 
     def steps(self) -> list[dict[str, Any]]:
         """One row a step."""
-        return steps_in(self.folder)
+        return list_steps(self.folder)
 
     def summary(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())

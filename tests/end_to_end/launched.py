@@ -132,7 +132,7 @@ class Launched:
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def steps_in(run: Path) -> list[dict[str, Any]]:
+def list_steps(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run's folder, one row a step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "loss" in row]

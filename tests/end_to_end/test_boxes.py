@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
-from megarl.groups.engine_placement import machines
-from megarl.reshard.layout.engine_ranks import fits_strided
+from megarl.groups.engine_placement import pool_topology
+from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
 from tests.end_to_end.components import Pieces, build
@@ -65,8 +65,8 @@ def test_two_steps_leave_every_bit_of_the_trainer_in_the_engine(
 ) -> None:
     case = CASES[name]
     pieces = make_pieces(case, world, tmp_path)
-    assert not fits_strided(pieces.trainer.grid, machines(pieces.pool), gen_tp=2)
-    assert [tuple(ranks) for ranks in pieces.engines.servers] == [case.servers]
+    assert not can_place_strided(pieces.trainer.grid, pool_topology(pieces.pool), gen_tp=2)
+    assert [tuple(ranks) for ranks in pieces.engines.engine_slots] == [case.servers]
     try:
         for version in (0, 1, 2):
             exported = pieces.exported(tmp_path / f"exported-{version}")
@@ -81,7 +81,7 @@ def test_two_steps_leave_every_bit_of_the_trainer_in_the_engine(
             assert stats.bytes_received < stats.bytes_delivered
             groups = pieces.sample(f"version-{version}")
             if version < 2:
-                assert 0 < pieces.train(groups).metrics["mismatch/logprob_abs_max"] <= 1e-4
+                assert 0 < pieces.train(groups).metrics["train_infer_mismatch/logprob_abs_max"] <= 1e-4
         first, last = (load_file(tmp_path / f"exported-{n}" / "model.safetensors") for n in (0, 2))
         assert not any(digest(first[tensor]) == digest(last[tensor]) for tensor in first)
     finally:

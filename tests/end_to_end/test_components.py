@@ -22,14 +22,14 @@ from megarl.errors import RewardError, WorkerError
 from megarl.functional.losses import Denominators
 from megarl.groups.build import trainer_spec
 from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, rank_processes, trainer_on
+from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.requests import MiniBatch, SampleRef, TrainWork
+from megarl.megatron.requests import MiniBatch, SampleRef, TrainRequest
 from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
 from tests.end_to_end.components import Pieces, build, make_config
 
-MISMATCH = "mismatch/logprob_abs_max"
+LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -81,10 +81,10 @@ def test_sampled_and_recomputed_log_probabilities_agree(pieces: Pieces) -> None:
     pieces.weights.push(2)
     groups = pieces.sample("agree")
     stats = pieces.train(groups)
-    assert 0 < stats.metrics[MISMATCH] <= 1e-4
+    assert 0 < stats.metrics[LOGPROB_MISMATCH] <= 1e-4
     assert stats.num_tokens == sum(t.num_tokens for g in groups for t in g.summary.trajectories)
     # the weights have moved on, and what was sampled with the old ones shows it
-    assert pieces.train(groups).metrics[MISMATCH] > 1e-3
+    assert pieces.train(groups).metrics[LOGPROB_MISMATCH] > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ def cool_trainer(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathF
     """Another trainer of the same model, for samples at temperature 0.7."""
     sampling = {"max_new_tokens": 12, "sampling": {"temperature": 0.7}}
     config = make_config(world, tmp_path_factory.mktemp("cool"), rollout=sampling)
-    processes = rank_processes(pool := reserve(config.placement), "trainer")
-    trainer = trainer_on(config, processes)
+    processes = make_rank_processes(pool := reserve(config.placement), "trainer")
+    trainer = make_trainer_group(config, processes)
     trainer.start_workers(trainer_spec(config)).result(120)
     yield trainer
     processes.stop()
@@ -162,16 +162,16 @@ def test_they_agree_at_another_temperature_only_if_the_trainer_knows_it(
 ) -> None:
     WeightSync(pieces.config, cool_trainer, pieces.engines, pieces.pool).push(4)
     groups = pieces.sample("cool", temperature=0.7)
-    assert 0 < pieces.train(groups, cool_trainer).metrics[MISMATCH] <= 1e-4
+    assert 0 < pieces.train(groups, cool_trainer).metrics[LOGPROB_MISMATCH] <= 1e-4
     pieces.weights.push(5)
-    assert pieces.train(pieces.sample("wrong", temperature=0.7)).metrics[MISMATCH] > 1e-2
+    assert pieces.train(pieces.sample("wrong", temperature=0.7)).metrics[LOGPROB_MISMATCH] > 1e-2
 
 
 def test_a_killed_trainer_rank_is_named_and_its_last_words_are_shown(cool_trainer: TrainerGroup) -> None:
     """The last one to use this trainer."""
     sample = SampleRef(payload=0, index=0, num_tokens=3)
     batch = MiniBatch(samples=(sample,), denominators=Denominators(num_tokens=2, num_sequences=1))
-    work = TrainWork(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
+    work = TrainRequest(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
     with pytest.raises(WorkerError) as error:
         cool_trainer.train_step(work)
     text = str(error.value)

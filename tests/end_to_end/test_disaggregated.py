@@ -19,12 +19,12 @@ import ray
 
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
-from megarl.groups.weight_sync import sync_setup
-from megarl.megatron.families.load_architecture import read_model
+from megarl.groups.weight_sync import make_sync_setup
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
-from megarl.reshard.planning.disaggregated import Handover
+from megarl.reshard.planning.disaggregated import TransferSpec
 from tests.end_to_end.components import Pieces, build
-from tests.end_to_end.test_components import MISMATCH, differing
+from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
 
 APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
@@ -48,19 +48,19 @@ def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> I
         pieces.close()
 
 
-def planned(pieces: Pieces) -> Handover:
+def planned(pieces: Pieces) -> TransferSpec:
     """From the sizes of both sides alone."""
-    setup = sync_setup(pieces.config, pieces.trainer.grid, pieces.engines, pieces.pool)
-    assert setup.handover is not None
-    model, _ = read_model(pieces.config.model.path)
-    return replace(setup.handover, sources=trainer_layouts(model, pieces.trainer.grid, "float32"))
+    setup = make_sync_setup(pieces.config, pieces.trainer.grid, pieces.engines, pieces.pool)
+    assert setup.transfer_spec is not None
+    model, _ = load_architecture_and_dtype(pieces.config.model.path)
+    return replace(setup.transfer_spec, sources=trainer_layouts(model, pieces.trainer.grid, "float32"))
 
 
 def test_the_engine_receives_what_the_trainer_exports_bit_by_bit(cluster: None, world: Path, tmp_path: Path) -> None:
     with started(world, tmp_path / "run", timeout_seconds=60.0) as pieces:
         assert not {slot.bundle for slot in pieces.pool.slots} & {slot.bundle for slot in pieces.engines.pool.slots}
-        handover = planned(pieces)
-        hops = [[hop for r in handover.plan(rank).rounds for hop in r.hops] for rank in range(3)]
+        transfer_spec = planned(pieces)
+        hops = [[hop for r in transfer_spec.plan(rank).rounds for hop in r.hops] for rank in range(3)]
         for version in (0, 1):
             exported = pieces.exported(tmp_path / f"exported-{version}")
             pieces.engines.call("randomize_weights")
@@ -74,7 +74,7 @@ def test_the_engine_receives_what_the_trainer_exports_bit_by_bit(cluster: None, 
             assert max(sum(hop.bytes_sent for hop in of_rank) for of_rank in hops) < 0.6 * need
             groups = pieces.sample(f"version-{version}")
             assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
-            assert 0 < pieces.train(groups).metrics[MISMATCH] <= 1e-4
+            assert 0 < pieces.train(groups).metrics[LOGPROB_MISMATCH] <= 1e-4
 
 
 def pid_of(actor: Any) -> int:
@@ -115,7 +115,7 @@ def test_a_trainer_rank_that_stalls_is_named_and_one_that_dies(cluster: None, wo
         error, seconds = failing_push(pieces, 1, second, lambda: None)
         assert isinstance(error, WeightSyncError)
         # both other ranks wait in vain, one for this rank and one for the other
-        assert re.search(r"round \d of the weights: .* within 8 s; nothing was heard of trainer rank 1 ", str(error))
+        assert re.search(r"round \d of the weights: .* within 8 s; no answer from trainer rank 1 ", str(error))
         assert "(ranks up to 1 are trainer ranks, those of engine i begin at 2 + 1 * i)" in str(error)
         assert seconds < TIMEOUT + SLACK
         with pytest.raises(WeightSyncError, match="the engine holds parts of version 0 and of an update that failed"):

@@ -77,7 +77,7 @@ def test_trainer_and_engines_agree(case: str, models: Path, world: Path, tmp_pat
     assert [row["policy_version/min"] for row in steps] == [0, 1]
     assert steps[0]["grad_norm"] > 0
     for row in steps:
-        assert row["mismatch/logprob_abs_max"] <= TOLERANCE
+        assert row["train_infer_mismatch/logprob_abs_max"] <= TOLERANCE
     require_trained(folder, tmp_path / "run/model")
 
 

@@ -50,7 +50,7 @@ def demo(tmp_path_factory):
 def train(demo, folder, kind, *settings):
     """The metrics of each step."""
     places = [f"data.path={demo}/data/train.jsonl", "data.eval_path=null", f"model.path={demo}/sft/model"]
-    algorithm = f"algorithm={{type: {kind}, prompts_per_step: 32, group_size: 8, mini_batches: 2}}"
+    algorithm = f"algorithm={{type: {kind}, prompts_per_step: 32, group_size: 8, num_mini_batches: 2}}"
     megarl(
         "train",
         "yaml/demo.yaml",

@@ -21,8 +21,8 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.groups.rollout_group import FinishedGroup
 from megarl.rollout.engine import Sampling
-from megarl.rollout.rollout_worker import Reassignments
-from megarl.supervision.restart_budget import Restarts
+from megarl.rollout.rollout_worker import RetryCounts
+from megarl.supervision.restart_budget import RestartBudget
 from tests.end_to_end.components import SMALL_BUCKETS, Pieces, build
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
@@ -47,13 +47,13 @@ class Undertaking:
         return groups
 
     def scheduler(self, replica: int = 0) -> int:
-        (health,) = self.pieces.engines.only([replica]).call("health")
+        (health,) = self.pieces.engines.select([replica]).call("health")
         (pid,) = health.scheduler_pids
         return int(pid)
 
-    def reassignments(self) -> Reassignments:
+    def retry_counts(self) -> RetryCounts:
         (worker,) = self.pieces.rollout._workers
-        found: Reassignments = ray.get(worker.invoke.remote("reassignments"))
+        found: RetryCounts = ray.get(worker.invoke.remote("retry_counts"))
         return found
 
     def assert_whole(self, folder: Path, version: int) -> None:
@@ -62,7 +62,7 @@ class Undertaking:
         exported = self.pieces.exported(folder / "exported")
         engines = self.pieces.engines
         for replica in range(len(engines.engines)):
-            pieces = Pieces(**{**vars(self.pieces), "engines": engines.only([replica])})
+            pieces = Pieces(**{**vars(self.pieces), "engines": engines.select([replica])})
             assert differing(pieces.served(folder / f"served-{replica}"), exported) == []
         assert [health.policy_version for health in engines.call("health")] == [version] * len(engines.engines)
 
@@ -77,7 +77,7 @@ def undertaking(world: Path, folder: Path, **sections: Any) -> Iterator[Undertak
         said.append(text)
 
     try:
-        pieces.engines.supervision.restarts = Restarts(config.recovery, say)
+        pieces.engines.supervisor.restart_budget = RestartBudget(config.recovery, say)
         pieces.weights.push(0)
         pieces.train(pieces.sample("train"))  # so that the model's folder is not what is to be served
         pieces.weights.push(1)
@@ -134,16 +134,17 @@ def gone(*pids: int, within: float = 10) -> None:
 def test_a_killed_scheduler_costs_time_and_nothing_else(undertaken: Undertaking, tmp_path: Path) -> None:
     undisturbed, scheduler = undertaken.collect("undisturbed"), undertaken.scheduler()
     host = psutil.Process(scheduler).ppid()
-    before = undertaken.reassignments()
+    before = undertaken.retry_counts()
     with soon(kill(scheduler)):
         disturbed = undertaken.collect("disturbed")
     assert_same(undisturbed, disturbed)
-    assert undertaken.reassignments().num_samples > before.num_samples
+    assert undertaken.retry_counts().num_retried > before.num_retried
     lost, back = undertaken.said[-2:]
     assert lost == (
-        "engine 0 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); restarting it, 1 of 20"
+        "engine 0 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
+        "restarting it (restart 1 of 20)"
     )
-    assert back.startswith("engine 0 serves again, ")
+    assert back.startswith("engine 0 is serving again, ")
     undertaken.assert_whole(tmp_path / "whole", 1)
     gone(scheduler, host)
 
@@ -157,7 +158,7 @@ def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Underta
         disturbed = undertaken.collect("without")
     assert_same(undisturbed, disturbed)
     assert undertaken.said[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
-    assert undertaken.said[-1].endswith("); restarting it, 1 of 20")
+    assert undertaken.said[-1].endswith("); restarting it (restart 1 of 20)")
     gone(pid)
 
 
@@ -170,7 +171,7 @@ def test_a_rollout_worker_that_stands_still_is_replaced(cluster: None, world: Pa
         with soon(lambda: os.kill(pid, signal.SIGSTOP)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.said[0].startswith("rollout worker 0 has given no sign of life for 4 s (recovery.engine_stall_secon")
+        assert one.said[0].startswith("rollout worker 0 has not answered a ping for 4 s (recovery.engine_stall_secon")
         assert one.said[1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
         gone(pid)
 
@@ -185,10 +186,10 @@ def test_another_replica_does_what_a_killed_one_had(victim: str, cluster: None, 
         with soon(kill(scheduler if victim == "scheduler" else host)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.pieces.engines.supervision.serving == [0]
-        assert one.reassignments().num_samples > 0
+        assert one.pieces.engines.supervisor.serving == [0]
+        assert one.retry_counts().num_retried > 0
         one.pieces.weights.push(1)  # the one that is up gets it
-        while one.pieces.engines.supervision.serving != [0, 1]:
+        while one.pieces.engines.supervisor.serving != [0, 1]:
             assert_same(undisturbed, one.collect("meanwhile"))
         assert_same(undisturbed, one.collect("both"))
         one.pieces.weights.push(2)
@@ -207,7 +208,7 @@ def test_an_engine_that_stands_still_is_replaced(victim: str, cluster: None, wor
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
         assert one.said[0].startswith(
-            "engine 0 was lost (engine 0 has given no sign of life for 4 s (recovery.engine_stall_seconds)); "
+            "engine 0 was lost (engine 0 has not answered a ping for 4 s (recovery.engine_stall_seconds)); "
         )
         one.assert_whole(tmp_path / "whole", 1)
         gone(scheduler, host)

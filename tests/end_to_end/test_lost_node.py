@@ -44,9 +44,9 @@ def test_another_machine_takes_the_place_of_one_that_is_lost(
     run.wait_for_step(6)
     at = run.steps_done()
     lose(second)
-    run.wait_until(lambda: "machines to take their place" in run.stdout, 90)
+    run.wait_until(lambda: "replacement nodes" in run.stdout, 90)
     join(launch)
-    run.wait_until(lambda: "going on from step" in run.stdout, 90)
+    run.wait_until(lambda: "resuming from step" in run.stdout, 90)
     run.wait_until(lambda: run.steps_done() > at + 5, 90)
 
 
@@ -59,6 +59,6 @@ def test_a_run_that_waits_in_vain_ends_with_its_own_code(
     run.wait_for_step(6)
     lose(second)
     assert run.wait(120) == 4, run.stdout + run.stderr
-    assert "no machine took their place within 3 s (recovery.node_wait_seconds): placement: " in run.stderr
-    assert "--resume auto goes on from the newest checkpoint" in run.stderr
+    assert "no node replaced them within 3 s (recovery.node_wait_seconds): placement: " in run.stderr
+    assert "--resume auto resumes from the newest checkpoint" in run.stderr
     assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.placement.hardware import visible_gpus
+from megarl.placement.hardware import visible_gpu_names
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.tiny_world import write_run
 
@@ -24,7 +24,7 @@ def test_an_unknown_key_is_refused_at_once(world: Path, tmp_path: Path, launch: 
     assert list(command.temporary.iterdir()) == []
 
 
-@pytest.mark.skipif(bool(visible_gpus()), reason="this machine has a GPU")
+@pytest.mark.skipif(bool(visible_gpu_names()), reason="this machine has a GPU")
 def test_cuda_is_refused_where_there_is_none(world: Path, tmp_path: Path, launch: Launch) -> None:
     command = launch("train", write_run(world, tmp_path), "--set", "placement.device=cuda")
     assert command.wait(60) == 2

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.launched import Launched
 from tests.end_to_end.tiny_world import write_run
 
-REPEATED = ("loss", "grad_norm", "reward/mean", "response/length", "entropy", "mismatch/logprob_abs_max")
+REPEATED = ("loss", "grad_norm", "reward/mean", "response/length", "entropy", "train_infer_mismatch/logprob_abs_max")
 
 APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.chaos.compare import compare
 from megarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.conftest import Finished, Launch
-from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of, steps_in, wait_until
+from tests.end_to_end.launched import RAY_AGENTS, Launched, list_steps, name_of, wait_until
 from tests.end_to_end.tiny_world import STEPS, write_run
 
 
@@ -33,8 +33,8 @@ def test_killed_as_a_part_and_as_a_whole_a_run_comes_to_the_same(
     config = write_run(world, tmp_path)
     run = launch("train", config)
     run.wait_for_step(12)
-    processes(run, "ray::Shell")[-1].kill()
-    said: Callable[[], bool] = lambda: "going on from step 10" in run.stdout  # noqa: E731
+    processes(run, "ray::WorkerHost")[-1].kill()
+    said: Callable[[], bool] = lambda: "resuming from step 10" in run.stdout  # noqa: E731
     run.wait_until(said, 60)
     run.wait_for_step(23)
     run.send(signal.SIGKILL)
@@ -67,12 +67,12 @@ def test_another_layout_goes_on_with_the_same_loss_and_prompts(
     world: Path, tmp_path: Path, launch: Launch, fifty_steps: Finished
 ) -> None:
     rows = {row["step"]: row for row in fifty_steps.steps()}
-    saved = [saved for saved in CheckpointStore(fifty_steps.folder).saved() if saved.step < STEPS]
+    saved = [saved for saved in CheckpointStore(fifty_steps.folder).entries() if saved.step < STEPS]
     informative = next(saved for saved in saved if rows[saved.step + 1]["grad_norm"] > 0)
     config = write_run(world, tmp_path, trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}})
     run = launch("train", config, "--resume", informative.folder)
     assert run.wait(120) == 0, run.stderr
-    first, want = steps_in(tmp_path / "run")[0], rows[informative.step + 1]
+    first, want = list_steps(tmp_path / "run")[0], rows[informative.step + 1]
     assert first["step"] == want["step"]
     assert first["loss"] == pytest.approx(want["loss"], abs=1e-5)
     assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-3)
@@ -90,8 +90,8 @@ def test_told_to_end_a_run_saves_its_step_within_its_grace(
     run.send(signal.SIGTERM)
     assert run.wait(20) == 75
     step = run.steps_done()
-    assert run.stderr.startswith(f"stopped after step {step} of {STEPS}, as SIGTERM asked")
-    assert [saved.step for saved in CheckpointStore(tmp_path / "run").saved()] == [step]
+    assert run.stderr.startswith(f"stopped after step {step} of {STEPS} on SIGTERM; model exported to ")
+    assert [saved.step for saved in CheckpointStore(tmp_path / "run").entries()] == [step]
     run.assert_nothing_lives(5)
     again = launch("train", write_run(world, tmp_path), "--resume", "auto")
     assert again.wait(120) == 0, again.stderr

@@ -16,7 +16,15 @@ from megarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
 from tests.megatron.ranks import run_ranks
-from tests.stages.stage_ranks import assert_same, losses, stage_config, stage_tree, train_whole, trainer, write_data
+from tests.stages.stage_ranks import (
+    assert_same_results,
+    losses,
+    stage_config,
+    stage_tree,
+    train_uninterrupted,
+    trainer,
+    write_data,
+)
 
 STEPS, EVERY = 40, 5
 SECTIONS: dict[str, Any] = {
@@ -42,12 +50,12 @@ def write(stage: str, small: Path, folder: Path, **sections: Any) -> Path:
 
 def undisturbed(stage: str, small: Path, folder: Path) -> Path:
     """The folder of a run that nothing happens to."""
-    run_ranks(train_whole, 2, folder, stage, stage_config(stage, small, folder / "undisturbed", **SECTIONS))
+    run_ranks(train_uninterrupted, 2, folder, stage, stage_config(stage, small, folder / "undisturbed", **SECTIONS))
     return folder / "undisturbed"
 
 
 def steps_saved(folder: Path) -> list[int]:
-    return [saved.step for saved in CheckpointStore(folder / "run").saved()]
+    return [saved.step for saved in CheckpointStore(folder / "run").entries()]
 
 
 def rank(number: int, run: Launched) -> psutil.Process:
@@ -59,7 +67,7 @@ def rank(number: int, run: Launched) -> psutil.Process:
 def finish(command: Launched, stopped_at: int) -> None:
     """Have it go on from a checkpoint up to step `stopped_at`, and end."""
     assert command.wait(180) == 0, command.stderr
-    said = re.search(r"^going on from step (\d+): ", command.stdout, re.MULTILINE)
+    said = re.search(r"^resuming from step (\d+): ", command.stdout, re.MULTILINE)
     assert said is not None, command.stdout
     assert 0 < int(said[1]) <= stopped_at < STEPS
 
@@ -73,7 +81,7 @@ def test_a_fine_tuning_that_loses_a_rank_of_torchruns_goes_on(small: Path, tmp_p
     run.assert_nothing_lives(5)
     again = launch(*TORCHRUN, "sft", config, "--resume", "auto", program="torchrun")
     finish(again, run.steps_done())
-    assert_same(tmp_path / "run", undisturbed("sft", small, tmp_path))
+    assert_same_results(tmp_path / "run", undisturbed("sft", small, tmp_path))
 
 
 @pytest.mark.slow
@@ -86,12 +94,12 @@ def test_killed_on_ray_a_run_goes_on(stage: str, victim: str, small: Path, tmp_p
         run.send(signal.SIGKILL)
         run.wait(10)
     else:
-        next(p for p in run.living() if name_of(p).startswith("ray::Shell")).kill()
+        next(p for p in run.living() if name_of(p).startswith("ray::WorkerHost")).kill()
         assert run.wait(60) == 1
     run.assert_nothing_lives(30, but=RAY_AGENTS)
     stopped_at = run.steps_done()
     finish(launch(stage, config, "--resume", "auto"), stopped_at)
-    assert_same(tmp_path / "run", undisturbed(stage, small, tmp_path))
+    assert_same_results(tmp_path / "run", undisturbed(stage, small, tmp_path))
 
 
 @pytest.mark.slow
@@ -110,9 +118,9 @@ def test_told_to_end_a_run_saves_its_step(how: str, small: Path, tmp_path: Path,
         assert run.wait(30) == 75
     step = run.steps_done()
     assert steps_saved(tmp_path) == [step]
-    assert f"stopped after step {step} of {STEPS}, as {how.split()[0]} asked" in run.stderr
+    assert f"stopped after step {step} of {STEPS} on {how.split()[0]}; model exported to " in run.stderr
     finish(launch(*arguments, write("sft", small, tmp_path), "--resume", "auto", program=program), step)
-    assert_same(tmp_path / "run", undisturbed("sft", small, tmp_path))
+    assert_same_results(tmp_path / "run", undisturbed("sft", small, tmp_path))
 
 
 @pytest.mark.slow
@@ -125,7 +133,7 @@ def test_one_rank_goes_on_where_two_were(small: Path, tmp_path: Path, launch: La
     found, expected = losses(tmp_path / "run"), losses(whole)
     assert list(found) == list(range(21, STEPS + 1))
     assert found[21] == pytest.approx(expected[21], abs=1e-5)
-    assert f"going on from step 20: {saved}" in run.stdout
+    assert f"resuming from step 20: {saved}" in run.stdout
 
 
 @pytest.mark.slow
@@ -136,7 +144,7 @@ def test_what_cannot_be_gone_on_from_is_refused_once(small: Path, tmp_path: Path
     other = trainer(steps=STEPS, batch_size=4, eval_every=20)
     for stage, sections, sentence in [
         ("dpo", {"trainer": other}, "trainer.batch_size: 6 was saved, got 4 (contradicts)"),
-        ("sft", {}, f"checkpoint {saved} is of a run of megarl dpo, and megarl sft cannot go on from it"),
+        ("sft", {}, f"checkpoint {saved} was written by megarl dpo, and megarl sft cannot resume from it"),
     ]:
         config = write(stage, small, tmp_path, **sections)
         run = launch(*TORCHRUN, stage, config, "--resume", saved, program="torchrun")

@@ -121,7 +121,7 @@ def test_a_rank_that_is_asked_for_an_early_end_ends_all_after_the_same_step(
     assert run.wait(30) == 1  # torchrun's
     (said,) = (line for line in run.stderr.splitlines() if "SIGUSR1" in line)
     where = tmp_path / "run/model"
-    assert said == f"stopped after step {run.steps_done()} of 100000, as SIGUSR1 asked; the model as it is: {where}"
+    assert said == f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to {where}"
     assert set(re.findall(r"exitcode  : (\S+)", run.stderr)) == {"75"}
     assert (where / "model.safetensors").exists()
     run.assert_nothing_lives(5)
@@ -135,7 +135,7 @@ def test_torchrun_can_be_told_to_pass_the_signal_on(world: Path, tmp_path: Path,
     run.wait_for_step(3)
     run.send(signal.SIGUSR1)
     assert run.wait(30) == 1  # torchrun's
-    assert f"stopped after step {run.steps_done()} of 100000, as SIGUSR1 asked" in run.stderr
+    assert f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to " in run.stderr
     assert (tmp_path / "run/model/model.safetensors").exists()
     run.assert_nothing_lives(5)
 

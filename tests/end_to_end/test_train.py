@@ -44,7 +44,7 @@ def test_the_summary_says_what_happened(run: Finished, world: Path) -> None:
     assert sum(phases.values()) <= summary["seconds_total"] < sum(phases.values()) + 10
     model_bytes = sum(t.nbytes for t in load_file(world / "model" / "model.safetensors").values())
     assert summary["weight_sync_bytes"] == (STEPS + 1) * model_bytes
-    assert summary["logprob_abs_max"] == max(row["mismatch/logprob_abs_max"] for row in run.steps())
+    assert summary["logprob_abs_max"] == max(row["train_infer_mismatch/logprob_abs_max"] for row in run.steps())
     rate = np.mean([row["tokens_per_second"] for row in run.steps()])
     assert rate / 3 < summary["tokens_per_second"] < rate * 3
 
@@ -77,7 +77,7 @@ def test_every_step_is_measured(run: Finished) -> None:
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
-        assert 0 <= row["mismatch/logprob_abs_max"] <= 1e-4
+        assert 0 <= row["train_infer_mismatch/logprob_abs_max"] <= 1e-4
         assert 0 <= row["controller/own_fraction"] <= 1
         assert row["policy_version/min"] == row["step"] - 1
         assert row["weight_sync/bytes"] > 0
@@ -133,7 +133,7 @@ def assert_advantages_are_of_groups(rows: list[dict[str, Any]]) -> None:
 def test_tensorboard_has_every_step(run: Finished) -> None:
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
-    for tag in ("reward/mean", "loss", "weight_sync/seconds", "mismatch/logprob_abs_max"):
+    for tag in ("reward/mean", "loss", "weight_sync/seconds", "train_infer_mismatch/logprob_abs_max"):
         assert [event.step for event in events.Scalars(tag)] == list(range(1, STEPS + 1))
     assert [event.step for event in events.Scalars("eval/one")] == [0, STEPS]
 

@@ -71,7 +71,7 @@ class CheckpointedRun:
 
     @property
     def steps(self) -> list[int]:
-        return [each.step for each in CheckpointStore(self.config.run_dir).saved()]
+        return [each.step for each in CheckpointStore(self.config.run_dir).entries()]
 
     def step(self, number: int) -> None:
         """Make the calls of one step, as a run does."""
@@ -112,7 +112,7 @@ def test_a_checkpoint_is_committed_once_all_ranks_have_written(tmp_path: Path) -
     assert run.steps == [2]
     run.checkpoints.finish()
     assert run.steps == run.saved == [2, 4]
-    folder = CheckpointStore(run.config.run_dir).saved()[-1].folder
+    folder = CheckpointStore(run.config.run_dir).entries()[-1].folder
     assert RunState.read(folder).step == 4
     assert CheckpointStore(run.config.run_dir).verify(folder) == []
     assert read_manifest(folder).data == hash_file(tmp_path / "data.jsonl")
@@ -159,7 +159,7 @@ def test_a_failed_checkpoint_is_reported_and_the_next_one_is_made(at: str, tmp_p
     run.checkpoints.finish()
     kept = [2, 6] if at == "begin" else [6]  # `finish` fails while the first one is completed
     assert run.steps == kept
-    assert any("no checkpoint" in text and "no space left on device" in text for text in run.messages)
+    assert any("checkpoint failed" in text and "no space left on device" in text for text in run.messages)
     assert [p.name for p in CheckpointStore(run.config.run_dir).folder.iterdir() if p.name.startswith(".")] == []
 
 
@@ -214,7 +214,7 @@ def test_failing_to_remove_old_files_does_not_fail_the_checkpoint(
     assert run.steps == [4]
     assert run.saved == [2, 4]
     assert run.checkpoints.last_step == 4
-    assert not any("no checkpoint" in text for text in run.messages)
+    assert not any("checkpoint failed" in text for text in run.messages)
     assert run.messages[-1] == "step 4: cannot remove old checkpoints or their journal: [Errno 5] Input/output error"
 
 

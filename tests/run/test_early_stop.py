@@ -48,7 +48,7 @@ def test_a_stop_request_ends_the_run_after_the_current_step(tmp_path: Path) -> N
     with pytest.raises(EarlyStop) as stopped:
         done.run.raise_if_stopped_early()
     assert str(stopped.value) == (
-        f"stopped after step 2 of 4, as SIGUSR1 asked; the model as it is: {done.run.config.export_path}"
+        f"stopped after step 2 of 4 on SIGUSR1; model exported to {done.run.config.export_path}"
     )
 
 
@@ -66,14 +66,14 @@ def test_a_stop_request_at_startup_runs_no_step_and_exports_nothing(tmp_path: Pa
     done.run.export(trainer)
     assert saved == []
     assert summary(tmp_path)["steps"] == 0
-    with pytest.raises(EarlyStop, match=r"^stopped before its first step of 4, as SIGUSR1 asked$"):
+    with pytest.raises(EarlyStop, match=r"^stopped before the first of 4 steps on SIGUSR1$"):
         done.run.raise_if_stopped_early()
 
 
 def test_a_stop_request_ends_critic_pretraining(tmp_path: Path) -> None:
     done = run_until("step-0-2", tmp_path, VAPO)
     assert (len(done.pretraining), done.metrics) == (2, [])
-    with pytest.raises(EarlyStop, match="before its first step"):
+    with pytest.raises(EarlyStop, match="before the first of"):
         done.run.raise_if_stopped_early()
 
 
@@ -122,5 +122,5 @@ def test_started_steps_are_finished_before_the_export(tmp_path: Path) -> None:
     run.train()
     assert trainer.log == ["step 1", "step 2", "step 3", f"export {config.export_path}"]
     assert run.evaluated == [0, 2]
-    with pytest.raises(EarlyStop, match=r"^stopped after step 3 of 9, "):
+    with pytest.raises(EarlyStop, match=r"^stopped after step 3 of 9 on "):
         run.raise_if_stopped_early()

@@ -44,7 +44,7 @@ def uninterrupted(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    return [saved.step for saved in CheckpointStore(run_dir).saved()]
+    return [saved.step for saved in CheckpointStore(run_dir).entries()]
 
 
 def die(events: Any) -> None:
@@ -105,7 +105,11 @@ def fail_to_write(config: StageConfig) -> list[str]:
     from megarl.run.run_state import RunState
 
     ranks = join_world()
-    write, write_state, require_room = background_writer._write, RunState.write, CheckpointStore.require_room
+    write, write_state, require_disk_space = (
+        background_writer._write,
+        RunState.write,
+        CheckpointStore.require_disk_space,
+    )
 
     def fail_write(path: Path, *arguments: Any) -> Any:
         if ranks.rank == 1 and ".step-000004." in str(path):
@@ -120,11 +124,11 @@ def fail_to_write(config: StageConfig) -> list[str]:
     def fail_disk_space(store: CheckpointStore, num_bytes: int, *, step: int) -> None:
         if step == 2:
             raise DataError("there is no room")
-        require_room(store, num_bytes, step=step)
+        require_disk_space(store, num_bytes, step=step)
 
     background_writer._write = fail_write
     if ranks.rank == 0:
-        RunState.write, CheckpointStore.require_room = fail_state_write, fail_disk_space  # type: ignore[method-assign]
+        RunState.write, CheckpointStore.require_disk_space = fail_state_write, fail_disk_space  # type: ignore[method-assign]
     return train(ranks, "sft", config)
 
 
@@ -133,10 +137,12 @@ def test_checkpoint_is_abandoned_on_all_ranks_if_one_cannot_write(
 ) -> None:
     config = stage_config("sft", data_dir, tmp_path / "run", checkpoint={"every": 2, "keep_last": 9})
     messages = run_ranks(fail_to_write, 2, tmp_path, config)
-    no_room, no_part, no_state = (text for text in messages if "no checkpoint" in text)
-    assert no_room == "step 2: no checkpoint: there is no room"
-    assert re.match(r"step 4: no checkpoint: .* could not be written, on rank 1: .*: No space left on device$", no_part)
-    assert re.match(r"step 6: no checkpoint: .* cannot be written: No space left on device$", no_state)
+    no_room, no_part, no_state = (text for text in messages if "checkpoint failed" in text)
+    assert no_room == "step 2: checkpoint failed: there is no room"
+    assert re.match(
+        r"step 4: checkpoint failed: .* could not be written, on rank 1: .*: No space left on device$", no_part
+    )
+    assert re.match(r"step 6: checkpoint failed: .* cannot be written: No space left on device$", no_state)
     assert steps_saved(tmp_path / "run") == [8]
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
     assert_same_results(tmp_path / "run", uninterrupted)
@@ -154,7 +160,7 @@ def test_resume_in_another_layout_continues_with_the_same_loss(
     messages = run_ranks(resume_run, 2, tmp_path, config, str(saved))
     assert messages[:2] == [
         f"resuming from step 3: {saved}",
-        "policy: saved in another layout; the random numbers of its ranks begin anew",
+        "policy: saved with another parallel layout; RNG states are reinitialized",
     ]
     found, expected = losses(tmp_path / "run"), losses(uninterrupted)
     assert list(found) == [4, 5, 6, 7, 8]
