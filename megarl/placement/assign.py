@@ -1,9 +1,9 @@
-"""Which machines give a pool its slots: pure arithmetic, for a cluster that is there and for one to be asked for alike.
+"""Assigns nodes to pools: pure arithmetic, for an existing cluster and for a planned one.
 
-Ranks of a pool fill a machine before the next one begins, and NVLink domains likewise. Megatron's tensor-parallel ranks
-are neighbours, so that a group of them shares a machine; so do the ranks of an engine.
+The ranks of a pool fill one node after the other, and one NVLink domain after the other. Megatron's tensor-parallel
+ranks are adjacent, so a tensor-parallel group shares a node; so do the ranks of an engine.
 
-    nodes: 2, slots_per_node: 4, tp 2        machine    a a a a  b b b b
+    nodes: 2, slots_per_node: 4, tp 2        node       a a a a  b b b b
                                              rank       0 1 2 3  4 5 6 7
                                              tp group   0 0 1 1  2 2 3 3
 """
@@ -22,36 +22,38 @@ from megarl.placement.nodes import ClusterNode
 
 
 def resolve_device(config: PlacementConfig, nodes: Sequence[ClusterNode]) -> str:
-    """`cpu` or `cuda`, from the configuration and what the cluster reports.
+    """Return `cpu` or `cuda`, from the configuration and the GPUs of the cluster.
 
     Raises:
-        ConfigError: cuda was asked for, and the cluster has too few GPUs.
+        ConfigError: cuda is configured and the cluster has too few GPUs.
     """
     gpus = sum(node.gpus for node in nodes)
-    if config.device == "cuda" and gpus < config.all_slots:
-        raise ConfigError(f"placement.device: cuda needs {config.all_slots} GPUs in the cluster, got {gpus}")
+    if config.device == "cuda" and gpus < config.total_slots:
+        raise ConfigError(f"placement.device: cuda needs {config.total_slots} GPUs in the cluster, got {gpus}")
     if config.device == "auto":
-        return "cuda" if gpus >= config.all_slots else "cpu"
+        return "cuda" if gpus >= config.total_slots else "cpu"
     return config.device
 
 
 def assign_nodes(
     pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], device: str
 ) -> dict[str, list[ClusterNode]]:
-    """By pool, the machines of its ranks: `pool.nodes` of them, each for `slots_per_node` ranks in a row.
+    """Return the nodes of each pool: `pool.nodes` nodes, each for `slots_per_node` consecutive ranks.
 
-    Of all choices that give every pool what it needs, one with the smallest machines, and of equal machines the
-    earlier, the first pool before others. Pools may share machines.
+    Among all assignments that satisfy every pool, this takes one with the smallest nodes, then with the earliest
+    nodes, where earlier pools take precedence. Pools may share nodes.
 
     Args:
-        nodes: in the order in which ranks should fill them.
+        pools: the pools by name.
+        nodes: nodes in the order in which ranks should fill them.
+        device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: there are too few machines for a pool, with the arithmetic.
+        ConfigError: there are too few nodes for a pool; the message shows the arithmetic.
     """
-    chosen = _choose(list(pools.values()), nodes, device)
+    chosen = _solve(list(pools.values()), nodes, device)
     if chosen is None:
-        raise ConfigError(_too_few(pools, nodes, device))
+        raise ConfigError(_shortage_message(pools, nodes, device))
     order = _domain_order(nodes)
     found = {}
     for name, of_pool in zip(pools, chosen, strict=True):
@@ -60,34 +62,34 @@ def assign_nodes(
     return found
 
 
-def _choose(pools: Sequence[PoolConfig], nodes: Sequence[ClusterNode], device: str) -> list[list[int]] | None:
-    """By pool, places in `nodes`; None: there is no choice.
+def _solve(pools: Sequence[PoolConfig], nodes: Sequence[ClusterNode], device: str) -> list[list[int]] | None:
+    """Return the indices into `nodes` for each pool; None if there is no valid assignment.
 
-    An integer program: for each pool, x[n] is 1 where it has part of machine n, and y[d] is its number of rows of
-    `nvlink_domain_nodes` machines in domain d.
+    Solves an integer program: for each pool, x[n] is 1 if it uses slots of node n, and y[d] is its number of blocks of
+    `nvlink_domain_nodes` nodes in NVLink domain d.
     """
     num_nodes, num_pools, domains = len(nodes), len(pools), list(_domain_order(nodes))
     capacity = np.array([node.slots(device) for node in nodes])
     in_domain = np.array([[node.domain == domain for node in nodes] for domain in domains], dtype=float)
-    every, none = np.ones((1, num_nodes)), csr_array((num_nodes, len(domains)))
-    of_pools, uses, most, costs = [], [], [], []
-    heavier = 1 + num_pools * num_nodes * sum(pool.nodes for pool in pools)
+    all_nodes, no_blocks = np.ones((1, num_nodes)), csr_array((num_nodes, len(domains)))
+    pool_constraints, node_usage, upper_bounds, costs = [], [], [], []
+    size_weight = 1 + num_pools * num_nodes * sum(pool.nodes for pool in pools)
     for p, pool in enumerate(pools):
-        rows = -pool.nvlink_domain_nodes * eye_array(len(domains))
-        of_pools.append(block_array([[csr_array(every), None], [csr_array(in_domain), rows]]))
-        uses.append(hstack([pool.slots_per_node * eye_array(num_nodes), none]))
+        blocks = -pool.nvlink_domain_nodes * eye_array(len(domains))
+        pool_constraints.append(block_array([[csr_array(all_nodes), None], [csr_array(in_domain), blocks]]))
+        node_usage.append(hstack([pool.slots_per_node * eye_array(num_nodes), no_blocks]))
         fits = [size >= pool.slots_per_node for size in capacity]
-        may = [fit and pool.labels.items() <= node.labels.items() for fit, node in zip(fits, nodes, strict=True)]
-        most += [np.array(may, dtype=float), np.full(len(domains), num_nodes)]
-        costs += [heavier * capacity + (num_pools - p) * np.arange(num_nodes), np.zeros(len(domains))]
+        eligible = [fit and pool.labels.items() <= node.labels.items() for fit, node in zip(fits, nodes, strict=True)]
+        upper_bounds += [np.array(eligible, dtype=float), np.full(len(domains), num_nodes)]
+        costs += [size_weight * capacity + (num_pools - p) * np.arange(num_nodes), np.zeros(len(domains))]
     counts = np.concatenate([[pool.nodes, *[0] * len(domains)] for pool in pools])
     found = milp(
         np.concatenate(costs),
         integrality=np.ones(num_pools * (num_nodes + len(domains))),
-        bounds=Bounds(0, np.concatenate(most)),
+        bounds=Bounds(0, np.concatenate(upper_bounds)),
         constraints=[
-            LinearConstraint(block_diag(of_pools), counts, counts),
-            LinearConstraint(hstack(uses), ub=capacity),
+            LinearConstraint(block_diag(pool_constraints), counts, counts),
+            LinearConstraint(hstack(node_usage), ub=capacity),
         ],
         options={"mip_rel_gap": 0.0},
     )
@@ -104,24 +106,24 @@ def _domain_order(nodes: Sequence[ClusterNode]) -> dict[str, int]:
     return order
 
 
-def _too_few(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], device: str) -> str:
-    """Of the first pool that finds no place beside those before it, the arithmetic."""
-    num_before = next(n for n in range(len(pools)) if _choose(list(pools.values())[: n + 1], nodes, device) is None)
+def _shortage_message(pools: Mapping[str, PoolConfig], nodes: Sequence[ClusterNode], device: str) -> str:
+    """Return an error message with the arithmetic, for the first pool that does not fit in addition to earlier ones."""
+    num_before = next(n for n in range(len(pools)) if _solve(list(pools.values())[: n + 1], nodes, device) is None)
     (name, pool), before = list(pools.items())[num_before], list(pools)[:num_before]
     key, what = pool_key(name), "GPUs" if device == "cuda" else "CPU slots"
-    labelled = [node for node in nodes if pool.labels.items() <= node.labels.items()]
-    fitting = [node for node in labelled if node.slots(device) >= pool.slots_per_node]
-    rows = (
+    labeled = [node for node in nodes if pool.labels.items() <= node.labels.items()]
+    fitting = [node for node in labeled if node.slots(device) >= pool.slots_per_node]
+    blocks = (
         ""
         if pool.nvlink_domain_nodes == 1
-        else f", in rows of nvlink_domain_nodes = {pool.nvlink_domain_nodes} that one NVLink domain joins"
+        else f", in blocks of nvlink_domain_nodes = {pool.nvlink_domain_nodes} within one NVLink domain"
     )
-    labels = "".join(f", labelled {label}={value}" for label, value in pool.labels.items())
-    has = " ".join(f"{node.hostname}:{node.slots(device)}" for node in labelled) or "none"
+    labels = "".join(f", labeled {label}={value}" for label, value in pool.labels.items())
+    has = " ".join(f"{node.hostname}:{node.slots(device)}" for node in labeled) or "none"
     return (
         f"{key}: needs nodes * slots_per_node = {pool.nodes} * {pool.slots_per_node} = {pool.slots} {what} on "
-        f"{pool.nodes} node{'' if pool.nodes == 1 else 's'}{labels}{rows}"
-        + (f", beside {', '.join(pool_key(other) for other in before)}" if before else "")
+        f"{pool.nodes} node{'' if pool.nodes == 1 else 's'}{labels}{blocks}"
+        + (f", in addition to {', '.join(pool_key(other) for other in before)}" if before else "")
         + f"; the cluster has {len(fitting)} node{'' if len(fitting) == 1 else 's'} with {pool.slots_per_node} {what} "
         f"or more ({has})"
     )

@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch."""
+"""Hardware and packages of this node, queried without torch."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-QUERY_SECONDS = 20.0
-"""How long the driver may take to tell of its GPUs; a machine that just started needs a few."""
+QUERY_TIMEOUT_SECONDS = 20.0
+"""Time limit of nvidia-smi; a node that has just started needs a few seconds."""
 
-LEAST_STORE = 128 * 2**20
-"""Bytes of an object store."""
+MIN_OBJECT_STORE_BYTES = 128 * 2**20
+"""Minimum size of Ray's object store."""
 
-GPU_FACTS = ("index", "driver_version", "memory.total", "memory.used", "name")
-"""As nvidia-smi calls them; the name last, since it may have commas."""
+GPU_FIELDS = ("index", "driver_version", "memory.total", "memory.used", "name")
+"""Field names of nvidia-smi; the GPU name comes last, since it may contain commas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A CUDA device, as the driver knows it."""
+    """A CUDA device, as the driver reports it."""
 
     index: int
-    """On its machine."""
+    """Index of the GPU on its node."""
     name: str
     driver: str
-    """Version of the machine's driver."""
+    """Version of the NVIDIA driver."""
     memory_bytes: int | None
-    """None where the driver does not say, as where the GPU shares the host's memory."""
+    """Total memory; None if the driver does not report it, as for a GPU that shares the host's memory."""
     used_bytes: int | None
+    """Used memory; None if the driver does not report it."""
 
 
-def gpus() -> list[Gpu]:
-    """The CUDA devices that a process started here would see, in its order; empty without a driver."""
+def list_gpus() -> list[Gpu]:
+    """Return the CUDA devices that a process started here would see, in its order; empty without a driver."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
     try:
         answer = subprocess.run(  # noqa: S603 -- a fixed command line
-            [command, f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits"],
+            [command, f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
-            timeout=QUERY_SECONDS,
+            timeout=QUERY_TIMEOUT_SECONDS,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -55,41 +56,40 @@ def gpus() -> list[Gpu]:
     ids = [word.strip() for word in chosen.split(",") if word.strip()]
     if all(word.isdigit() for word in ids):
         return [found[int(word)] for word in ids if int(word) < len(found)]
-    # GPU-<uuid> and MIG-<uuid>; "-1" hides all.
+    # words are GPU-<uuid> or MIG-<uuid>; "-1" hides all GPUs
     return found[: len([word for word in ids if word != "-1"])]
 
 
-def visible_gpus() -> list[str]:
-    """Names of `gpus`."""
-    return [gpu.name for gpu in gpus()]
+def visible_gpu_names() -> list[str]:
+    """Return the names of the GPUs that `list_gpus` returns."""
+    return [gpu.name for gpu in list_gpus()]
 
 
 def package_version(package: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def store_bytes(*, most: int) -> int:
-    """For Ray's object store: a quarter of what /dev/shm has left; PyTorch and further nodes here need the rest.
+def object_store_bytes(*, max_bytes: int) -> int:
+    """Return the size of Ray's object store in bytes: a quarter of the free space in /dev/shm, at most `max_bytes`.
 
-    Args:
-        most: bytes.
+    PyTorch and further Ray nodes on this machine need the rest.
     """
     stat = os.statvfs("/dev/shm")  # noqa: S108 -- where Ray keeps its object store
-    return max(LEAST_STORE, min(most, stat.f_bavail * stat.f_frsize // 4))
+    return max(MIN_OBJECT_STORE_BYTES, min(max_bytes, stat.f_bavail * stat.f_frsize // 4))
 
 
 def free_shared_memory() -> int | None:
-    """Free bytes in /dev/shm; None where there is no such folder."""
+    """Return the free bytes in /dev/shm; None if there is no such folder."""
     folder = Path("/dev/shm")  # noqa: S108 -- only asked for its size
     return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 
 def _gpu(line: str) -> Gpu:
-    index, driver, total, used, name = (word.strip() for word in line.split(",", len(GPU_FACTS) - 1))
+    index, driver, total, used, name = (word.strip() for word in line.split(",", len(GPU_FIELDS) - 1))
     return Gpu(index=int(index), name=name, driver=driver, memory_bytes=_mebibytes(total), used_bytes=_mebibytes(used))
 
 

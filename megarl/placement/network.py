@@ -1,4 +1,4 @@
-"""Which of this node's networks leads to another node."""
+"""Network interfaces: finds the interface of this node through which it reaches another node."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import psutil
 
 from megarl.errors import ConfigError
 
-SEEN = "megarl/master"
-"""Where ranks note which address MASTER_ADDR is to them."""
+MASTER_KEY = "megarl/master"
+"""Key in the store under which each rank writes the address that MASTER_ADDR resolves to for it."""
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """This node's own address towards `address` (a node's address or name), and the interface that has it.
+    """Return this node's own address on the route to `address` (an address or host name), and its interface.
 
-    The routing table tells; nothing is sent.
+    Reads the routing table; sends no packets.
 
     Raises:
-        ConfigError: no such name, or no route leads there.
+        ConfigError: the name does not resolve, or there is no route.
     """
     try:
         family, target = _resolve(address)
@@ -30,50 +30,54 @@ def interface_to(address: str) -> tuple[str, str]:
             probe.connect(target)
             local: str = probe.getsockname()[0]
     except OSError as error:
-        raise ConfigError(f"{socket.gethostname()} finds no way to {address}: {error.strerror}") from None
+        raise ConfigError(f"{socket.gethostname()} has no route to {address}: {error.strerror}") from None
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.family == family and each.address.partition("%")[0] == local for each in addresses):
             return local, name
-    raise ConfigError(f"{socket.gethostname()} reaches {address} from {local}, which none of its interfaces has")
+    raise ConfigError(f"{socket.gethostname()} reaches {address} from {local}, which no interface of it has")
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has `address`; None: none of this node's."""
+    """Return the interface of this node that has `address`; None if there is none."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, each in interfaces if address in (entry.address for entry in each)), None)
 
 
 def interface_variables(interface: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make gloo and NCCL use `interface`, save those that `environment` has already.
+    """Return variables that make gloo and NCCL use `interface`, without those that `environment` already sets.
 
-    Left to itself, gloo takes the interface that the host's own name resolves to: often the loopback.
+    By default gloo uses the interface that the host's own name resolves to, which is often the loopback.
     """
-    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # =: no other that begins so
+    variables = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }  # =: exact name
     return {name: value for name, value in variables.items() if name not in environment}
 
 
 class Store(Protocol):
-    """What all ranks share, as torch.distributed's stores are."""
+    """A key-value store that all ranks share, such as torch.distributed's stores."""
 
     def set(self, key: str, value: str) -> None:
-        """Set."""
+        """Set `key` to `value`."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Block until it is set."""
+        """Wait until `key` is set and return its value."""
         ...
 
 
 def use_network_to_master(store: Store, rank: int, size: int) -> None:
-    """Have gloo and NCCL use the interface that leads to MASTER_ADDR; called by all ranks, before they join.
+    """Make gloo and NCCL use the interface that leads to MASTER_ADDR; all ranks call this before they join.
 
-    On the master's own node that name may mean the loopback. Its ranks take the address that others know it by.
+    On the master's own node MASTER_ADDR may resolve to the loopback. Its ranks then use the address that ranks on other
+    nodes resolve it to.
     """
     master = os.environ["MASTER_ADDR"]
     local, interface = interface_to(master)
-    store.set(f"{SEEN}/{rank}", _resolve(master)[1][0])
+    store.set(f"{MASTER_KEY}/{rank}", _resolve(master)[1][0])
     if is_loopback(local):
-        seen = (store.get(f"{SEEN}/{other}").decode() for other in range(size))
+        seen = (store.get(f"{MASTER_KEY}/{other}").decode() for other in range(size))
         outside = next((address for address in seen if not is_loopback(address)), local)
         _, interface = interface_to(outside)
     os.environ.update(interface_variables(interface, os.environ))
@@ -85,5 +89,5 @@ def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` does not leave the machine."""
+    """Return whether `address` is a loopback address."""
     return ip_address(address.partition("%")[0]).is_loopback

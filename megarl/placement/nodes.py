@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster."""
+"""Nodes of a Ray cluster, existing or planned."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RANK_LABEL = "megarl.node-rank"
-"""Ray's label of a node's place among those that were launched together."""
+"""Ray node label: rank of the node among those that were launched together."""
 
 HET_GROUP_LABEL = "megarl.het-group"
-"""Ray's label of the component of a heterogeneous Slurm job that a node is of."""
+"""Ray node label: component of a heterogeneous Slurm job that the node belongs to."""
 
 DOMAIN_LABEL = "megarl.nvlink-domain"
-"""Ray's label of the NVLink domain that a node's GPUs are in."""
+"""Ray node label: NVLink domain of the node's GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One machine, as Ray reports it."""
+    """One node, as Ray reports it."""
 
     id: str
     address: str
@@ -29,36 +29,37 @@ class ClusterNode:
 
     @property
     def name(self) -> str:
-        """As people know it, with what tells nodes of one machine apart."""
+        """Host name with address and node rank, which distinguish several nodes on one machine."""
         rank = self.labels.get(RANK_LABEL)
         return f"{self.hostname} ({self.address}{'' if rank is None else f', node rank {rank}'})"
 
     @property
     def domain(self) -> str:
-        """Of NVLink; a node that names none is one by itself."""
+        """NVLink domain of the node; a node without the label is its own domain."""
         return self.labels.get(DOMAIN_LABEL, self.id)
 
     def slots(self, device: str) -> int:
-        """How many ranks fit: one a GPU, or one a CPU slot."""
+        """Return the number of ranks that fit: one per GPU, or one per CPU slot."""
         return self.gpus if device == "cuda" else self.cpus
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Machines that are alive, in the order of their ranks; those without one behind, by address."""
-    import ray  # here, because a plan for machines that are not there yet needs no Ray
+    """Return the nodes that are alive, by node rank; nodes without a rank follow, by host name and address."""
+    import ray  # imported here, because planning for a future cluster needs no Ray
 
     nodes = [_node(entry) for entry in ray.nodes() if entry["Alive"]]
     return sorted(nodes, key=_order)
 
 
 def planned_nodes(nodes: Sequence[int], *, gpus: Sequence[int], cpus: Sequence[int]) -> list[ClusterNode]:
-    """Machines that a scheduler will be asked for, by the components of a heterogeneous job, in their order.
+    """Return the nodes that will be requested from a scheduler, in the order of the job's components.
 
     Args:
-        nodes: of each component.
-        gpus: of each of its machines; likewise `cpus`.
+        nodes: number of nodes of each component of the (heterogeneous) job.
+        gpus: number of GPUs per node of each component.
+        cpus: number of CPU slots per node of each component.
     """
-    of_component = [part for part, count in enumerate(nodes) for _ in range(count)]
+    component_of_node = [part for part, count in enumerate(nodes) for _ in range(count)]
     return [
         ClusterNode(
             id=str(rank),
@@ -68,12 +69,12 @@ def planned_nodes(nodes: Sequence[int], *, gpus: Sequence[int], cpus: Sequence[i
             gpus=gpus[part],
             labels={RANK_LABEL: str(rank), HET_GROUP_LABEL: str(part)},
         )
-        for rank, part in enumerate(of_component)
+        for rank, part in enumerate(component_of_node)
     ]
 
 
-def light_nodes() -> list[ClusterNode]:
-    """Where agents and reward functions run: machines without GPUs, or all where each has some."""
+def nodes_for_light_workers() -> list[ClusterNode]:
+    """Return the nodes for agents and reward functions: those without GPUs, or all if every node has GPUs."""
     nodes = cluster_nodes()
     return [node for node in nodes if not node.gpus] or nodes
 

@@ -1,4 +1,4 @@
-"""Slots that the run owns: GPUs of the cluster, or worker processes on machines without."""
+"""Slot pools: the GPUs, or CPU slots, that a run reserves in the Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.hardware import store_bytes
+from megarl.placement.hardware import object_store_bytes
 from megarl.placement.nodes import cluster_nodes
 
 SPARE_CPUS = 2
-"""CPU slots that a local cluster gets beyond the pool's, for the controller and light workers."""
+"""CPU slots of a local cluster beyond those of the pools, for the controller and light workers."""
 
-MOST_STORE = 2 * 2**30
-"""Bytes of a local cluster's object store."""
+MAX_OBJECT_STORE_BYTES = 2 * 2**30
+"""Maximum size of a local cluster's object store."""
 
-ANSWER_SECONDS = 10.0
-"""How long a connection to a cluster may take."""
+CONNECT_TIMEOUT_SECONDS = 10.0
+"""Timeout for the connection to a cluster."""
 
 NODE_ID_LABEL = "ray.io/node-id"
-"""Ray's own label of every node."""
+"""Node label that Ray itself sets on every node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Room for one trainer rank."""
+    """The resources of one trainer rank."""
 
     bundle: int
     """Index in the placement group."""
     cpus: float
     gpus: float
     node: str
-    """Ray's id of the machine."""
+    """Ray's id of the node."""
     gpu_id: int | None
-    """Index of the GPU on its machine; None without one."""
+    """Index of the GPU on its node; None for a CPU slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,61 +50,65 @@ class SlotPool:
     """The slots of a pool, in rank order."""
 
     group: Any
-    """Ray's placement group of the whole run, one bundle a slot."""
+    """Ray placement group of the run, with one bundle per slot."""
     slots: tuple[Slot, ...]
     device: str
-    """`cpu` or `cuda`."""
+    """Device type of the slots: `cpu` or `cuda`."""
 
-    def part(self, slots: Sequence[int]) -> SlotPool:
-        """The slots at these places, in this order; they stay slots of the whole pool as well."""
+    def subset(self, slots: Sequence[int]) -> SlotPool:
+        """Return a pool of the slots at these indices, in this order; they also remain slots of this pool."""
         return replace(self, slots=tuple(self.slots[i] for i in slots))
 
 
 def start_cluster(config: PlacementConfig) -> bool:
-    """Join the cluster at RAY_ADDRESS, or start one on this machine; True where it was started here."""
+    """Connect to the cluster at RAY_ADDRESS or start a local one; return True if it was started here.
+
+    Raises:
+        ConfigError: no cluster answers at RAY_ADDRESS.
+    """
     address = os.environ.get("RAY_ADDRESS")
     quiet = {"logging_level": "error", "log_to_driver": False}
     if address:
         try:
-            _require_listener(address)
+            _check_is_listening(address)
             ray.init(address=address, **quiet)
         except OSError as e:
-            why = e.strerror.lower() if e.strerror else str(e)  # Ray's own errors are no errno's
+            why = e.strerror.lower() if e.strerror else str(e)  # Ray's own errors have no errno
             raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there: {why}") from e
         return False
-    cpus = max(os.cpu_count() or 1, config.all_slots + SPARE_CPUS)
+    cpus = max(os.cpu_count() or 1, config.total_slots + SPARE_CPUS)
     ray.init(
         address="local",
         num_cpus=cpus,
         include_dashboard=False,
-        object_store_memory=store_bytes(most=MOST_STORE),
+        object_store_memory=object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES),
         **quiet,
     )
     return True
 
 
-def _require_listener(address: str) -> None:
-    """Return where somebody listens; Ray itself would try for minutes. Addresses such as `auto` are Ray's to read.
+def _check_is_listening(address: str) -> None:
+    """Check that something listens at `address`, since Ray would retry for minutes; skip addresses such as `auto`.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nothing listens there.
     """
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
 
 
 def reserve(config: PlacementConfig) -> SlotPool:
-    """The slots of a run that has but one pool; see `reserve_pools`."""
-    assert not config.pools, f"reserve_pools is for {sorted(config.pools)}"
+    """Reserve the slots of a run with a single pool, as `reserve_pools` does."""
+    assert not config.pools, f"use reserve_pools for the pools {sorted(config.pools)}"
     return reserve_pools(config, config.all_pools)[MAIN_POOL]
 
 
 def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> dict[str, SlotPool]:
-    """Wait for the cluster to grant the slots of `pools` at once.
+    """Reserve the slots of `pools` in one placement group; wait until the cluster grants them.
 
     Raises:
-        ConfigError: it does not have them, by pool.
+        ConfigError: the cluster has too few slots for a pool.
         WorkerError: it did not grant them within `start_timeout_seconds`.
     """
     nodes = cluster_nodes()
@@ -118,15 +122,15 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
     group = placement_group(
         [bundle] * len(places),
         strategy="PACK",
-        name=_release_former_slots(),
+        name=_release_previous_slots(),
         bundle_label_selector=[{NODE_ID_LABEL: node.id} for _, node in places],
     )
     if not group.wait(config.start_timeout_seconds):
-        remove_placement_group(group)  # or it would be granted later, to nobody
+        remove_placement_group(group)  # otherwise it would be granted later and stay unused
         have = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
         raise WorkerError(
             f"placement needs {len(places)} slots of {bundle}, the cluster did not grant them within "
-            f"{config.start_timeout_seconds:g} s; it has {have} that nobody uses"
+            f"{config.start_timeout_seconds:g} s; unused resources: {have}"
         )
     gpu_ids = _gpu_ids(group, len(places)) if gpus else [None] * len(places)
     slots = [Slot(i, 1.0, gpus, node.id, gpu_ids[i]) for i, (_, node) in enumerate(places)]
@@ -134,16 +138,16 @@ def reserve_pools(config: PlacementConfig, pools: Mapping[str, PoolConfig]) -> d
     for name, of_pool in chosen.items():
         order = {node.id: i for i, node in enumerate(of_pool)}
         mine = [slot for slot, (pool, _) in zip(slots, places, strict=True) if pool == name]
-        # neighbours among ranks are neighbours among GPUs
+        # adjacent ranks get adjacent GPUs
         mine.sort(key=lambda slot: (order[slot.node], -1 if slot.gpu_id is None else slot.gpu_id, slot.bundle))
         granted[name] = SlotPool(group, tuple(mine), device)
     return granted
 
 
-def _release_former_slots() -> str:
-    """A name for the slots of this actor, from which those of its earlier life are taken: Ray keeps them for it.
+def _release_previous_slots() -> str:
+    """Release the placement group that this actor held before Ray restarted it; return the name for the new one.
 
-    Empty in a driver, whose slots end with it.
+    Ray keeps an actor's placement groups over a restart. The name is empty in a driver, whose slots end with it.
     """
     actor = ray.get_runtime_context().get_actor_id()
     if actor is None:
@@ -152,13 +156,13 @@ def _release_former_slots() -> str:
     try:
         former = get_placement_group(name)
     except ValueError:
-        return name  # there are none
+        return name  # this actor has no slots yet
     remove_placement_group(former)
     return name
 
 
 def _gpu_ids(group: Any, count: int) -> list[int | None]:
-    """By bundle, the index of its GPU on its machine."""
+    """Return for each bundle the index of its GPU on its node."""
 
     def look() -> int:
         return int(ray.get_gpu_ids()[0])

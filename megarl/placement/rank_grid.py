@@ -1,6 +1,6 @@
-"""A rank's place in Megatron's grid: tensor-parallel ranks are neighbours, pipeline stages lie farthest apart.
+"""Megatron's grid of ranks: the tensor-parallel axis is innermost, the pipeline axis outermost.
 
-Routed experts see the same ranks as a second grid: within a pipeline stage, `etp * ep * expert-dp` ranks instead of
+Routed experts use a second grid over the same ranks: within a pipeline stage, `etp * ep * expert-dp` ranks instead of
 `tp * cp * dp`, again with the tensor axis innermost.
 
     tp 2, dp 2, ep 4, etp 1    rank               0 1 2 3
@@ -34,7 +34,7 @@ class ExpertCoordinates:
     etp: int
     ep: int
     dp: int
-    """Among the ranks that hold the same share of the same experts."""
+    """Index among the ranks that hold the same shard of the same experts."""
     pp: int
 
 
@@ -43,7 +43,7 @@ class RankGrid:
     """Sizes of the axes, in megatron-core's order `tp-cp-ep-dp-pp`.
 
     Raises:
-        ConfigError: a size is below 1, or the experts' axes do not divide a pipeline stage.
+        ConfigError: a size is below 1, or `etp * ep` does not divide the ranks of a pipeline stage.
     """
 
     tp: int = 1
@@ -51,29 +51,31 @@ class RankGrid:
     dp: int = 1
     pp: int = 1
     ep: int = 1
-    """Expert parallel size: ranks among which routed experts are dealt."""
+    """Expert-parallel size: number of ranks that the routed experts are distributed over."""
     etp: int | None = None
-    """Expert tensor parallel size: ranks that split each routed expert. None: tp, which is megatron-core's default for
-    `expert_tensor_parallel_size`."""
+    """Expert-tensor-parallel size: number of ranks that each routed expert is split over.
+
+    None: `tp`, as megatron-core's `expert_tensor_parallel_size` defaults to.
+    """
 
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             if size is not None and size < 1:
                 raise ConfigError(f"{field.name} needs to be at least 1, got {size}")
-        if self._stage % (self.expert_tp * self.ep):
+        if self._stage_size % (self.expert_tp * self.ep):
             raise ConfigError(
                 f"etp {self.expert_tp} * ep {self.ep} = {self.expert_tp * self.ep} needs to divide the ranks of a "
-                f"pipeline stage, got tp {self.tp} * cp {self.cp} * dp {self.dp} = {self._stage}"
-                + ("; etp is tp where it is not given" if self.etp is None and self.tp > 1 else "")
+                f"pipeline stage, got tp {self.tp} * cp {self.cp} * dp {self.dp} = {self._stage_size}"
+                + ("; etp defaults to tp" if self.etp is None and self.tp > 1 else "")
             )
 
     @classmethod
     def of(cls, parallel: ParallelConfig, slots: int) -> RankGrid:
-        """The grid of a trainer on `slots` ranks.
+        """Return the grid of a trainer on `slots` ranks; dp is what the other sizes leave.
 
         Raises:
-            ConfigError: the sizes do not divide them.
+            ConfigError: tp * pp * cp does not divide `slots`.
         """
         dp, left = divmod(slots, parallel.model_size)
         if left:
@@ -86,37 +88,37 @@ class RankGrid:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
-        return self._stage * self.pp
+        """Number of ranks of the grid."""
+        return self._stage_size * self.pp
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that split each routed expert."""
+        """Number of ranks that each routed expert is split over."""
         return self.tp if self.etp is None else self.etp
 
     @property
     def expert_dp(self) -> int:
-        """Ranks of a pipeline stage that hold the same share of the same experts."""
-        return self._stage // (self.expert_tp * self.ep)
+        """Number of ranks of a pipeline stage that hold the same shard of the same experts."""
+        return self._stage_size // (self.expert_tp * self.ep)
 
     @property
-    def _stage(self) -> int:
+    def _stage_size(self) -> int:
         return self.tp * self.cp * self.dp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands."""
+        """Return the indices of `rank` on each axis."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Where `rank` stands as a holder of routed experts."""
+        """Return the indices of `rank` on each axis of the routed experts' grid."""
         rest, etp = divmod(rank, self.expert_tp)
         rest, ep = divmod(rest, self.ep)
         pp, dp = divmod(rest, self.expert_dp)
         return ExpertCoordinates(etp=etp, ep=ep, dp=dp, pp=pp)
 
     def output_rank(self, dp: int) -> int:
-        """The rank that answers for data-parallel replica `dp`: first tensor rank of its last pipeline stage."""
+        """Return the output rank of data-parallel replica `dp`: the first tensor rank of its last pipeline stage."""
         return self.tp * self.cp * (dp + self.dp * (self.pp - 1))

@@ -1,0 +1,1 @@
+"""Operating-system processes: signals, children, stacks, log files, startup times, atomic file writes."""

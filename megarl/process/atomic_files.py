@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Atomic file writes: readers see the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `path` when the block ends well and is removed when not."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` when the block succeeds and is deleted when it raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

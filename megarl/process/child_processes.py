@@ -1,7 +1,7 @@
-"""Child processes of an event loop: started in groups of their own, waited for in one place.
+"""Child processes of an asyncio event loop: each in its own process group, all reaped in one place.
 
-The loop's own subprocesses will not do: they wait for the end of the output too, which whatever a child has left
-behind may keep open, and they know nothing of orphans that this process has adopted.
+asyncio's own subprocesses do not suffice: they also wait for the end of the output, which orphans of a child may keep
+open, and they do not reap orphans that this process has adopted.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from megarl.process.descendants import at_start_of_child
+from megarl.process.descendants import make_preexec
 
 
-class Child:
-    """A process that was started here; made by `Children.start`."""
+class ChildProcess:
+    """A child process, created by `ChildProcesses.start`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Its exit code, or the negative of the signal that ended it."""
+        """Resolves to the exit code, or to the negative number of the signal that ended the process."""
 
-    def tell(self, line: bytes) -> None:
-        """Write to its stdin, which it may have closed, and close it."""
+    def send_line(self, line: bytes) -> None:
+        """Write `line` to the child's stdin and close it; does nothing if the child has closed it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line)
             self._process.stdin.close()
 
     async def output(self) -> asyncio.StreamReader:
-        """What it writes, to stderr too; only where it was started for that."""
+        """Return the child's stdout and stderr as one stream; only for a child started with `capture_output`."""
         assert self._process.stdout is not None
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -41,60 +41,63 @@ class Child:
         return reader
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal to the child, unless it has ended."""
         if not self.ended.done():
             os.kill(self.pid, number)
 
-    async def end(self, grace_seconds: float) -> None:
-        """End it: SIGTERM, and after `grace_seconds` SIGKILL."""
+    async def terminate(self, grace_seconds: float) -> None:
+        """Terminate the child: SIGTERM, after `grace_seconds` SIGKILL; wait until it has ended."""
         self.signal(signal.SIGTERM)
         await asyncio.wait((self.ended,), timeout=grace_seconds)
         self.signal(signal.SIGKILL)
-        await asyncio.wait((self.ended,))  # does not cancel it, as awaiting it would
+        await asyncio.wait((self.ended,))  # unlike awaiting the future, this does not cancel it
 
-    def has_ended(self, code: int) -> None:
-        """Its exit code is known."""
+    def set_exit_code(self, code: int) -> None:
+        """Record that the child has ended with exit code `code`."""
         self._process.returncode = code
         self.ended.set_result(code)
 
 
-class Children:
-    """Those of the running event loop, and what this process has adopted."""
+class ChildProcesses:
+    """Starts and reaps the child processes of the running event loop; reaps adopted orphans too."""
 
     def __init__(self) -> None:
-        self._children: dict[int, Child] = {}
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._bury)
+        self._children: dict[int, ChildProcess] = {}
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def start(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        when_parent_dies: signal.Signals,
-        is_told: bool = False,
-        is_heard: bool = False,
-    ) -> Child:
-        """A process of its own group: signals to this one's group are for this one to pass on.
+        parent_death_signal: signal.Signals,
+        has_stdin: bool = False,
+        capture_output: bool = False,
+    ) -> ChildProcess:
+        """Start a child in its own process group; this process forwards the signals that its own group receives.
 
         Args:
-            is_told: it has a stdin, for `Child.tell`.
-            is_heard: its output is for `Child.output`, not for the user.
+            command: program and arguments.
+            environment: the complete environment of the child.
+            parent_death_signal: signal that the child gets when this process dies.
+            has_stdin: open a pipe to its stdin, for `ChildProcess.send_line`.
+            capture_output: read its output with `ChildProcess.output` instead of showing it to the user.
         """
         process = subprocess.Popen(  # noqa: S603 -- the launcher's own command lines
             command,
             env=environment,
-            stdin=subprocess.PIPE if is_told else subprocess.DEVNULL,
-            stdout=subprocess.PIPE if is_heard else None,
-            stderr=subprocess.STDOUT if is_heard else None,
+            stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if capture_output else None,
+            stderr=subprocess.STDOUT if capture_output else None,
             process_group=0,
-            preexec_fn=at_start_of_child(when_parent_dies),
+            preexec_fn=make_preexec(parent_death_signal),
         )
-        child = self._children[process.pid] = Child(process)
+        child = self._children[process.pid] = ChildProcess(process)
         return child
 
-    def _bury(self) -> None:
-        with contextlib.suppress(ChildProcessError):  # there is no child at all
-            while (buried := os.waitpid(-1, os.WNOHANG))[0]:
-                child = self._children.pop(buried[0], None)
-                if child is not None:  # else an orphan
-                    child.has_ended(os.waitstatus_to_exitcode(buried[1]))
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # this process has no children
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                child = self._children.pop(reaped[0], None)
+                if child is not None:  # otherwise it was an adopted orphan
+                    child.set_exit_code(os.waitstatus_to_exitcode(reaped[1]))

@@ -1,4 +1,4 @@
-"""Processes that shall not outlive this one: its children, their children, and those who lost their parent."""
+"""Termination of all descendants of this process, including orphans of its children."""
 
 from __future__ import annotations
 
@@ -18,42 +18,45 @@ POLL_SECONDS = 0.02
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def adopt_orphans() -> None:
-    """From now on, a descendant whose parent ends becomes this process's child: none is out of reach."""
+def become_subreaper() -> None:
+    """Make this process the subreaper: a descendant whose parent ends becomes its child."""
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def at_start_of_child(when_parent_dies: signal.Signals) -> Callable[[], None]:
-    """What a child process calls before it becomes its program, so that it gets a signal when this process dies."""
+def make_preexec(parent_death_signal: signal.Signals) -> Callable[[], None]:
+    """Return a `preexec_fn` for a child process that gets `parent_death_signal` when this process dies."""
     parent = os.getpid()
 
     def prepare() -> None:
-        _call_prctl(PR_SET_PDEATHSIG, when_parent_dies)
-        # a notice, of which nobody is to die who has not asked for it: it stays pending until somebody looks
+        _call_prctl(PR_SET_PDEATHSIG, parent_death_signal)
+        # SIGUSR1 is only a notice: a program that does not handle it must not die, so it stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        if os.getppid() != parent:  # who died before the first line
+        if os.getppid() != parent:  # the parent died before the first line of this function
             os._exit(1)
 
     return prepare
 
 
-def end_descendants(grace_seconds: float) -> list[str]:
-    """End every descendant: SIGTERM, and SIGKILL to what is left after `grace_seconds`; returns who needed it.
+def terminate_descendants(grace_seconds: float) -> list[str]:
+    """Terminate every descendant: SIGTERM, and SIGKILL to those left after `grace_seconds`.
 
-    Only at the very end: it waits for children that were started elsewhere.
+    To be called last: it also reaps children that other code has started and may wait for.
+
+    Returns:
+        "name (pid)" of the processes that needed SIGKILL.
     """
     deadline = time.monotonic() + grace_seconds
-    asked: set[int] = set()
+    signaled: set[int] = set()
     killed: dict[int, str] = {}
-    while descendants := _living():
+    while descendants := _live_descendants():
         late = time.monotonic() > deadline
         for process in descendants:
             try:
                 if late:
                     killed.setdefault(process.pid, f"{process.name()} ({process.pid})")
                     process.kill()
-                elif process.pid not in asked:
-                    asked.add(process.pid)
+                elif process.pid not in signaled:
+                    signaled.add(process.pid)
                     process.terminate()
             except psutil.NoSuchProcess:
                 continue
@@ -61,8 +64,8 @@ def end_descendants(grace_seconds: float) -> list[str]:
     return list(killed.values())
 
 
-def _living() -> list[psutil.Process]:
-    """Descendants that run; those that have ended are let go."""
+def _live_descendants() -> list[psutil.Process]:
+    """Return the running descendants; reap the children that have ended."""
     living = []
     for process in psutil.Process().children(recursive=True):
         try:

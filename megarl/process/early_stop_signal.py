@@ -1,15 +1,15 @@
-"""SIGUSR1: the time limit is near; a run ends in order after the step under way.
+"""SIGUSR1 as early-stop request: the time limit is near, the run ends gracefully after the current step.
 
-The signal stays blocked, and whoever wants to know looks whether it is pending: it interrupts nothing, a second one is
-as good as the first, and none is lost while a process starts. What a process starts inherits the block. That matters
-because SIGUSR1 kills a process that has made no arrangement, and some of those who send it do so to every process of a
-job: Slurm to the tasks of a step with proctrack/cgroup, to all their descendants with proctrack/linuxproc.
+The signal stays blocked, and code that needs to know checks whether it is pending. So it interrupts nothing, repeated
+signals have no further effect, and none is lost while a process starts. Child processes inherit the block. That matters
+because SIGUSR1 kills a process without a handler, and some senders signal every process of a job: Slurm sends it to the
+tasks of a step with proctrack/cgroup, and to all their descendants with proctrack/linuxproc.
 
-A process that is not megarl's makes none: torchrun itself needs
+Programs that are not part of megarl do not block it. torchrun needs
 
     torchrun --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 600 ...
 
-by which it passes the signal on to its ranks and gives them so many seconds to end.
+to forward the signal to its ranks and to give them 600 seconds to end.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SIGNAL = signal.SIGUSR1
 
 
 @contextmanager
-def signal_held() -> Iterator[None]:
-    """In the block, the signal only becomes pending, in this thread and whatever it starts: before anything else."""
+def stop_signal_blocked() -> Iterator[None]:
+    """Block the signal in this thread and in what it starts, so that it only becomes pending; enter this first."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
-    # a launcher may have had it ignored, and then a pending one would be at the system's discretion
+    # a launcher may have set it to be ignored; POSIX leaves open whether an ignored signal becomes pending
     handler = signal.signal(SIGNAL, signal.SIG_DFL)
     try:
         yield
     finally:
-        if is_asked():
+        if stop_requested():
             signal.sigwait({SIGNAL})
         signal.signal(SIGNAL, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def is_asked() -> bool:
-    """Whether the signal has come, in `signal_held`."""
+def stop_requested() -> bool:
+    """Return whether the signal has arrived; only valid inside `stop_signal_blocked`."""
     return SIGNAL in signal.sigpending()

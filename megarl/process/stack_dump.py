@@ -1,9 +1,9 @@
-"""Where the processes of this machine are in their code: read from outside, since one that hangs answers no call.
+"""Stacks of processes on this node, read from outside because a hung process answers no calls.
 
-py-spy reads a process's memory, also of one that is stopped. For that it has to be root or the process's own user, and
-where ptrace is restricted (`kernel.yama.ptrace_scope` 1 or more, some containers), root or CAP_SYS_PTRACE. Else the
-process is asked with SIGUSR2 to write its own account, which one that is stopped does not do, and which SGLang's
-schedulers have made no arrangement for: those stay unread.
+py-spy reads the memory of a process, even if it is stopped. It must run as root or as the user of the process; where
+ptrace is restricted (`kernel.yama.ptrace_scope` 1 or more, some containers) it needs root or CAP_SYS_PTRACE. If py-spy
+fails, SIGUSR2 makes the process dump its own stacks. Stopped processes cannot do that, and SGLang's schedulers do not
+handle the signal: their stacks are not read.
 """
 
 from __future__ import annotations
@@ -24,151 +24,157 @@ from shutil import which
 import psutil
 
 SIGNAL = signal.SIGUSR2
-"""Asks for an account; SIGUSR1 asks for an early end."""
+"""Requests a stack dump; SIGUSR1 is the early-stop signal."""
 
-FILE = "megarl-stacks"
+MEMFD_NAME = "megarl-stacks"
+"""Name of the memory file that a process dumps its stacks to."""
 
-AT_ONCE = 8
-"""Processes that are read side by side."""
+MAX_PARALLEL_READS = 8
+"""Number of processes that are read concurrently."""
 
-ONE_PROCESS_SECONDS = 10.0
-ATTEMPTS = 3
-"""A process that runs may change what is read of it meanwhile."""
+PER_PROCESS_SECONDS = 10.0
+MAX_ATTEMPTS = 3
+"""Attempts of py-spy, which fails if a running process changes the memory that it reads."""
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessPlace:
-    """Where a process is to be found."""
+class ProcessInfo:
+    """Identifies a process of the run and the file of its stack dumps."""
 
     node_id: str
-    """Ray's."""
+    """Ray's id of the node."""
     host: str
     pid: int
-    account: int
-    """File descriptor, in the process, of what it writes when it gets SIGNAL."""
+    dump_fd: int
+    """File descriptor, in that process, of the file that it dumps its stacks to on SIGNAL."""
 
 
 @cache
-def give_account() -> int:
-    """Have this process write its threads' stacks when it gets SIGNAL, to the file descriptor that is returned."""
-    file = os.memfd_create(FILE)  # nothing on disk, and gone with the process
+def register_stack_dump() -> int:
+    """Make this process dump the stacks of its threads on SIGNAL; return the file descriptor it writes to."""
+    file = os.memfd_create(MEMFD_NAME)  # in memory only, released when the process ends
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
     return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """Of some processes."""
+    """The stacks of one or more processes, as text."""
 
-    brief: tuple[str, ...]
-    """A line for each: what it is doing on its main thread. The one that differs is the one that others wait for."""
+    summary_lines: tuple[str, ...]
+    """One line per process: its state and the innermost frame of its main thread.
+
+    A process that differs from the others is usually the one they wait for.
+    """
     text: str
-    """All threads, also of the processes below."""
+    """Stacks of all threads of the processes and of their descendants."""
 
 
-def read_stacks(places: Mapping[str, ProcessPlace], seconds: float) -> Stacks:
-    """The stacks of these processes of this machine, by name, and of those below them.
+def read_stacks(processes: Mapping[str, ProcessInfo], seconds: float) -> Stacks:
+    """Read the stacks of processes on this node and of their descendants.
 
     Args:
-        seconds: after so many, those that have not been read are left out, and named.
+        processes: the processes by the names to show.
+        seconds: time limit; processes that have not been read by then are listed without stacks.
     """
-    ends = time.monotonic() + seconds
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        found = list(threads.map(lambda name: _family(name, places[name], ends), places))
+    deadline = time.monotonic() + seconds
+    with ThreadPoolExecutor(MAX_PARALLEL_READS) as threads:
+        found = list(threads.map(lambda name: _read_process_tree(name, processes[name], deadline), processes))
     return Stacks(
-        brief=tuple(line for each in found for line in each.brief), text="\n".join(each.text for each in found)
+        summary_lines=tuple(line for each in found for line in each.summary_lines),
+        text="\n".join(each.text for each in found),
     )
 
 
-def _family(name: str, place: ProcessPlace, ends: float) -> Stacks:
-    """A process, in brief, and those below it."""
-    if not _is_alive(place):
-        gone = f"{name} (pid {place.pid} on {place.host}) is gone"
-        return Stacks(brief=(gone,), text=f"== {gone} ==\n")
-    own = _section(name, place, place.pid, ends, place.account)
+def _read_process_tree(name: str, info: ProcessInfo, deadline: float) -> Stacks:
+    """Read a process, with its summary line, and its descendants."""
+    if not _is_alive(info):
+        gone = f"{name} (pid {info.pid} on {info.host}) has ended"
+        return Stacks(summary_lines=(gone,), text=f"== {gone} ==\n")
+    own = _describe_process(name, info, info.pid, deadline, info.dump_fd)
     try:
-        children = psutil.Process(place.pid).children(recursive=True)
+        children = psutil.Process(info.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         children = []
-    below = [_section(f"{name}, below it", place, child.pid, ends, None) for child in children]
-    return Stacks(brief=own.brief, text="\n".join([own.text, *(each.text for each in below)]))
+    below = [_describe_process(f"{name}, descendant", info, child.pid, deadline, None) for child in children]
+    return Stacks(summary_lines=own.summary_lines, text="\n".join([own.text, *(each.text for each in below)]))
 
 
-def _is_alive(place: ProcessPlace) -> bool:
-    """Whether it is there, and no other process that has its pid by now."""
+def _is_alive(info: ProcessInfo) -> bool:
+    """Return whether the process still exists and its pid has not been reused."""
     try:
-        return os.readlink(f"/proc/{place.pid}/fd/{place.account}").startswith(f"/memfd:{FILE}")
+        return os.readlink(f"/proc/{info.pid}/fd/{info.dump_fd}").startswith(f"/memfd:{MEMFD_NAME}")
     except FileNotFoundError:
         return False
-    except PermissionError:  # nothing can be told, and nothing will be read
+    except PermissionError:  # cannot tell; reading it will fail too
         return True
 
 
-def _section(name: str, place: ProcessPlace, pid: int, ends: float, account: int | None) -> Stacks:
-    where = f"{name} (pid {pid} on {place.host}"
+def _describe_process(name: str, info: ProcessInfo, pid: int, deadline: float, dump_fd: int | None) -> Stacks:
+    where = f"{name} (pid {pid} on {info.host}"
     try:
         process = psutil.Process(pid)
         state, title = process.status(), " ".join(process.cmdline()).strip()[:200] or process.name()
     except psutil.NoSuchProcess:
-        return Stacks(brief=(f"{where}) is gone",), text=f"== {where}) is gone ==\n")
-    left = min(ONE_PROCESS_SECONDS, ends - time.monotonic())
+        return Stacks(summary_lines=(f"{where}) has ended",), text=f"== {where}) has ended ==\n")
+    left = min(PER_PROCESS_SECONDS, deadline - time.monotonic())
     if left <= 0:
-        place_in_code, found = "not read", "not read: out of time\n"
+        location, found = "not read", "not read: out of time\n"
     else:
-        place_in_code, found = _found(pid, account, left)
-    return Stacks(brief=(f"{where}): {state}, {place_in_code}",), text=f"== {where}, {state}): {title} ==\n{found}")
+        location, found = _read_one_process(pid, dump_fd, left)
+    return Stacks(summary_lines=(f"{where}): {state}, {location}",), text=f"== {where}, {state}): {title} ==\n{found}")
 
 
-def _found(pid: int, account: int | None, seconds: float) -> tuple[str, str]:
-    """What its main thread is in, and its stacks."""
-    text, problem = _spied(pid, seconds)
+def _read_one_process(pid: int, dump_fd: int | None, seconds: float) -> tuple[str, str]:
+    """Return the location of the main thread and the stacks of all threads."""
+    text, problem = _run_py_spy(pid, seconds)
     if text is not None:
-        return f"in {_innermost(text)}", text
-    if account is None:
+        return f"in {_innermost_frame(text)}", text
+    if dump_fd is None:
         return "not read", f"not read: {problem}\n"
-    own = _own_account(pid, account, seconds)
+    own = _request_own_dump(pid, dump_fd, seconds)
     if own is None:
         return "not read", f"not read: {problem}; and it does not answer {SIGNAL.name}\n"
-    return "see below", f"{problem}; its own account:\n{own}"
+    return "see below", f"{problem}; dumped by the process itself:\n{own}"
 
 
-def _innermost(text: str) -> str:
-    """Of py-spy's main thread, the function."""
+def _innermost_frame(text: str) -> str:
+    """Return the innermost frame of the main thread in py-spy's output `text`."""
     _, _, main = text.partition('"MainThread"')
     return main.splitlines()[1].strip() if main.count("\n") > 1 else "no Python"
 
 
-def _spied(pid: int, seconds: float) -> tuple[str | None, str]:
-    """What py-spy says of it; or None, and why."""
+def _run_py_spy(pid: int, seconds: float) -> tuple[str | None, str]:
+    """Return py-spy's dump and an empty string, or None and the reason of the failure."""
     program = which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
         return None, "py-spy is not installed"
     problem = ""
-    for _ in range(ATTEMPTS):
-        # without --nonblocking it stops the process, and fails on one that is stopped already
+    for _ in range(MAX_ATTEMPTS):
+        # without --nonblocking, py-spy stops the process, and fails if it is already stopped
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)  # noqa: S603 -- a program of this installation
         except subprocess.TimeoutExpired:
             return None, f"py-spy took longer than {seconds:.0f} s"
         if done.returncode == 0:
-            return "\n".join(done.stdout.splitlines()[2:]).strip() + "\n", ""  # the first two name the process
+            return "\n".join(done.stdout.splitlines()[2:]).strip() + "\n", ""  # the first two lines name the process
         problem = f"py-spy: {(done.stderr.strip() or 'no reason given').splitlines()[0]}"
     return None, problem
 
 
-def _own_account(pid: int, account: int, seconds: float) -> str | None:
-    """What the process writes when it is asked, if it does."""
-    ends = time.monotonic() + min(seconds, 2.0)
+def _request_own_dump(pid: int, dump_fd: int, seconds: float) -> str | None:
+    """Send SIGNAL and return what the process dumps; None if it does not."""
+    deadline = time.monotonic() + min(seconds, 2.0)
     try:
-        if not _catches(pid):
+        if not _has_handler(pid):
             return None
-        with Path(f"/proc/{pid}/fd/{account}").open("rb") as file:
+        with Path(f"/proc/{pid}/fd/{dump_fd}").open("rb") as file:
             file.seek(0, os.SEEK_END)
             os.kill(pid, SIGNAL)
             text = b""
-            while time.monotonic() < ends:
+            while time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 more = file.read()
                 if text and not more:
@@ -179,8 +185,8 @@ def _own_account(pid: int, account: int, seconds: float) -> str | None:
         return None
 
 
-def _catches(pid: int) -> bool:
-    """Whether SIGNAL would not kill it."""
+def _has_handler(pid: int) -> bool:
+    """Return whether the process handles SIGNAL, which would kill it otherwise."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (SIGNAL - 1) & 1)

@@ -1,6 +1,6 @@
-"""How this process came up: when it was there, when it imported modules, when it built what it was made for.
+"""Startup trace of this process: when it was ready, when it imported modules, when it built its workers.
 
-In Unix time, so that processes compare; those of several machines as well as their clocks agree.
+Times are Unix times, so that processes can be compared; across nodes as precisely as their clocks agree.
 """
 
 from __future__ import annotations
@@ -12,52 +12,55 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-STARTED = "MEGARL_STARTED"
-"""Environment variable of a launcher or a batch script: the Unix time at which it began."""
+STARTED_VARIABLE = "MEGARL_STARTED"
+"""Environment variable set by a launcher or batch script: the Unix time at which it started."""
 
 Interval = tuple[float, float]
-"""Begin and end."""
+"""Begin and end, Unix times in seconds."""
 
-_imports: list[Interval] = []  # of the process, as what it has imported is
+_imports: list[Interval] = []  # module state, because imports are per process too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessStart:
-    """What came of it so far."""
+class StartupTiming:
+    """Timing of a process's startup so far."""
 
-    there: float
-    """When the process could be told what to do."""
+    ready_at: float
+    """Unix time at which the process could take calls."""
     imports: tuple[Interval, ...]
     builds: tuple[Interval, ...]
 
 
-class Diary:
-    """Of a process that is there now and that builds things, one after the other."""
+class StartupTrace:
+    """Records the startup of a process, which is ready when this is created and builds one worker at a time."""
 
     def __init__(self) -> None:
-        self._there = self._free_since = time.time()
+        self._ready_at = self._idle_since = time.time()
         self._builds: list[Interval] = []
 
-    def called(self, asked: float) -> None:
-        """A call has arrived, which was made at `asked`: what it brings had to be imported since."""
-        _imports.append((max(asked, self._free_since), time.time()))
+    def record_call(self, requested_at: float) -> None:
+        """Record the arrival of a call made at `requested_at`: until now its modules were imported."""
+        _imports.append((max(requested_at, self._idle_since), time.time()))
 
     @contextmanager
-    def building(self, asked: float) -> Iterator[None]:
-        """As `called`; and the block builds."""
-        self.called(asked)
-        begun = time.time()
+    def record_build(self, requested_at: float) -> Iterator[None]:
+        """Record the arrival of a call, as `record_call`, and the block as a build."""
+        self.record_call(requested_at)
+        began = time.time()
         yield
-        self._free_since = time.time()
-        self._builds.append((begun, self._free_since))
+        self._idle_since = time.time()
+        self._builds.append((began, self._idle_since))
 
-    def read(self) -> ProcessStart:
-        """What is in it."""
-        return ProcessStart(there=self._there, imports=tuple(_imports), builds=tuple(self._builds))
+    def snapshot(self) -> StartupTiming:
+        """Return the timing recorded so far."""
+        return StartupTiming(ready_at=self._ready_at, imports=tuple(_imports), builds=tuple(self._builds))
 
 
-def process_created() -> float:
-    """When this process was, to the hundredth of a second; psutil would add the time of boot in whole seconds."""
+def process_creation_time() -> float:
+    """Return the Unix time at which this process was created, to 0.01 s.
+
+    psutil is less precise: it adds the boot time, which is in full seconds.
+    """
     stat = Path("/proc/self/stat").read_text()
     ticks_after_boot = int(stat.rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks_after_boot / os.sysconf("SC_CLK_TCK")
@@ -65,8 +68,8 @@ def process_created() -> float:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """The block imports what takes seconds."""
-    begun = time.time()
+def record_imports() -> Iterator[None]:
+    """Record the block as imports; for imports that take seconds."""
+    began = time.time()
     yield
-    _imports.append((begun, time.time()))
+    _imports.append((began, time.time()))

@@ -1,7 +1,8 @@
-"""Work in a child process, with whatever comes of it ended even where one of the two is killed.
+"""Runs work in a child process and leaves no process behind, even if parent or child is killed.
 
-launch     waits, and passes signals on        killed: the child is told to end, and does so in order
-work     starts processes, ends them all     killed: the parent adopts what it leaves, and ends that
+process    what it does                                   if it is killed
+parent     waits and forwards signals                     the child gets SIGTERM and ends gracefully
+child      runs the work, terminates what it started      the parent adopts its processes and terminates them
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from megarl.process.descendants import adopt_orphans, at_start_of_child, end_descendants
+from megarl.process.descendants import become_subreaper, make_preexec, terminate_descendants
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 GRACE_SECONDS = 2.0
-"""For processes that are left when the work is done."""
+"""Grace period for processes that are left when the work is done."""
 
 
-def keep(work: Callable[[], bytes]) -> tuple[bytes, int]:
-    """What `work` returns in a child process, and that process's exit code: not 0 where there is nothing.
+def run_as_subreaper(work: Callable[[], bytes]) -> tuple[bytes, int]:
+    """Run `work` in a child process; forward termination signals to it and leave no descendant behind.
 
-    Signals that ask for an end are passed on to it; no descendant is left.
+    Returns:
+        The bytes that `work` returned, and the exit code of the child; empty and not 0 if it failed.
     """
-    passed_on = {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}  # nohup
-    awaited = passed_on | {signal.SIGCHLD}
-    adopt_orphans()
-    prepare = at_start_of_child(signal.SIGTERM)
-    result, answer = os.pipe()
+    forwarded = {number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}  # nohup
+    awaited = forwarded | {signal.SIGCHLD}
+    become_subreaper()
+    preexec = make_preexec(signal.SIGTERM)
+    read_fd, write_fd = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -37,31 +39,31 @@ def keep(work: Callable[[], bytes]) -> tuple[bytes, int]:
         child = os.fork()
         if child == 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            prepare()
-            _work(work, answer)
-        os.close(answer)
-        code = _wait(child, awaited)
+            preexec()
+            _run_in_child(work, write_fd)
+        os.close(write_fd)
+        code = _wait_for_child(child, awaited)
     finally:
-        end_descendants(GRACE_SECONDS)
+        terminate_descendants(GRACE_SECONDS)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with os.fdopen(result, "rb") as reader:
+    with os.fdopen(read_fd, "rb") as reader:
         return reader.read(), code
 
 
-def _work(work: Callable[[], bytes], answer: int) -> None:
-    """In the child, which does not return."""
+def _run_in_child(work: Callable[[], bytes], write_fd: int) -> None:
+    """Run `work` in the child and write its result to the file descriptor `write_fd`; does not return."""
     code = 1
     try:
-        os.setpgid(0, 0)  # what goes to the group is passed on already
-        adopt_orphans()
+        os.setpgid(0, 0)  # the parent forwards what its group receives
+        become_subreaper()
         try:
-            said = work()
+            result = work()
         finally:
-            end_descendants(GRACE_SECONDS)
-        with os.fdopen(answer, "wb") as writer:
-            writer.write(said)
+            terminate_descendants(GRACE_SECONDS)
+        with os.fdopen(write_fd, "wb") as writer:
+            writer.write(result)
         code = 0
-    except BaseException:  # noqa: BLE001 -- nothing of the parent's is to run on in the child
+    except BaseException:  # noqa: BLE001 -- the parent's code must not continue in the child
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -69,7 +71,7 @@ def _work(work: Callable[[], bytes], answer: int) -> None:
         os._exit(code)
 
 
-def _wait(child: int, awaited: set[signal.Signals]) -> int:
+def _wait_for_child(child: int, awaited: set[signal.Signals]) -> int:
     while True:
         number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:

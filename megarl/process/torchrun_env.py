@@ -1,4 +1,4 @@
-"""The world that torchrun has put this process in, from its environment alone: imports nothing heavy."""
+"""The torchrun world of this process, read from its environment variables; imports no heavy modules."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from dataclasses import dataclass
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError, MegarlError
 
-PATIENCE_SECONDS = 10.0
-"""How long rank 0 may take longer than another rank to come upon the same mistake."""
+RANK0_GRACE_SECONDS = 10.0
+"""How much longer rank 0 may take than another rank to find the same error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchrunWorld:
-    """This process's place among torchrun's."""
+    """Ranks and sizes of this process in torchrun's world."""
 
     rank: int
     size: int
     local_rank: int
-    """On this machine."""
+    """Rank among the processes of this node."""
     local_size: int
+    """Number of torchrun's processes on this node."""
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Nodes, and slots of each; machines that differ count as one."""
+        """Number of nodes and slots per node; (1, `size`) if the nodes have different numbers of ranks."""
         nodes, rest = divmod(self.size, self.local_size)
         return (1, self.size) if rest else (nodes, self.local_size)
 
-    def require(self, placement: PlacementConfig) -> None:
-        """Return if the world has a rank for every slot, and no more.
+    def check_placement(self, placement: PlacementConfig) -> None:
+        """Check that the world has exactly one rank per slot of `placement`.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: it has more or fewer.
         """
         if placement.slots != self.size:
             raise ConfigError(
@@ -47,7 +48,7 @@ class TorchrunWorld:
 
 
 def torchrun_world() -> TorchrunWorld | None:
-    """None where this process was not started by torchrun."""
+    """Return this process's world, or None if torchrun did not start it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -56,10 +57,10 @@ def torchrun_world() -> TorchrunWorld | None:
 
 
 @contextmanager
-def said_once(world: TorchrunWorld | None) -> Iterator[None]:
-    """For a block that fails on every rank alike, before they have joined: rank 0 says why, and torchrun ends the rest.
+def report_on_rank0(world: TorchrunWorld | None) -> Iterator[None]:
+    """Report an error that all ranks find, before they have joined, only on rank 0; torchrun then ends the others.
 
-    A rank that is not ended for `PATIENCE_SECONDS` after its error was alone with it, and raises it after all.
+    A rank that is still alive `RANK0_GRACE_SECONDS` after its error was the only one to fail, and raises the error.
     """
     try:
         yield
@@ -68,5 +69,5 @@ def said_once(world: TorchrunWorld | None) -> Iterator[None]:
             raise
         code = error.exit_code
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(PATIENCE_SECONDS)
+        time.sleep(RANK0_GRACE_SECONDS)
         raise

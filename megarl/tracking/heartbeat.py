@@ -1,11 +1,11 @@
-"""`heartbeat.json` of a run folder: a sign of life for monitors that know nothing of Ray.
+"""`heartbeat.json` of a run folder: a sign of life for monitors that do not use Ray.
 
     {"time": "2026-01-31T12:00:05+00:00", "pid": 4711, "host": "n1", "status": "running", "step": 12, "steps": 40,
      "phase": "train", "phase_since": "2026-01-31T12:00:01+00:00", "last_step_seconds": 8.1,
      "last_checkpoint_step": 10, "policy_version": 11}
 
-It is replaced as a whole, so that a reader never sees half of it, every few seconds. An old `time` says that the
-process is gone or its disk hangs; an old `phase_since` with a new `time`, that the run does not get on.
+The file is replaced atomically every few seconds. An old `time` means that the process is dead or its disk hangs; an
+old `phase_since` with a recent `time` means that the run makes no progress.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from megarl.process.atomic_files import replaced
+from megarl.process.atomic_files import atomic_write
 
 HEARTBEAT_FILE = "heartbeat.json"
 
 Status = Literal["starting", "running", "recovering", "ended", "failed"]
 
 INTERVAL_SECONDS = 5.0
-LEAST_SECONDS = 0.5
-"""Between two writes, however short phases are."""
+MIN_INTERVAL_SECONDS = 0.5
+"""Minimum time between two writes, however short phases are."""
 
-LAST_WRITE_SECONDS = 5.0
-"""How long the end of a run waits for the last one: a disk may hang."""
+CLOSE_TIMEOUT_SECONDS = 5.0
+"""How long `close` waits for the last write: the disk may hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """What the file says."""
+class HeartbeatRecord:
+    """The fields of the heartbeat file."""
 
     time: str
-    """When it was written: ISO 8601, UTC."""
+    """When the file was written: ISO 8601, UTC."""
     pid: int
-    """Of the process that writes it, which runs the algorithm."""
+    """Process id of the writer, which runs the algorithm."""
     host: str
     status: Status
-    """`ended` and `failed` are the last."""
+    """State of the run; `ended` and `failed` are final."""
     step: int
-    """The step under way; 0 before the first."""
+    """The current step; 0 before the first."""
     steps: int
-    """As many as the run is to have."""
+    """Number of steps that the run is configured for."""
     phase: str
-    """The newest that was begun; empty before the first."""
+    """The phase that began last; empty before the first."""
     phase_since: str
-    """When it began: ISO 8601, UTC."""
+    """When the phase began: ISO 8601, UTC."""
     last_step_seconds: float | None = None
-    """How long the last finished step took."""
+    """Duration of the last finished step."""
     last_checkpoint_step: int | None = None
-    """The step after which the newest whole checkpoint was taken."""
+    """Step of the newest complete checkpoint."""
     policy_version: int | None = None
-    """Of the weights that the engines have."""
+    """Version of the weights in the engines."""
 
 
 class Heartbeat:
-    """Keeps the file of a run; its callers never wait for the disk, since a thread of its own writes."""
+    """Writes the heartbeat file of a run from a separate thread, so that callers never wait for the disk."""
 
     def __init__(
-        self, path: Path, *, steps: int, say: Callable[[str], None], interval_seconds: float = INTERVAL_SECONDS
+        self, path: Path, *, steps: int, notify: Callable[[str], None], interval_seconds: float = INTERVAL_SECONDS
     ) -> None:
-        """`say` tells the user, once, that the file cannot be written; the run goes on."""
-        self._path, self._say, self._interval = path, say, interval_seconds
+        """`notify` gets a message, once, if the file cannot be written; the run continues."""
+        self._path, self._notify, self._interval = path, notify, interval_seconds
         now = _now()
-        self._beat = Beat(
+        self._record = HeartbeatRecord(
             time=now,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -81,65 +81,65 @@ class Heartbeat:
             phase_since=now,
         )
         self._lock, self._changed, self._closed = threading.Lock(), threading.Event(), threading.Event()
-        self._told = False
-        self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+        self._has_reported = False
+        self._thread = threading.Thread(target=self._write_loop, name="heartbeat", daemon=True)
         self._thread.start()
 
     def phase(self, step: int, name: str) -> None:
-        """The run is now in phase `name` of step `step`."""
+        """Record that phase `name` of step `step` has begun."""
         with self._lock:
-            self._beat = replace(self._beat, step=step, phase=name, phase_since=_now())
+            self._record = replace(self._record, step=step, phase=name, phase_since=_now())
         self._changed.set()
 
     def status(self, status: Status) -> None:
-        """What the run does as a whole."""
+        """Record the state of the run."""
         with self._lock:
-            self._beat = replace(self._beat, status=status)
+            self._record = replace(self._record, status=status)
         self._changed.set()
 
     def finished_step(self, seconds: float) -> None:
-        """The step under way is over, and took so long."""
+        """Record that the current step has finished, after `seconds`."""
         with self._lock:
-            self._beat = replace(self._beat, last_step_seconds=seconds)
+            self._record = replace(self._record, last_step_seconds=seconds)
 
     def saved(self, step: int) -> None:
-        """A checkpoint of the state after `step` is whole."""
+        """Record that the checkpoint of `step` is complete."""
         with self._lock:
-            self._beat = replace(self._beat, last_checkpoint_step=step)
+            self._record = replace(self._record, last_checkpoint_step=step)
 
     def pushed(self, policy_version: int) -> None:
-        """The engines have these weights."""
+        """Record that the engines have the weights `policy_version`."""
         with self._lock:
-            self._beat = replace(self._beat, policy_version=policy_version)
+            self._record = replace(self._record, policy_version=policy_version)
 
     def close(self, status: Literal["ended", "failed"]) -> None:
-        """Write the last state; a second time does nothing."""
+        """Write the final status and stop the thread; a second call does nothing."""
         if self._closed.is_set():
             return
         self.status(status)
         self._closed.set()
         self._changed.set()
-        self._thread.join(LAST_WRITE_SECONDS)
+        self._thread.join(CLOSE_TIMEOUT_SECONDS)
 
-    def _write_on(self) -> None:
+    def _write_loop(self) -> None:
         is_last = False
         while not is_last:
             is_last = self._closed.is_set()
             self._changed.clear()
             self._write()
-            if not self._closed.wait(min(LEAST_SECONDS, self._interval)):
-                self._changed.wait(max(0.0, self._interval - LEAST_SECONDS))
+            if not self._closed.wait(min(MIN_INTERVAL_SECONDS, self._interval)):
+                self._changed.wait(max(0.0, self._interval - MIN_INTERVAL_SECONDS))
 
     def _write(self) -> None:
         with self._lock:
-            beat = replace(self._beat, time=_now())
+            record = replace(self._record, time=_now())
         try:
-            with replaced(self._path) as draft:
-                draft.write_text(json.dumps(asdict(beat)) + "\n")
+            with atomic_write(self._path) as draft:
+                draft.write_text(json.dumps(asdict(record)) + "\n")
         except OSError as error:
-            if not self._told:
-                self._told = True
-                self._say(f"{self._path} cannot be written and does not tell how the run is: {error}")
+            if not self._has_reported:
+                self._has_reported = True
+                self._notify(f"{self._path} cannot be written, so monitors cannot see the state of the run: {error}")
 
 
 def _now() -> str:

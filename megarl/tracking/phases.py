@@ -1,8 +1,8 @@
-"""Where the time of a step goes.
+"""Timing of the phases of a step.
 
 timer.start_step()
-with timer.phase("rollout", waiting=True): ...     # other processes work, this one waits
-with timer.phase("advantages"): ...                # this process works
+with timer.phase("rollout", waiting=True): ...     # other processes compute, this one waits
+with timer.phase("advantages"): ...                # this process computes
 metrics = timer.take()                             # time/rollout_seconds, ..., controller/own_fraction
 """
 
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A phase that has begun and not ended. Two that began together are still two."""
+class _OpenPhase:
+    """A phase that has begun and not ended. Compared by identity: equal phases may be open at the same time."""
 
     name: str
     since: float
 
 
 class PhaseTimer:
-    """Seconds per phase and step, of one thread or one event loop.
+    """Measures the seconds per phase and step in one thread or one event loop.
 
-    Phases may nest, overlap (as asyncio tasks do) and last over several steps: each step gets its part.
+    Phases may nest, overlap (as asyncio tasks do) and span several steps; each step then gets its share.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._made = clock()
-        self._before = 0.0
+        self._created_at = clock()
+        self._resumed_seconds = 0.0
         self._step_since: float | None = None
-        self._open: list[_Open] = []
+        self._open: list[_OpenPhase] = []
         self._seconds: dict[str, float] = {}
         self._totals: dict[str, float] = {}
         self._num_waiting = 0
@@ -41,22 +41,22 @@ class PhaseTimer:
         self._waiting_seconds = 0.0
 
     def resume(self, seconds: float, totals: Mapping[str, float]) -> None:
-        """Count on from what another timer has measured."""
-        self._before += seconds
-        for name, of_phase in totals.items():
-            self._totals[name] = self._totals.get(name, 0.0) + of_phase
+        """Add what a timer had measured before a restart: its `seconds` and `totals`."""
+        self._resumed_seconds += seconds
+        for name, phase_seconds in totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + phase_seconds
 
     def seconds(self) -> float:
-        """Since the timer was made, and what it counts on from."""
-        return self._before + self._clock() - self._made
+        """Return the seconds since the timer was created, plus the resumed ones."""
+        return self._resumed_seconds + self._clock() - self._created_at
 
     @property
     def totals(self) -> Mapping[str, float]:
-        """Seconds per phase since the timer was made, within steps and between them, and what it counts on from."""
+        """Seconds per phase since the timer was created, within and between steps, plus the resumed ones."""
         return dict(self._totals)
 
     def start_step(self) -> None:
-        """Begin a step; what was measured since the last `take` counts only in `totals`."""
+        """Begin a step; time measured since the last `take` counts only in `totals`."""
         now = self._clock()
         self._credit_open(now)
         self._step_since = now
@@ -65,9 +65,9 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = False) -> Iterator[None]:
-        """Measure the block as `name`. `waiting`: other processes do the work meanwhile."""
+        """Measure the block as phase `name`. `waiting`: other processes do the work, this one waits."""
         now = self._clock()
-        entry = _Open(name, now)
+        entry = _OpenPhase(name, now)
         self._open.append(entry)
         if waiting:
             if self._num_waiting == 0:
@@ -85,9 +85,9 @@ class PhaseTimer:
                     self._waiting_seconds += now - self._waiting_since
 
     def take(self) -> dict[str, float]:
-        """End the step: `time/<phase>_seconds`, `time/step_seconds` and `controller/own_fraction`.
+        """End the step; return `time/<phase>_seconds`, `time/step_seconds` and `controller/own_fraction`.
 
-        `own_fraction` is the share of the step in which no waiting phase was open: what this process itself costs.
+        `own_fraction` is the fraction of the step in which no waiting phase was open: the cost of this process itself.
         """
         assert self._step_since is not None, "take() without start_step()"
         now = self._clock()
@@ -105,7 +105,7 @@ class PhaseTimer:
             self._waiting_seconds += now - self._waiting_since
             self._waiting_since = now
 
-    def _credit(self, entry: _Open, now: float) -> None:
-        for table in (self._seconds, self._totals):
-            table[entry.name] = table.get(entry.name, 0.0) + now - entry.since
+    def _credit(self, entry: _OpenPhase, now: float) -> None:
+        for seconds_by_phase in (self._seconds, self._totals):
+            seconds_by_phase[entry.name] = seconds_by_phase.get(entry.name, 0.0) + now - entry.since
         entry.since = now

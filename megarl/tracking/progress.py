@@ -1,4 +1,4 @@
-"""What a run shows while it works: one line a step, and on a terminal the phase it is in.
+"""Progress output of a run: one line per step and, on a terminal, the current phase.
 
 step  3/40  reward 0.625  eval 0.853  4.2k tok/s  sync 0.04 s 2.0 MB  5.1 s
 ⠙ step 4/40 rollout
@@ -16,23 +16,23 @@ from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
-    """One finished step. What is None is left out."""
+class StepSummary:
+    """The figures of one finished step that its progress line shows; None is left out."""
 
     step: int
-    """From 1."""
+    """Number of the step, from 1."""
     seconds: float
     reward: float | None = None
-    """Mean over the step's trajectories."""
+    """Mean reward of the step's trajectories."""
     loss: float | None = None
     evaluation: float | None = None
-    """Where the step ended with an evaluation."""
+    """Evaluation score, if the step ended with an evaluation."""
     tokens_per_second: float | None = None
     weight_sync_seconds: float | None = None
     weight_sync_bytes: int | None = None
 
     def text(self, num_steps: int) -> str:
-        """The line, without markup."""
+        """Return the progress line, without markup."""
         parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}"]
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
@@ -41,22 +41,22 @@ class StepLine:
         if self.evaluation is not None:
             parts.append(f"eval {self.evaluation:.3f}")
         if self.tokens_per_second is not None:
-            parts.append(f"{scaled(self.tokens_per_second)}tok/s")
+            parts.append(f"{format_si(self.tokens_per_second)}tok/s")
         if self.weight_sync_seconds is not None:
             sync = f"sync {self.weight_sync_seconds:.2f} s"
-            parts.append(sync if self.weight_sync_bytes is None else f"{sync} {scaled(self.weight_sync_bytes)}B")
+            parts.append(sync if self.weight_sync_bytes is None else f"{sync} {format_si(self.weight_sync_bytes)}B")
         parts.append(f"{self.seconds:.1f} s")
         return "  ".join(parts)
 
 
 class RunProgress:
-    """Prints step lines; on a terminal, a spinner below them names the current phase.
+    """Prints step summaries; on a terminal, a spinner below them names the current phase.
 
         with RunProgress(num_steps=40) as progress:
             progress.phase(1, "rollout")
-            progress.done(StepLine(step=1, seconds=5.1, reward=0.5))
+            progress.done(StepSummary(step=1, seconds=5.1, reward=0.5))
 
-    Off a terminal (a log file, a pipe) phases are silent and the lines plain.
+    If the output is not a terminal (a log file, a pipe), phases are not shown and the lines are plain.
     """
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
@@ -65,7 +65,7 @@ class RunProgress:
         self._status: Status | None = None
 
     def phase(self, step: int, name: str) -> None:
-        """Show that step `step` is now in phase `name`."""
+        """Show that step `step` is in phase `name`."""
         if not self._console.is_terminal:
             return
         text = Text(f"step {step}/{self._num_steps} {name}")
@@ -75,16 +75,16 @@ class RunProgress:
         else:
             self._status.update(text)
 
-    def done(self, line: StepLine) -> None:
-        """Print a finished step."""
-        self.say(line.text(self._num_steps))
+    def done(self, line: StepSummary) -> None:
+        """Print the line of a finished step."""
+        self.notify(line.text(self._num_steps))
 
-    def say(self, text: str) -> None:
-        """Print a line of its own, as it is."""
+    def notify(self, text: str) -> None:
+        """Print `text` verbatim as a separate line."""
         self._console.print(text, markup=False, highlight=self._console.is_terminal, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the spinner away."""
+        """Remove the spinner from the terminal."""
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -98,8 +98,8 @@ class RunProgress:
         self.close()
 
 
-def scaled(number: float) -> str:
-    """Three digits and the prefix of the unit that follows: "2.05 M", "512 "."""
+def format_si(number: float) -> str:
+    """Return `number` with three digits and an SI prefix, to be followed by a unit: "2.05 M", "512 "."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 999.5 or prefix == "T":
             break

@@ -1,4 +1,4 @@
-"""Every completion of a step in a Parquet file, for people and for offline checks."""
+"""Writes all completions of a step to a Parquet file, for inspection and offline checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Trajectory
-from megarl.process.atomic_files import replaced
+from megarl.process.atomic_files import atomic_write
 
 SCHEMA = pa.schema(
     [
@@ -32,8 +32,11 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
     ]
 )
-"""`response` is everything behind the prompt, tool output included. Policy versions are of the sampled tokens (null
-where there is none). The last three columns have one entry a token, prompt first."""
+"""Columns of the file, one row per trajectory.
+
+`response` is everything after the prompt, including tool output. Policy versions are those of the sampled tokens (null
+if there are none). The last three columns have one entry per token, prompt first.
+"""
 
 
 def write_rollouts(
@@ -44,14 +47,14 @@ def write_rollouts(
     step: int,
     decode: Callable[[list[int]], str],
 ) -> None:
-    """Write one row a trajectory to `path`, whole or not at all; its folder is made.
+    """Write one row per trajectory to `path`, atomically; creates its folder.
 
     Args:
         path: the Parquet file.
         trajectories: N of them.
-        advantages_N: one advantage a trajectory.
+        advantages_N: [N], one advantage per trajectory.
         step: the step that trained on them.
-        decode: token ids -> text; keep special tokens, so that one sees what the policy saw.
+        decode: token ids -> text; should keep special tokens, to show what the policy saw.
     """
     assert len(trajectories) == len(advantages_N), f"{len(trajectories)} trajectories, {len(advantages_N)} advantages"
     columns = {
@@ -72,7 +75,7 @@ def write_rollouts(
         "logprobs": [t.logprobs for t in trajectories],
     }
     table = pa.table(columns, schema=SCHEMA)
-    with replaced(Path(path)) as draft:
+    with atomic_write(Path(path)) as draft:
         pq.write_table(table, draft, compression="zstd")
 
 

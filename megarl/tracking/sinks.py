@@ -1,4 +1,4 @@
-"""Where metrics go: one class per kind of record."""
+"""Metric sinks: one class per output format."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from megarl.config.tracking import WandbConfig
 from megarl.errors import ConfigError
 
 WANDB_ID_FILE = "wandb-id"
-"""Names a run's run."""
+"""File in the run folder with the id of its W&B run."""
 
 
 class Sink(Protocol):
-    """Takes one step's metrics at a time."""
+    """An output for the metrics of each step."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record them, so that a crash right after does not lose them."""
+        """Record the metrics of a step so that a crash right afterwards does not lose them."""
 
     def close(self) -> None:
-        """Finish; nothing is logged afterwards."""
+        """Finish the output; nothing is logged afterwards."""
 
 
 class JsonlSink:
-    """One JSON object a step: `{"step": 3, "reward/mean": 0.5, ...}`. NaN and infinities are null, as JSON has none."""
+    """Writes one JSON object per step: `{"step": 3, "reward/mean": 0.5, ...}`; NaN and infinities become null."""
 
     def __init__(self, path: Path) -> None:
-        # Appended to, so that a resumed run goes on in the same file.
+        # append: a resumed run continues in the same file
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write and flush one line."""
+        """Write one line and flush it."""
         assert "step" not in metrics, "a metric named 'step' would hide the step"
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the JSON Lines file."""
         self._file.close()
 
 
 class TensorboardSink:
-    """Scalars in TensorBoard event files, written by tensorboard itself: neither torch nor tensorflow is loaded."""
+    """Writes scalars to TensorBoard event files, with the tensorboard package: loads neither torch nor tensorflow."""
 
     def __init__(self, directory: Path, *, after: int | None = None) -> None:
-        """`after`: the step that a run goes on from; TensorBoard then forgets what it was told of later ones."""
+        """`after`: the step that a run resumes from; TensorBoard then drops the events of later steps."""
         self._writer = EventFileWriter(str(directory))
         if after is not None:
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=after + 1, session_log=start))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write and flush one event."""
+        """Write one event and flush it."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
@@ -71,14 +71,14 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Weights & Biases.
+    """Logs to Weights & Biases.
 
     Raises:
         ConfigError: the package is not installed.
     """
 
     def __init__(self, config: WandbConfig, directory: Path, *, resumed: bool = False) -> None:
-        """`resumed`: log on into the run that is named in `directory`."""
+        """`resumed`: continue the W&B run whose id is stored in `directory`."""
         try:
             import wandb
         except ImportError as e:
@@ -89,9 +89,9 @@ class WandbSink:
         file.write_text(f"{self._run.id}\n")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Hand one step over."""
+        """Log the metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining metrics and finish the W&B run."""
         self._run.finish()

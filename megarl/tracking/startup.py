@@ -1,8 +1,8 @@
-"""Where a run's start goes, from the command to the first completion.
+"""Startup report: how the time from the command to the first completion is spent.
 
-At every instant some process does something. An instant counts as `imports` if some process imports modules, else as
-`ray` if Ray starts something, else as `sglang` if an engine starts, else as the own time of megarl; what passed before
-the command began is `launch`. So the kinds add up to the whole, however much runs side by side:
+Processes start concurrently. Each instant is assigned to one kind: `imports` if any process imports modules, otherwise
+`ray` if Ray starts something, otherwise `sglang` if an engine starts, otherwise `megarl`; time before the command began
+is `launch`. So the kinds add up to the total, however many processes run concurrently:
 
     command       iiiimmrr
     controller            rriimm
@@ -24,67 +24,68 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megarl.errors import ConfigError
-from megarl.process.atomic_files import replaced
-from megarl.process.startup_trace import STARTED, Interval, ProcessStart, process_created
+from megarl.process.atomic_files import atomic_write
+from megarl.process.startup_trace import STARTED_VARIABLE, Interval, StartupTiming, process_creation_time
 
 Kind = Literal["launch", "imports", "ray", "sglang", "megarl"]
-"""The first that applies to an instant is what it counts as."""
+"""An instant is assigned to the first kind that applies."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-NAMES = {"ray": "Ray", "sglang": "SGLang"}
+DISPLAY_NAMES = {"ray": "Ray", "sglang": "SGLang"}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One process does one kind of thing."""
+    """An interval in which one process does one kind of work."""
 
     phase: str
     kind: Kind
     begin: float
-    """Unix time; as is `end`."""
+    """Unix time in seconds."""
     end: float
+    """Unix time in seconds."""
 
 
 def seconds_by_kind(spans: Sequence[Span], begin: float, end: float) -> dict[Kind, float]:
-    """Seconds of [begin, end] that count as each kind; none where no span is."""
-    cuts = sorted({begin, end, *(t for span in spans for t in (span.begin, span.end) if begin < t < end)})
+    """Return the seconds of [begin, end] assigned to each kind; instants without a span are not assigned."""
+    boundaries = sorted({begin, end, *(t for span in spans for t in (span.begin, span.end) if begin < t < end)})
     seconds = dict.fromkeys(KINDS, 0.0)
-    for left, right in pairwise(cuts):
-        there = {span.kind for span in spans if span.begin <= left and right <= span.end}
-        if there:
-            seconds[min(there, key=KINDS.index)] += right - left
+    for left, right in pairwise(boundaries):
+        kinds = {span.kind for span in spans if span.begin <= left and right <= span.end}
+        if kinds:
+            seconds[min(kinds, key=KINDS.index)] += right - left
     return seconds
 
 
 @dataclass(slots=True)
 class Startup:
-    """The spans of a run's start, from several processes."""
+    """Collects the spans of a run's startup from several processes."""
 
     begin: float
-    """Unix time."""
+    """Unix time at which the startup began."""
     spans: list[Span] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str, kind: Kind = "megarl") -> Iterator[None]:
-        """The block is one, or part of one."""
-        begun = time.time()
+        """Record the block as a span of phase `name`."""
+        began = time.time()
         yield
-        self.add(name, kind, [(begun, time.time())])
+        self.add(name, kind, [(began, time.time())])
 
     def add(self, phase: str, kind: Kind, intervals: Iterable[Interval]) -> None:
-        """One kind of thing in a phase."""
+        """Add intervals of one kind to a phase; empty intervals are dropped."""
         self.spans += [Span(phase, kind, begin, end) for begin, end in intervals if begin < end]
 
-    def add_processes(self, phase: str, starts: Iterable[ProcessStart], *, asked: float, builds: Kind) -> None:
-        """Processes that Ray was asked for at `asked`, and that have built things of kind `builds`."""
+    def add_processes(self, phase: str, starts: Iterable[StartupTiming], *, requested_at: float, builds: Kind) -> None:
+        """Add processes requested from Ray at `requested_at`; `builds`: the kind of their builds."""
         for start in starts:
-            self.add(phase, "ray", [(asked, start.there)])
+            self.add(phase, "ray", [(requested_at, start.ready_at)])
             self.add(phase, "imports", start.imports)
             self.add(phase, builds, start.builds)
 
-    def ended(self, last_phase: str, end: float) -> StartReport:
-        """What the start comes to, which has ended at `end` with this phase; it began when all others were over."""
+    def finish(self, last_phase: str, end: float) -> StartupReport:
+        """Add `last_phase`, from the end of all other phases to `end`, and return the report of the startup."""
         self.add(last_phase, "megarl", [(max(span.end for span in self.spans), end)])
         phases: dict[str, list[Span]] = {}
         for span in self.spans:
@@ -100,60 +101,62 @@ class Startup:
                     by_kind=seconds_by_kind(spans, first, last),
                 )
             )
-        whole = Span("", "megarl", self.begin, end)
-        return StartReport(
+        full_span = Span("", "megarl", self.begin, end)
+        return StartupReport(
             seconds=end - self.begin,
-            by_kind=seconds_by_kind([*self.spans, whole], self.begin, end),
+            by_kind=seconds_by_kind([*self.spans, full_span], self.begin, end),
             phases=tuple(sorted(rows, key=lambda row: row.begin)),
         )
 
 
-def of_command() -> Startup:
-    """Of this process, all of which was imports so far, and of whoever noted before in MEGARL_STARTED when it began.
+def command_startup() -> Startup:
+    """Return the startup so far, called at the start of a command: imports since this process was created.
+
+    If a launcher has set MEGARL_STARTED, the startup begins at that time, with a phase `launch`.
 
     Raises:
-        ConfigError: that is no time.
+        ConfigError: MEGARL_STARTED is not a number.
     """
-    created, noted = process_created(), os.environ.get(STARTED)
+    created, recorded = process_creation_time(), os.environ.get(STARTED_VARIABLE)
     try:
-        begun = created if noted is None else min(float(noted), created)
+        began = created if recorded is None else min(float(recorded), created)
     except ValueError as e:
-        raise ConfigError(f"{STARTED} needs the Unix time at which the start began, got {noted!r}") from e
-    startup = Startup(begun)
-    startup.add("launch", "launch", [(begun, created)])
+        raise ConfigError(f"{STARTED_VARIABLE} needs the Unix time at which the start began, got {recorded!r}") from e
+    startup = Startup(began)
+    startup.add("launch", "launch", [(began, created)])
     startup.add("command", "imports", [(created, time.time())])
     return startup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """A phase by itself: phases may overlap."""
+    """The timing of one phase; phases may overlap."""
 
     name: str
     begin: float
-    """Seconds since the start began."""
+    """Seconds from the begin of the startup."""
     seconds: float
     by_kind: dict[Kind, float]
-    """The rest of `seconds`, it waited for other phases."""
+    """Seconds by kind; in the rest of `seconds` the phase waited for other phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartReport:
-    """A whole start."""
+class StartupReport:
+    """The timing of a complete startup."""
 
     seconds: float
     by_kind: dict[Kind, float]
-    """They add up to `seconds`."""
+    """Seconds by kind; they add up to `seconds`."""
     phases: tuple[PhaseReport, ...]
 
     @property
     def line(self) -> str:
-        """For people."""
-        parts = (f"{NAMES.get(kind, kind)} {self.by_kind[kind]:.1f}" for kind in _mentioned(self.by_kind))
+        """One-line summary for the user."""
+        parts = (f"{DISPLAY_NAMES.get(kind, kind)} {self.by_kind[kind]:.1f}" for kind in _reported_kinds(self.by_kind))
         return f"started in {self.seconds:.1f} s: {', '.join(parts)}"
 
     def write(self, path: Path) -> None:
-        """Write it as a JSON object, whole or not at all."""
+        """Write the report as a JSON object, atomically."""
         tree: dict[str, Any] = {
             "until": "first completion",
             "seconds": round(self.seconds, 3),
@@ -168,13 +171,13 @@ class StartReport:
                 for phase in self.phases
             ],
         }
-        with replaced(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(json.dumps(tree, indent=2) + "\n")
 
 
-def _mentioned(by_kind: dict[Kind, float]) -> list[Kind]:
+def _reported_kinds(by_kind: dict[Kind, float]) -> list[Kind]:
     return [kind for kind in KINDS if kind != "launch" or by_kind[kind] > 0]
 
 
 def _rounded(by_kind: dict[Kind, float]) -> dict[Kind, float]:
-    return {kind: round(by_kind[kind], 3) for kind in _mentioned(by_kind)}
+    return {kind: round(by_kind[kind], 3) for kind in _reported_kinds(by_kind)}

@@ -1,4 +1,4 @@
-"""A run in one small file."""
+"""`summary.json`: the results of a finished run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.process.atomic_files import replaced
+from megarl.process.atomic_files import atomic_write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run comes to that has ended in order."""
+    """The results of a run that has ended regularly."""
 
     eval_before: float | None
-    """Mean of the evaluated reward term before the first step; None where nothing was held out."""
+    """Mean of the evaluated reward term before the first step; None without held-out data."""
     eval_after: float | None
-    """The same after the last step; None where the run was asked to end there and no evaluation was due."""
+    """The same after the last step; None if the run was stopped early and no evaluation was due."""
     steps: int
-    """Optimizer steps of the algorithm, that is, batches of prompts."""
+    """Completed steps of the algorithm, one batch of prompts each."""
     steps_planned: int
-    """More than `steps` where the run was asked to end early."""
+    """Configured number of steps; more than `steps` if the run was stopped early."""
     seconds_total: float
     seconds_by_phase: Mapping[str, float]
     tokens_per_second: float
-    """Tokens of the trained trajectories, prompts included, over the time of all steps."""
+    """Tokens of the trained trajectories, including prompts, divided by the time of all steps."""
     weight_sync_bytes: int
-    """Bytes of weights sent to the engines, all steps together."""
+    """Bytes of weights sent to the engines in all steps."""
     logprob_abs_max: float | None
-    """The largest difference between engine's and trainer's log-probability of a token, by the same weights."""
+    """Maximum absolute difference of a token's log-probability between engine and trainer at equal weights."""
 
     def write(self, path: str | Path) -> None:
-        """Write it as a JSON object, whole or not at all; numbers that are not finite become null."""
+        """Write the summary as a JSON object, atomically; numbers that are not finite become null."""
         text = json.dumps(_finite(dataclasses.asdict(self)), indent=2, allow_nan=False)
-        with replaced(Path(path)) as draft:
+        with atomic_write(Path(path)) as draft:
             draft.write_text(text + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run, to every record that the configuration asks for."""
+"""Logs the metrics of a run to all configured sinks."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from megarl.tracking.sinks import JsonlSink, Sink, TensorboardSink, WandbSink
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
-LINE_BYTES = 2**20
-"""More than a line of metrics has."""
+MAX_LINE_BYTES = 2**20
+"""Upper bound on the length of a line of metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedMetrics:
-    """Where the records stood at the step that a run goes on from."""
+    """Position of the metrics at the step that a run resumes from."""
 
     step: int
     num_bytes: int
-    """Of `metrics.jsonl`."""
+    """Length of `metrics.jsonl` at that step."""
 
 
-def cut(path: Path, num_bytes: int) -> None:
-    """Drop what `path` holds behind its first `num_bytes`; of a shorter file, a last line that is not whole."""
+def truncate_lines(path: Path, num_bytes: int) -> None:
+    """Truncate `path` to its first `num_bytes` bytes; from a shorter file, drop an incomplete last line."""
     if not path.exists():
         return
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         if size < num_bytes:
-            file.seek(max(0, size - LINE_BYTES))
+            file.seek(max(0, size - MAX_LINE_BYTES))
             num_bytes = size - len(file.read().rpartition(b"\n")[2])
         file.truncate(num_bytes)
 
 
 class Tracker:
-    """Writes into `run_dir`: `metrics.jsonl`, `tensorboard/` and what W&B keeps.
+    """Writes metrics to `run_dir`: `metrics.jsonl`, `tensorboard/` and W&B files, as configured.
 
     Raises:
-        ConfigError: `tracking.wandb` without the package.
+        ConfigError: `tracking.wandb` is configured and the wandb package is not installed.
     """
 
     def __init__(self, config: TrackingConfig, run_dir: str | Path, *, resumed: ResumedMetrics | None = None) -> None:
-        """`resumed`: forget what was logged behind it."""
+        """`resumed`: drop what was logged after this position."""
         self._run_dir = run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
-        # First, because it is the one that can fail.
+        # first, because only this one can fail
         if config.wandb is not None:
             self._sinks.append(WandbSink(config.wandb, run_dir, resumed=resumed is not None))
         if config.jsonl:
             if resumed is not None:
-                cut(run_dir / METRICS_FILE, resumed.num_bytes)
+                truncate_lines(run_dir / METRICS_FILE, resumed.num_bytes)
             self._sinks.append(JsonlSink(run_dir / METRICS_FILE))
         if config.tensorboard:
             after = None if resumed is None else resumed.step
@@ -67,20 +67,20 @@ class Tracker:
 
     @property
     def num_bytes(self) -> int:
-        """Length of `metrics.jsonl`, which is on the disk so far; 0 where there is none."""
+        """Length of `metrics.jsonl`, after an fsync; 0 if there is no such file."""
         path = self._run_dir / METRICS_FILE
         if not path.exists():
             return 0
         with path.open("rb") as file:
-            with suppress(OSError):  # it is told when the next line is written
+            with suppress(OSError):  # the next write reports the error
                 os.fsync(file.fileno())
             return file.seek(0, os.SEEK_END)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record one step's metrics everywhere, flushed.
+        """Log one step's metrics to all sinks and flush them.
 
         Raises:
-            DataError: the disk refuses them.
+            DataError: a file cannot be written.
         """
         numbers = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
@@ -90,7 +90,7 @@ class Tracker:
                 raise DataError(f"the metrics of step {step} cannot be written to {self._run_dir}: {e}") from e
 
     def close(self) -> None:
-        """Close every record; a second time does nothing."""
+        """Close all sinks; a second call does nothing."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()

@@ -1,4 +1,4 @@
-"""How one call crosses the controller/worker boundary, as pairs of plain functions."""
+"""How a call on a worker group distributes its argument over the ranks and collects their results."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Generic[A, R]):
-    """Types the call: a method `(A) -> R` on every rank looks like one `(A) -> R` to the controller."""
+class Dispatch(Generic[A, R]):
+    """A pair of functions that make a method `(A) -> R` of every rank look like one `(A) -> R` to the caller."""
 
-    dispatch: Callable[[A, RankGrid], Sequence[A]]
-    """One argument per rank."""
+    distribute: Callable[[A, RankGrid], Sequence[A]]
+    """Returns one argument per rank, in rank order."""
 
     collect: Callable[[Sequence[R], RankGrid], R]
-    """One result from every rank's."""
+    """Combines the results of all ranks, in rank order, into one."""
 
 
 def to_all(argument: A, grid: RankGrid) -> list[A]:
-    """The same argument for every rank."""
+    """Return the same argument for every rank."""
     return [argument] * grid.size
 
 
-def from_output(results: Sequence[R], grid: RankGrid) -> R:
-    """The result of data-parallel replica 0's answering rank; workers have reduced over the replicas already."""
+def from_output_rank(results: Sequence[R], grid: RankGrid) -> R:
+    """Return the result of the output rank of data-parallel replica 0; workers have reduced it over replicas."""
     return results[grid.output_rank(0)]
 
 
-def from_first(results: Sequence[R], grid: RankGrid) -> R:
-    """Rank 0's result."""
+def from_rank0(results: Sequence[R], grid: RankGrid) -> R:
+    """Return the result of rank 0."""
     return results[0]
 
 
-BROADCAST: Transfer[Any, Any] = Transfer(to_all, from_first)
-"""The same argument to every rank, rank 0's result back."""
+BROADCAST: Dispatch[Any, Any] = Dispatch(to_all, from_rank0)
+"""Sends the same argument to every rank and returns the result of rank 0."""

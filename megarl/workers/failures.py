@@ -1,4 +1,4 @@
-"""Turns what Ray raises into megarl's errors, with the worker's name and last words."""
+"""Waits for Ray calls and turns Ray's exceptions into megarl errors that name the worker and quote its log."""
 
 from __future__ import annotations
 
@@ -14,47 +14,53 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.errors import LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
-from megarl.process.log_tail import end_of
+from megarl.process.log_tail import tail
 
-GRACE_SECONDS = 2.0
-"""How long the cause is looked for after a failure that may come of another rank's: a death fails all collectives."""
+ROOT_CAUSE_SECONDS = 2.0
+"""How long to look for the root cause of a failure that another rank may have caused.
+
+When a rank dies, collectives fail on all other ranks too.
+"""
 
 LOG_TAIL_LINES = 15
 
 POLL_SECONDS = 1.0
-"""How often a wait under a `deadline` asks whether it goes on."""
+"""Interval at which a wait inside an `abort_check` block runs the check."""
 
-Judge = Callable[[Sequence[str]], MegarlError | None]
-"""What a wait for the workers of these names is to end with; None: it goes on."""
+AbortCheck = Callable[[Sequence[str]], MegarlError | None]
+"""Gets the names of the workers waited for; returns the error that the wait must raise, or None to keep waiting."""
 
-_judge: ContextVar[Judge | None] = ContextVar("judge", default=None)
+_abort_check: ContextVar[AbortCheck | None] = ContextVar("abort_check", default=None)
 
-RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
-"""How lines begin that Ray itself writes between a worker's."""
+RAY_LINE_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
+"""Prefixes of the lines that Ray itself writes into a worker's stderr log."""
 
 
 @contextmanager
-def deadline(judge: Judge) -> Iterator[None]:
-    """The block's waits on this thread ask `judge`; inside another deadline, in that one's place."""
-    token = _judge.set(judge)
+def abort_check(check: AbortCheck) -> Iterator[None]:
+    """Run `check` in every wait that this thread makes inside the block; replaces an enclosing `abort_check`."""
+    token = _abort_check.set(check)
     try:
         yield
     finally:
-        _judge.reset(token)
+        _abort_check.reset(token)
 
 
-def check_deadline(late: Sequence[str]) -> None:
-    """Raise as the judge of the `deadline` here has it, for workers of these names that have not answered."""
-    judge = _judge.get()
-    if judge is not None and (verdict := judge(late)) is not None:
-        raise verdict
+def run_abort_check(late_names: Sequence[str]) -> None:
+    """Raise the error of the enclosing `abort_check`, if any; `late_names`: the workers that have not answered."""
+    check = _abort_check.get()
+    if check is not None and (error := check(late_names)) is not None:
+        raise error
 
 
 def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
-    """Results in order; a failure does not wait for the other ranks, since they may wait for the failed one.
+    """Wait for all calls and return their results in order.
+
+    Raises at the first failure, without waiting for the other ranks: they may be waiting for the failed one.
 
     Raises:
-        MegarlError: as a worker raised it; WorkerError for a death, another exception, a timeout or a `deadline`.
+        MegarlError: as a worker or the `abort_check` raised it.
+        WorkerError: a worker died, raised another exception or did not answer within `timeout` seconds.
     """
     waiting = list(refs)
     while waiting:
@@ -70,52 +76,53 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeou
 def wait_any(
     refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """The first of them that is over, well or not, and all others.
+    """Wait until a call is over, successful or not; return it and the calls that are left.
 
     Raises:
-        MegarlError: none was over within `timeout` seconds, or as the judge of the `deadline` here has it.
+        WorkerError: no call was over within `timeout` seconds.
+        MegarlError: as the `abort_check` raised it.
     """
     began = time.monotonic()
     left, pause = timeout, timeout
     while True:
-        if _judge.get() is not None:
+        if _abort_check.get() is not None:
             pause = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
         done, waiting = ray.wait(list(refs), num_returns=1, timeout=pause)
         if done:
             return done, waiting
-        late = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
-        check_deadline(late)
+        late_names = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
+        run_abort_check(late_names)
         if timeout is not None:
             left = max(0.0, began + timeout - time.monotonic())
             if left == 0.0:
-                raise WorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late)}")
+                raise WorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late_names)}")
 
 
 def _root_cause(
     error: RayError, failed: Any, waiting: Sequence[Any], *, what: str, names: Mapping[Any, str]
 ) -> MegarlError:
-    """What to raise for `error`, or for another rank's failure behind it."""
+    """Return the error to raise for `error`, or for the failure of another rank that caused it."""
     silent: Sequence[Any] = ()
-    if waiting and _doubt(error) > OWN:
-        done, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=GRACE_SECONDS)
+    if waiting and _secondary_rank(error) > OWN_ERROR:
+        done, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=ROOT_CAUSE_SECONDS)
         for ref in done:
             try:
                 ray.get(ref)
             except RayError as other:
-                if _doubt(other) < _doubt(error):
+                if _secondary_rank(other) < _secondary_rank(error):
                     error, failed = other, ref
-    cause = translate(error, what=what, name=names.get(failed, "?"))
-    if silent and isinstance(cause, WeightSyncError):  # whoever waits in vain is late in the eyes of others
-        return type(cause)(f"{cause}; nothing was heard of {', '.join(names.get(ref, '?') for ref in silent)}")
+    cause = to_megarl_error(error, what=what, name=names.get(failed, "?"))
+    if silent and isinstance(cause, WeightSyncError):  # the others see a rank that waits in vain as late
+        return type(cause)(f"{cause}; no answer from {', '.join(names.get(ref, '?') for ref in silent)}")
     return cause
 
 
-OWN = 1
-"""`_doubt` of what a rank says of itself."""
+OWN_ERROR = 1
+"""`_secondary_rank` of an error that a rank raised about itself."""
 
 
-def _doubt(error: RayError) -> int:
-    """How much there is to say that an error comes of another rank's: nothing, of a death."""
+def _secondary_rank(error: RayError) -> int:
+    """Return how likely `error` only follows from another rank's failure: 0 (process death) to 4 (lost a peer)."""
     if isinstance(error, RayActorError):
         return 0
     match error.cause if isinstance(error, RayTaskError) else None:
@@ -124,30 +131,30 @@ def _doubt(error: RayError) -> int:
         case WeightSyncError():
             return 3
         case MegarlError():
-            return OWN
+            return OWN_ERROR
         case _:
             return 2
 
 
 def raise_failure(ref: Any, *, what: str, name: str) -> None:
-    """Raise if the finished `ref` failed."""
+    """Raise a `MegarlError` if the finished call `ref` has failed."""
     try:
         ray.get(ref)
     except RayError as error:
-        raise translate(error, what=what, name=name) from error
+        raise to_megarl_error(error, what=what, name=name) from error
 
 
-def translate(error: RayError, *, what: str, name: str) -> MegarlError:
-    """The error to show for a failed call `what` on worker `name`."""
+def to_megarl_error(error: RayError, *, what: str, name: str) -> MegarlError:
+    """Return the megarl error for a failed call `what` on worker `name`; errors that the worker raised are kept."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, MegarlError):
             return cause
         if isinstance(cause, RayError):
-            return translate(cause, what=what, name=name)
+            return to_megarl_error(cause, what=what, name=name)
         return WorkerError(f"{what} failed on {name}:\n{error}")
     if isinstance(error, RayActorError):
-        return LostWorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_last_words(str(error))}")
+        return LostWorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_stderr_tail(str(error))}")
     return WorkerError(f"{what} failed on {name}: {type(error).__name__}: {error}")
 
 
@@ -155,21 +162,27 @@ def _first_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[:count])
 
 
-def _last_words(report: str) -> str:
-    """The end of the dead process's stderr, where this machine has it; `report`: Ray's, which names pid and address."""
+def _stderr_tail(report: str) -> str:
+    """Return the end of the dead process's stderr log; empty if it is not on this node.
+
+    `report`: Ray's error message, which names pid and address.
+    """
     facts = dict(re.findall(r"^\s*(pid|ip): (\S+)$", report, re.MULTILINE))
-    folder = _log_folder()
+    folder = _ray_log_folder()
     if "pid" not in facts or folder is None or facts.get("ip") != ray.util.get_node_ip_address():
         return ""
     for log in folder.glob(f"worker-*-{facts['pid']}.err"):
-        lines = [line for line in end_of(log).splitlines() if not line.startswith(RAY_MARKS)]
+        lines = [line for line in tail(log).splitlines() if not line.startswith(RAY_LINE_PREFIXES)]
         if any(lines):
             return f"\nthe end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
     return ""
 
 
-def _log_folder() -> Path | None:
-    """Where Ray puts this machine's logs; asked of its internals, so a version that moved them costs the last words."""
+def _ray_log_folder() -> Path | None:
+    """Return Ray's log folder on this node, or None.
+
+    Reads Ray internals: with a version that moved them, errors only lack the log tail.
+    """
     node = getattr(ray._private.worker, "_global_node", None)
     find = getattr(node, "get_logs_dir_path", None)
     return Path(find()) if find else None

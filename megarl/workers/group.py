@@ -1,14 +1,14 @@
-"""Worker processes, and the groups of workers in them that the controller calls as one.
+"""Worker processes, and worker groups: one worker per rank, called by the controller as one.
 
-A role (actor, critic, ...) is a group: a worker on every rank. Several roles may live in the same processes.
+Each role (actor, critic, ...) is a group with a worker on every rank. Several roles may share the same processes.
 
     processes = WorkerProcesses("trainer", pool, environment)      process 0    process 1
     actor = WorkerGroup("actor", processes, RankGrid(tp=2))        tp 0         tp 1
     critic = WorkerGroup("critic", processes, RankGrid(dp=2))      dp 0         dp 1
 
-`call` takes the method itself, not its name, so that a type checker sees argument and result:
+`call` takes the method itself instead of its name, so that a type checker sees the argument and result types:
 
-    stats = group.call(TrainerWorker.train_step, work, via=split_by_dp)
+    stats = group.call(TrainerWorker.train_step, request, dispatch=train_dispatch(cost))
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.process.stack_dump import ProcessPlace
-from megarl.process.startup_trace import ProcessStart
-from megarl.workers.dispatch import Transfer
+from megarl.process.stack_dump import ProcessInfo
+from megarl.process.startup_trace import StartupTiming
+from megarl.workers.dispatch import Dispatch
 from megarl.workers.failures import wait_all
-from megarl.workers.payload import Kept, Payload, StoredPayload
-from megarl.workers.stack_collector import ask_places
+from megarl.workers.payload import Payload, RemoteResults, StoredPayload
+from megarl.workers.stack_collector import query_processes
 from megarl.workers.stragglers import CallRecord
-from megarl.workers.worker_host import Shell
+from megarl.workers.worker_host import WorkerHost
 
 W = TypeVar("W")
 A = TypeVar("A")
@@ -39,45 +39,48 @@ R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 
 
-class Pending(Protocol[R_co]):
-    """A call under way."""
+class WorkerFuture(Protocol[R_co]):
+    """The pending result of a call on a worker group."""
 
     def result(self, timeout: float | None = None) -> R_co:
-        """Block until every rank has answered, `timeout` seconds at most.
+        """Block until every rank has answered, for at most `timeout` seconds, and return the collected result.
 
         Raises:
-            MegarlError: as the worker raised it; WorkerError when a worker died or was late; both name the rank.
+            MegarlError: as the worker raised it.
+            WorkerError: a worker died or did not answer in time; names the rank.
         """
         ...
 
 
 class Group(Protocol[W]):
-    """Workers of type W, one a rank, wherever they are. Calls run in the order in which they were begun."""
+    """Workers of type W, one per rank, in any process. Calls run in the order in which they were begun."""
 
     @property
     def grid(self) -> RankGrid:
-        """Which rank does what."""
+        """The parallel layout of the ranks."""
         ...
 
-    def start(self, factory: Callable[..., W], arguments: tuple[Any, ...]) -> Pending[None]:
-        """Build the worker on every rank."""
+    def start(self, factory: Callable[..., W], arguments: tuple[Any, ...]) -> WorkerFuture[None]:
+        """Begin to build the worker `factory(*arguments)` on every rank."""
         ...
 
-    def call(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R], timeout: float | None = None) -> R:
-        """The collected result of `method(argument)` on every rank; raises as `Pending.result` does."""
+    def call(
+        self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
+    ) -> R:
+        """Run `method(argument)` on every rank, return the collected result; raises as `WorkerFuture.result` does."""
         ...
 
-    def begin(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R]) -> Pending[R]:
-        """Start a call and return, before it is over where other processes run it."""
+    def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> WorkerFuture[R]:
+        """Begin a call. Returns before the call is over if other processes run it."""
         ...
 
-    def keep(
-        self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R], timeout: float | None = None
+    def call_remote(
+        self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
     ) -> Payload[tuple[R, ...]]:
-        """As `call`, with the results left where they are.
+        """Run `method(argument)` on every rank and leave the results in the processes that produced them.
 
         Returns:
-            By data-parallel replica the result of its answering rank (`RankGrid.output_rank`), not collected.
+            For each data-parallel replica the result of its output rank (`RankGrid.output_rank`), not collected.
         """
         ...
 
@@ -87,39 +90,39 @@ class Group(Protocol[W]):
 
 
 class Processes(Protocol):
-    """Processes that host workers, one a rank."""
+    """Processes that host workers, one process per rank."""
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of worker processes."""
         ...
 
     @property
     def device(self) -> str:
-        """What ranks compute on: `cpu` or `cuda`."""
+        """Device type of the ranks: `cpu` or `cuda`."""
         ...
 
     def group(self, name: str, grid: RankGrid) -> Group[Any]:
-        """The role `name` in them; no other has this name."""
+        """Return a group for role `name`; role names are unique within the processes."""
         ...
 
-    def on_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns in one of the processes that call this: where they are many, all get it.
+    def run_on_rank0(self, make: Callable[[], T]) -> T:
+        """Run `make` in one process and return its result in all processes that called this.
 
         Raises:
-            MegarlError: in all of them, as `make` raised it.
+            MegarlError: as `make` raised it, in all calling processes.
         """
         ...
 
 
 class WorkerProcesses:
-    """One process per slot of a pool, ranked as the slots are; see `Processes`."""
+    """One Ray actor process per slot of a pool, in slot order; satisfies `Processes`."""
 
     def __init__(self, name: str, pool: SlotPool, environment: Mapping[str, str]) -> None:
         self.name, self.pool = name, pool
-        self.asked = time.time()
-        """When Ray was asked for them."""
-        actor = ray.remote(Shell)
+        self.requested_at = time.time()
+        """Unix time at which the processes were requested from Ray."""
+        actor = ray.remote(WorkerHost)
         self.actors = [
             actor.options(
                 name=None,
@@ -135,24 +138,27 @@ class WorkerProcesses:
 
     @property
     def size(self) -> int:
-        """See `Processes`."""
+        """Number of worker processes."""
         return len(self.actors)
 
     @property
     def device(self) -> str:
-        """See `Processes`."""
+        """Device type of the pool: `cpu` or `cuda`."""
         return self.pool.device
 
     def group(self, name: str, grid: RankGrid) -> WorkerGroup[Any]:
-        """See `Processes`."""
+        """Return a group for role `name` in these processes."""
         return WorkerGroup(name, self, grid)
 
-    def on_first(self, make: Callable[[], T]) -> T:
-        """See `Processes`; only the controller calls."""
+    def run_on_rank0(self, make: Callable[[], T]) -> T:
+        """Return `make()`: only the controller calls this."""
         return make()
 
     def rank_variables(self) -> list[dict[str, str]]:
-        """By rank, torch.distributed's variables: the same at every call, since a process joins one world only."""
+        """Return the torch.distributed environment variables of each rank.
+
+        They are the same at every call, since a process joins only one world.
+        """
         if self._rendezvous is None:
             ref = self.actors[0].rendezvous.remote()
             (self._rendezvous,) = wait_all([ref], what="start", names={ref: f"{self.name} process 0"})
@@ -168,31 +174,31 @@ class WorkerProcesses:
             for rank in range(len(self.actors))
         ]
 
-    def came_up(self) -> list[ProcessStart]:
-        """By rank, how its process did."""
-        refs = [actor.came_up.remote() for actor in self.actors]
+    def startup_timing(self) -> list[StartupTiming]:
+        """Return the startup timing of each rank's process."""
+        refs = [actor.startup_timing.remote() for actor in self.actors]
         names = {ref: f"{self.name} process {rank}" for rank, ref in enumerate(refs)}
         return wait_all(refs, what="start", names=names)
 
-    def places(self) -> dict[str, ProcessPlace]:
-        """Where each process is, by the name it has in errors; to be asked while they answer."""
-        return ask_places({f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)})
+    def processes(self) -> dict[str, ProcessInfo]:
+        """Return host and pid of each process by its name in errors; call it while the processes still answer."""
+        return query_processes({f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)})
 
-    def take_calls(self) -> list[list[CallRecord]]:
-        """By rank, its calls since the last time; it answers once it has no call under way."""
-        refs = [actor.take_calls.remote() for actor in self.actors]
+    def pop_call_records(self) -> list[list[CallRecord]]:
+        """Return the calls of each rank since the last call of this; waits for calls that are running."""
+        refs = [actor.pop_call_records.remote() for actor in self.actors]
         names = {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
-        return wait_all(refs, what="take_calls", names=names)
+        return wait_all(refs, what="pop_call_records", names=names)
 
     def stop(self) -> None:
-        """End every process, and with it the workers of every role."""
+        """Kill every process, and with it the workers of all roles."""
         for actor in self.actors:
             ray.kill(actor)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall(Generic[R]):
-    """A call under way in worker processes; see `Pending`."""
+    """A call that runs in worker processes; satisfies `WorkerFuture`."""
 
     refs: Sequence[Any]
     gather: Callable[[Sequence[Any]], R]
@@ -200,61 +206,69 @@ class RemoteCall(Generic[R]):
     names: Mapping[Any, str]
 
     def result(self, timeout: float | None = None) -> R:
-        """See `Pending`."""
+        """Wait for all ranks, for at most `timeout` seconds, and return the gathered result."""
         return self.gather(wait_all(self.refs, what=self.what, names=self.names, timeout=timeout))
 
-    def beside(self, other: Pending[T]) -> RemoteCall[tuple[R, T]]:
-        """Both as one call, where each side waits for the other: of a failure the cause may be on either."""
-        assert isinstance(other, RemoteCall), "a call in this process has nothing beside it"
+    def joined_with(self, other: WorkerFuture[T]) -> RemoteCall[tuple[R, T]]:
+        """Combine two calls that wait for each other into one: the root cause of a failure may be on either side."""
+        assert isinstance(other, RemoteCall), "only calls in worker processes can be joined"
         count = len(self.refs)
         return RemoteCall(
             [*self.refs, *other.refs],
             lambda results: (self.gather(results[:count]), other.gather(results[count:])),
-            f"{self.what} beside {other.what}",
+            f"{self.what} and {other.what}",
             {**self.names, **other.names},
         )
 
 
 class WorkerGroup(Generic[W]):
-    """A role in worker processes; see `Group`."""
+    """The workers of a role in worker processes; satisfies `Group`."""
 
     def __init__(self, name: str, processes: WorkerProcesses, grid: RankGrid) -> None:
-        """`name`: of the role; no other in these processes has it."""
+        """`name`: name of the role, unique within these processes."""
         assert grid.size == len(processes.actors), f"{name}: {grid.size} ranks in {len(processes.actors)} processes"
         self.name, self.grid, self._processes = name, grid, processes
 
-    def start(self, factory: Callable[..., W], arguments: tuple[Any, ...]) -> Pending[None]:
-        """See `Group`; torch.distributed's variables are set before."""
+    def start(self, factory: Callable[..., W], arguments: tuple[Any, ...]) -> WorkerFuture[None]:
+        """Begin to build the workers, with the torch.distributed variables set."""
         ranks = zip(self._processes.actors, self._processes.rank_variables(), strict=True)
-        asked = time.time()
-        refs = [actor.build.remote(self.name, factory, arguments, variables, asked) for actor, variables in ranks]
+        requested_at = time.time()
+        refs = [
+            actor.build.remote(self.name, factory, arguments, variables, requested_at) for actor, variables in ranks
+        ]
         return RemoteCall(refs, lambda _: None, f"{self.name}.start", self._names(refs))
 
-    def call(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R], timeout: float | None = None) -> R:
-        """See `Group`."""
-        return self.begin(method, argument, via=via).result(timeout)
+    def call(
+        self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
+    ) -> R:
+        """Run `method` on every rank and return the collected result."""
+        return self.begin(method, argument, dispatch=dispatch).result(timeout)
 
-    def begin(self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R]) -> RemoteCall[R]:
-        """See `Group`."""
-        ranks = zip(self._processes.actors, via.dispatch(argument, self.grid), strict=True)
+    def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> RemoteCall[R]:
+        """Send a call of `method` to every rank."""
+        ranks = zip(self._processes.actors, dispatch.distribute(argument, self.grid), strict=True)
         refs = [actor.invoke.remote(self.name, method.__name__, one) for actor, one in ranks]
-        return RemoteCall(refs, lambda results: via.collect(results, self.grid), self._what(method), self._names(refs))
+        return RemoteCall(
+            refs, lambda results: dispatch.collect(results, self.grid), self._what(method), self._names(refs)
+        )
 
-    def keep(
-        self, method: Callable[[W, A], R], argument: A, *, via: Transfer[A, R], timeout: float | None = None
-    ) -> Kept[R]:
-        """See `Group`."""
-        # Two references a rank, so that the wait is the same as for any call: it gets the first, which is None or the
-        # failure, and the second stays with the rank. ray.wait(fetch_local=False) on the results alone would not tell
-        # a failure, and getting one to see would bring it here.
-        ranks = zip(self._processes.actors, via.dispatch(argument, self.grid), strict=True)
-        both = [actor.keep.options(num_returns=2).remote(self.name, method.__name__, one) for actor, one in ranks]
+    def call_remote(
+        self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R], timeout: float | None = None
+    ) -> RemoteResults[R]:
+        """Run `method` on every rank and leave the results in Ray's object store."""
+        # Each rank returns two references. The wait fetches the first, which is None or the failure, as for any call;
+        # the second is the result, which stays with the rank. ray.wait(fetch_local=False) on the results alone does
+        # not report failures, and ray.get would transfer the results to this process.
+        ranks = zip(self._processes.actors, dispatch.distribute(argument, self.grid), strict=True)
+        both = [
+            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, one) for actor, one in ranks
+        ]
         over = [done for done, _ in both]
         wait_all(over, what=self._what(method), names=self._names(over), timeout=timeout)
-        return Kept(tuple(both[self.grid.output_rank(dp)][1] for dp in range(self.grid.dp)))
+        return RemoteResults(tuple(both[self.grid.output_rank(dp)][1] for dp in range(self.grid.dp)))
 
     def put(self, value: T) -> StoredPayload[T]:
-        """See `Group`."""
+        """Store `value` in Ray's object store."""
         return StoredPayload(ray.put(value))
 
     def _what(self, method: Callable[..., Any]) -> str:

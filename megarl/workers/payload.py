@@ -1,7 +1,7 @@
-"""A value that stays where it was made until somebody needs it.
+"""Handles on values that stay where they were produced until they are fetched.
 
-The controller passes payloads on without looking into them: their content goes from worker to worker through Ray's
-object store, and a NumPy array in it is read there without a copy.
+The controller forwards payloads without fetching them: the values go from worker to worker through Ray's object
+store, where NumPy arrays are read without a copy.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ class Payload(Protocol[T_co]):
     """A handle on a value of type T."""
 
     def fetch(self) -> T_co:
-        """The value."""
+        """Return the value itself."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload(Generic[T]):
-    """In Ray's object store."""
+    """A value in Ray's object store."""
 
     ref: Any
-    """ray.ObjectRef of a T."""
+    """The ray.ObjectRef of a T."""
 
     def fetch(self) -> T:
-        """The value, read-only where it holds NumPy arrays."""
+        """Return the value; NumPy arrays in it are read-only."""
         value: T = ray.get(self.ref)
         return value
 
 
 @dataclass(frozen=True, slots=True)
-class Kept(Generic[T]):
-    """The results of a call on several ranks, each on the machine of the rank that made it."""
+class RemoteResults(Generic[T]):
+    """The results of a call on several ranks, each stored on the node of the rank that produced it."""
 
     refs: tuple[Any, ...]
-    """ray.ObjectRef of a T, by data-parallel replica."""
+    """One ray.ObjectRef of a T per data-parallel replica."""
 
     def fetch(self) -> tuple[T, ...]:
-        """The results, read-only where they hold NumPy arrays."""
+        """Return the results by data-parallel replica; NumPy arrays in them are read-only."""
         return tuple(ray.get(list(self.refs)))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPayload(Generic[T]):
-    """In this process: for stages that run without Ray, and for tests."""
+    """A value in this process, for stages that run without Ray and for tests."""
 
     value: T
 
     def fetch(self) -> T:
-        """The value."""
+        """Return the value itself."""
         return self.value

@@ -1,4 +1,4 @@
-"""The stacks of a run's processes, wherever they are: on each machine a short-lived task of Ray's reads them."""
+"""Collects the stacks of a run's processes on all nodes: one short-lived Ray task per node reads them."""
 
 from __future__ import annotations
 
@@ -9,52 +9,59 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.process.stack_dump import ProcessPlace, Stacks, read_stacks
+from megarl.process.stack_dump import ProcessInfo, Stacks, read_stacks
 from megarl.workers.failures import wait_all
 
-COLLECT_SECONDS = 30.0
+COLLECT_TIMEOUT_SECONDS = 30.0
 
 
-def ask_places(shells: Mapping[str, Any], timeout: float | None = None) -> dict[str, ProcessPlace]:
-    """Where the processes of these Shells or AsyncShells are, by name; to be asked while they answer.
+def query_processes(hosts: Mapping[str, Any], timeout: float | None = None) -> dict[str, ProcessInfo]:
+    """Return host and pid of the processes of these (async) worker hosts, by name; call it while they answer.
 
     Raises:
-        WorkerError: as `wait_all` does.
+        WorkerError: a process died or did not answer within `timeout` seconds.
     """
-    refs = {name: shell.place.remote() for name, shell in shells.items()}
+    refs = {name: worker_host.process_info.remote() for name, worker_host in hosts.items()}
     names = {ref: name for name, ref in refs.items()}
     return dict(zip(refs, wait_all(list(names), what="start", names=names, timeout=timeout), strict=True))
 
 
-def collect_stacks(places: Mapping[str, ProcessPlace], timeout: float = COLLECT_SECONDS) -> str:
-    """The stacks of these processes, by name, and of those below them, within `timeout` seconds.
+def collect_stacks(processes: Mapping[str, ProcessInfo], timeout: float = COLLECT_TIMEOUT_SECONDS) -> str:
+    """Return the stacks of these processes and of their descendants as text, after at most `timeout` seconds.
 
-    First a line for each process with what its main thread is in. What cannot be read is named, with the reason.
+    The text starts with one line per process that names the function its main thread is in. Processes that cannot be
+    read are listed with the reason.
     """
-    by_node: dict[str, dict[str, ProcessPlace]] = {}
-    for name, place in places.items():
-        by_node.setdefault(place.node_id, {})[name] = place
+    by_node: dict[str, dict[str, ProcessInfo]] = {}
+    for name, info in processes.items():
+        by_node.setdefault(info.node_id, {})[name] = info
     task = ray.remote(read_stacks)
     refs = []
-    for node_id, those in by_node.items():
+    for node_id, node_processes in by_node.items():
         here = NodeAffinitySchedulingStrategy(node_id, soft=False)
         options = task.options(num_cpus=0, max_retries=0, scheduling_strategy=here)
-        refs.append(options.remote(those, timeout / 2))  # the other half to start its process, on a busy machine
+        # the other half of the time is for starting the task's process on a busy node
+        refs.append(options.remote(node_processes, timeout / 2))
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=timeout)
-    found = [_answer(ref, those, timeout) for ref, those in zip(refs, by_node.values(), strict=True)]
-    lines = [line for each in found for line in each.brief]
+    found = [
+        _result_or_reason(ref, node_processes, timeout)
+        for ref, node_processes in zip(refs, by_node.values(), strict=True)
+    ]
+    lines = [line for each in found for line in each.summary_lines]
     return "\n".join([*lines, "", *(each.text for each in found)])
 
 
-def _answer(ref: Any, those: Mapping[str, ProcessPlace], timeout: float) -> Stacks:
-    host = next(iter(those.values())).host
+def _result_or_reason(ref: Any, node_processes: Mapping[str, ProcessInfo], timeout: float) -> Stacks:
+    host = next(iter(node_processes.values())).host
     if not ray.wait([ref], timeout=0)[0]:
         ray.cancel(ref)
-        return Stacks(brief=(f"{host}: no answer within {timeout:g} s about {', '.join(those)}",), text="")
+        return Stacks(
+            summary_lines=(f"{host}: no stacks within {timeout:g} s of {', '.join(node_processes)}",), text=""
+        )
     try:
         found: Stacks = ray.get(ref)
     except RayError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Stacks(brief=(f"{host}: nothing about {', '.join(those)}: {reason}",), text="")
+        return Stacks(summary_lines=(f"{host}: no stacks of {', '.join(node_processes)}: {reason}",), text="")
     return found

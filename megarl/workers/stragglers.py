@@ -1,7 +1,7 @@
-"""Which rank holds up the others: the one that works longest, while the others wait for it.
+"""Straggler detection: finds the rank that works longest while the others wait for it.
 
-How long a call takes says nothing about that, because ranks end it together, in a collective. What counts is how long a
-rank worked in it.
+The duration of a call does not show this, because the ranks finish together, in a collective. What counts is how long
+each rank was busy in it.
 """
 
 from __future__ import annotations
@@ -14,50 +14,53 @@ from statistics import median
 from time import perf_counter, thread_time
 from typing import Any
 
-KEPT = 1000
-"""Records of a process that are kept until somebody takes them; older ones are dropped."""
+MAX_RECORDS = 1000
+"""Maximum number of call records that a process holds; older ones are dropped."""
 
-FACTOR = 1.3
-LEAST_SECONDS = 0.1
-"""By which a straggler works longer than the others, at least: below, that is noise."""
+STRAGGLER_FACTOR = 1.3
+"""A straggler is busy for more than this many times the median of the other ranks."""
 
-STEPS_IN_A_ROW = 5
+MIN_EXCESS_SECONDS = 0.1
+"""A straggler is busy for longer than the median of the others by more than this; smaller differences are noise."""
+
+MIN_CONSECUTIVE_STEPS = 5
+"""A straggler is reported after so many steps in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """One call of a worker's method."""
+    """The timing of one call of a worker's method."""
 
     role: str
     method: str
     seconds: float
-    """From begin to end."""
-    worked: float
-    """Of them, those in which the rank did not wait: the calling thread's CPU seconds.
+    """Duration of the call."""
+    busy_seconds: float
+    """The part of `seconds` in which the rank did not wait, by default the calling thread's CPU time.
 
-    On a GPU they mislead: a thread that waits for a kernel spins, and one that only launches kernels works little. A
-    worker that has an attribute `busy_seconds`, which adds up what it worked by its own account (until its gradients
-    are ready, say), is believed instead.
+    CPU time misleads on a GPU: a thread that waits for a kernel spins, and a thread that only launches kernels uses
+    little CPU. If the worker has an attribute `busy_seconds`, a counter that it advances itself (for example until its
+    gradients are ready), that is used instead.
     """
 
 
 class CallLog:
-    """Of one process, whose calls run one at a time on one thread."""
+    """The call records of one process, whose calls run one at a time on one thread."""
 
     def __init__(self) -> None:
-        self._records: deque[CallRecord] = deque(maxlen=KEPT)
+        self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
     @contextmanager
     def call(self, role: str, method: str, worker: Any) -> Iterator[None]:
-        """The block is the call; one that fails is not recorded."""
+        """Record the block as a call; a call that raises is not recorded."""
         busy = getattr(worker, "busy_seconds", None)
-        began, worked_before = perf_counter(), thread_time()
+        began, cpu_before = perf_counter(), thread_time()
         yield
-        worked = thread_time() - worked_before if busy is None else worker.busy_seconds - busy
-        self._records.append(CallRecord(role, method, perf_counter() - began, worked))
+        busy_seconds = thread_time() - cpu_before if busy is None else worker.busy_seconds - busy
+        self._records.append(CallRecord(role, method, perf_counter() - began, busy_seconds))
 
     def take(self) -> list[CallRecord]:
-        """Those since the last time."""
+        """Return the records since the last call of this and drop them."""
         records = list(self._records)
         self._records.clear()
         return records
@@ -65,42 +68,43 @@ class CallLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """The rank that worked longest in a phase, of those that do the same."""
+    """The rank that was busy longest in a phase, among the ranks that do the same work."""
 
     phase: str
-    """`<role>.<method>`."""
+    """Name of the phase: `<role>.<method>`."""
     rank: int
     seconds: float
+    """Busy time of the rank."""
     median_seconds: float
-    """Of the others."""
+    """Median busy time of the other ranks."""
 
     @property
     def ratio(self) -> float:
-        """How many times the median."""
+        """`seconds` as a multiple of `median_seconds`."""
         return self.seconds / self.median_seconds
 
-    def holds_up(self, factor: float) -> bool:
-        """Whether that is worth a word."""
-        return self.ratio > factor and self.seconds - self.median_seconds > LEAST_SECONDS
+    def is_significant(self, factor: float) -> bool:
+        """Return whether the rank exceeds `factor` times the median, by more than `MIN_EXCESS_SECONDS`."""
+        return self.ratio > factor and self.seconds - self.median_seconds > MIN_EXCESS_SECONDS
 
 
 def slowest_by_phase(
     records: Sequence[Sequence[CallRecord]], *, stages: Sequence[int] | None = None
 ) -> list[Straggler]:
-    """Of each phase the rank that worked longest, also where that is nothing to speak of.
+    """Return the busiest rank of each phase, whether or not the difference is significant.
 
     Args:
-        records: by rank.
-        stages: by rank, its pipeline stage, where these do different work; a rank that is alone in its stage has no
-            others to be compared with.
+        records: call records of each rank.
+        stages: pipeline stage of each rank, if stages do different work. Ranks are compared within their stage; a rank
+            that is alone in its stage is left out.
     """
-    worked: dict[tuple[str, int], dict[int, float]] = {}
-    for rank, of_rank in enumerate(records):
-        for record in of_rank:
-            ranks = worked.setdefault((f"{record.role}.{record.method}", stages[rank] if stages else 0), {})
-            ranks[rank] = ranks.get(rank, 0.0) + record.worked
+    busy_seconds: dict[tuple[str, int], dict[int, float]] = {}
+    for rank, rank_records in enumerate(records):
+        for record in rank_records:
+            ranks = busy_seconds.setdefault((f"{record.role}.{record.method}", stages[rank] if stages else 0), {})
+            ranks[rank] = ranks.get(rank, 0.0) + record.busy_seconds
     found: dict[str, Straggler] = {}
-    for (phase, _), ranks in worked.items():
+    for (phase, _), ranks in busy_seconds.items():
         if len(ranks) < 2:
             continue
         rank = max(ranks, key=lambda each: ranks[each])
@@ -113,45 +117,46 @@ def slowest_by_phase(
     return list(found.values())
 
 
-def slowest(
-    records: Sequence[Sequence[CallRecord]], *, factor: float = FACTOR, stages: Sequence[int] | None = None
+def find_stragglers(
+    records: Sequence[Sequence[CallRecord]], *, factor: float = STRAGGLER_FACTOR, stages: Sequence[int] | None = None
 ) -> list[Straggler]:
-    """The ranks that hold up the others, one a phase at most; see `slowest_by_phase`."""
-    return [one for one in slowest_by_phase(records, stages=stages) if one.holds_up(factor)]
+    """Return the significant stragglers, at most one per phase; arguments as for `slowest_by_phase`."""
+    return [one for one in slowest_by_phase(records, stages=stages) if one.is_significant(factor)]
 
 
-class StragglerWatch:
-    """Follows the ranks of some processes from step to step."""
+class StragglerMonitor:
+    """Tracks the stragglers of a worker group from step to step and reports persistent ones."""
 
     def __init__(
-        self, nodes: Sequence[str], say: Callable[[str], None], *, stages: Sequence[int] | None = None
+        self, nodes: Sequence[str], notify: Callable[[str], None], *, stages: Sequence[int] | None = None
     ) -> None:
         """Args:
-        nodes: by rank, where it is.
-        say: tells the user a line: once about a rank in a phase that was the slowest for `STEPS_IN_A_ROW` steps.
-        stages: see `slowest_by_phase`.
+        nodes: host name of each rank.
+        notify: gets a message once for each rank and phase in which it was the straggler for
+            `MIN_CONSECUTIVE_STEPS` steps in a row.
+        stages: as for `slowest_by_phase`.
         """
-        self._nodes, self._say, self._stages = nodes, say, stages
-        self._rows: dict[str, tuple[int, int]] = {}
-        self._told: set[tuple[str, int]] = set()
+        self._nodes, self._notify, self._stages = nodes, notify, stages
+        self._streaks: dict[str, tuple[int, int]] = {}
+        self._reported: set[tuple[str, int]] = set()
 
     def step(self, records: Sequence[Sequence[CallRecord]]) -> dict[str, float]:
-        """The step's metrics: `straggler/<role>.<method>_ratio`, of the slowest rank to the median of the others.
+        """Return the step's metrics: `straggler/<role>.<method>_ratio`, busy time of the slowest rank over the median.
 
-        Of phases that cost so little that ratios are noise there is none.
+        Phases in which the slowest rank is busy for at most `MIN_EXCESS_SECONDS` have no metric.
         """
         phases = slowest_by_phase(records, stages=self._stages)
-        late = {one.phase: one for one in phases if one.holds_up(FACTOR)}
-        self._rows = {
-            phase: (one.rank, self._rows[phase][1] + 1 if self._rows.get(phase, (None, 0))[0] == one.rank else 1)
+        late = {one.phase: one for one in phases if one.is_significant(STRAGGLER_FACTOR)}
+        self._streaks = {
+            phase: (one.rank, self._streaks[phase][1] + 1 if self._streaks.get(phase, (None, 0))[0] == one.rank else 1)
             for phase, one in late.items()
         }
-        for phase, (rank, steps) in self._rows.items():
-            if steps >= STEPS_IN_A_ROW and (phase, rank) not in self._told:
-                self._told.add((phase, rank))
+        for phase, (rank, steps) in self._streaks.items():
+            if steps >= MIN_CONSECUTIVE_STEPS and (phase, rank) not in self._reported:
+                self._reported.add((phase, rank))
                 role, method = phase.split(".", 1)
-                self._say(
-                    f"{role} rank {rank} (node {self._nodes[rank]}) takes {late[phase].ratio:.1f} times the median in "
-                    f"{method}, for {STEPS_IN_A_ROW} steps now"
+                self._notify(
+                    f"{role} rank {rank} (node {self._nodes[rank]}) was busy {late[phase].ratio:.1f} times as long as "
+                    f"the median in {method}, for {MIN_CONSECUTIVE_STEPS} steps in a row"
                 )
-        return {f"straggler/{one.phase}_ratio": one.ratio for one in phases if one.seconds > LEAST_SECONDS}
+        return {f"straggler/{one.phase}_ratio": one.ratio for one in phases if one.seconds > MIN_EXCESS_SECONDS}

@@ -1,4 +1,4 @@
-"""The Ray actors that host workers: plain objects, whose methods they call."""
+"""Ray actors that host workers: plain objects whose methods the actors call."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 import ray
 
-from megarl.process.stack_dump import ProcessPlace, give_account
-from megarl.process.startup_trace import Diary, ProcessStart
+from megarl.process.stack_dump import ProcessInfo, register_stack_dump
+from megarl.process.startup_trace import StartupTiming, StartupTrace
 from megarl.workers.stragglers import CallLog, CallRecord
 
 
-def _own_place() -> ProcessPlace:
-    return ProcessPlace(
+def _read_process_info() -> ProcessInfo:
+    return ProcessInfo(
         node_id=ray.get_runtime_context().get_node_id(),
         host=socket.gethostname(),
         pid=os.getpid(),
-        account=give_account(),
+        dump_fd=register_stack_dump(),
     )
 
 
-class Shell:
-    """Hosts workers, one a role, whose methods are plain functions, run one at a time on the main thread."""
+class WorkerHost:
+    """Hosts one worker per role; worker methods are plain functions and run one at a time on the main thread."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._diary, self._place = Diary(), _own_place()
+        self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
         self._workers: dict[str, Any] = {}
         self._calls = CallLog()
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a port that was free a moment ago."""
+        """Return this node's address and a free port, for torch.distributed's master; the port is not reserved."""
         with socket.socket() as s:
             s.bind(("", 0))
             return ray.util.get_node_ip_address(), s.getsockname()[1]
@@ -46,58 +46,62 @@ class Shell:
         factory: Callable[..., Any],
         arguments: tuple[Any, ...],
         environment: Mapping[str, str],
-        asked: float,
+        requested_at: float,
     ) -> None:
-        """Make the worker of `role`, with `environment` added to the process's; `asked`: when, in Unix time."""
-        assert role not in self._workers, f"{role} is here already"
-        with self._diary.building(asked):
+        """Build the worker of `role`, with `environment` set in the process; `requested_at`: Unix time of the call."""
+        assert role not in self._workers, f"this process already has a worker of role {role}"
+        with self._startup_trace.record_build(requested_at):
             os.environ.update(environment)
             self._workers[role] = factory(*arguments)
 
-    def came_up(self) -> ProcessStart:
-        """How this process did."""
-        return self._diary.read()
+    def startup_timing(self) -> StartupTiming:
+        """Return the startup timing of this process."""
+        return self._startup_trace.snapshot()
 
-    def place(self) -> ProcessPlace:
-        """Where this process is."""
-        return self._place
+    def process_info(self) -> ProcessInfo:
+        """Return node, host and pid of this process."""
+        return self._process_info
 
-    def take_calls(self) -> list[CallRecord]:
-        """The calls since the last time."""
+    def pop_call_records(self) -> list[CallRecord]:
+        """Return the records of the calls since the last call of this."""
         return self._calls.take()
 
     def invoke(self, role: str, method: str, argument: Any) -> Any:
-        """`method(argument)` of the worker of `role`."""
+        """Return `method(argument)` of the worker of `role`."""
         worker = self._workers[role]
         with self._calls.call(role, method, worker):
             return getattr(worker, method)(argument)
 
-    def keep(self, role: str, method: str, argument: Any) -> tuple[None, Any]:
-        """As `invoke`; for two references, of which the first only tells that the call is over."""
+    def invoke_remote(self, role: str, method: str, argument: Any) -> tuple[None, Any]:
+        """Return None and the result of `invoke`, for two object references; the first only signals completion."""
         return None, self.invoke(role, method, argument)
 
 
-class AsyncShell:
-    """Hosts one worker whose methods are coroutines, run concurrently on one event loop."""
+class AsyncWorkerHost:
+    """Hosts one worker whose methods are coroutines, which run concurrently on one event loop."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
-        self._diary, self._place = Diary(), _own_place()
+        self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
         self._worker: Any = None
         self._building: asyncio.Future[Any] | None = None
 
-    async def expect(self, factory: Callable[..., Any], asked: float) -> None:
-        """Have imported what `factory` needs, as it has been by now, before the worker can be built."""
-        self._diary.called(asked)
+    async def preimport(self, factory: Callable[..., Any], requested_at: float) -> None:
+        """No-op whose arguments make Ray import the worker's modules while the process would otherwise wait."""
+        self._startup_trace.record_call(requested_at)
 
     async def build(
-        self, factory: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], asked: float
+        self,
+        factory: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        environment: Mapping[str, str],
+        requested_at: float,
     ) -> None:
-        """Make the worker, with `environment` added to the process's; `asked`: when, in Unix time.
+        """Build the worker, with `environment` set in the process; `requested_at`: Unix time of the call.
 
         `factory` may be a coroutine function.
         """
-        with self._diary.building(asked):
+        with self._startup_trace.record_build(requested_at):
             os.environ.update(environment)
             worker = factory(*arguments)
             if inspect.isawaitable(worker):
@@ -105,20 +109,20 @@ class AsyncShell:
                 worker = await self._building
             self._worker = worker
 
-    async def came_up(self) -> ProcessStart:
-        """How this process did."""
-        return self._diary.read()
+    async def startup_timing(self) -> StartupTiming:
+        """Return the startup timing of this process."""
+        return self._startup_trace.snapshot()
 
-    async def place(self) -> ProcessPlace:
-        """Where this process is."""
-        return self._place
+    async def process_info(self) -> ProcessInfo:
+        """Return node, host and pid of this process."""
+        return self._process_info
 
     async def invoke(self, method: str, *arguments: Any) -> Any:
-        """`await method(*arguments)` of the worker; Ray has put values in the place of references."""
+        """Return `await method(*arguments)` of the worker; Ray has replaced references by values."""
         return await getattr(self._worker, method)(*arguments)
 
     async def stop(self) -> None:
-        """Cancel the building of the worker, or await the `shutdown` of a built one."""
+        """Shut the worker down, or cancel its construction if it is not built yet."""
         if self._worker is not None:
             await self._worker.shutdown()
         elif self._building is not None:

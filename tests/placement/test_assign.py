@@ -1,4 +1,4 @@
-"""Which machines pools get: by hand, and random clusters against every possible choice."""
+"""Assignment of nodes to pools: chosen examples, and random clusters compared with all possible assignments."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ def pool(nodes: int = 1, slots_per_node: int = 1, **more: object) -> PoolConfig:
     return PoolConfig.model_validate({"nodes": nodes, "slots_per_node": slots_per_node, **more})
 
 
-def names(pools: dict[str, PoolConfig], nodes: list[ClusterNode], device: str = "cuda") -> dict[str, str]:
+def assigned_names(pools: dict[str, PoolConfig], nodes: list[ClusterNode], device: str = "cuda") -> dict[str, str]:
     chosen = assign_nodes(pools, nodes, device)
     assert list(chosen) == list(pools)
     return {name: "".join(each.id for each in of_pool) for name, of_pool in chosen.items()}
 
 
-def test_ranks_fill_machines_in_order() -> None:
-    assert names({"main": pool(3, 8)}, [node(x) for x in "abcd"]) == {"main": "abc"}
-    assert names({"main": pool(2, 4), "b": pool(2, 4)}, [node("a"), node("b")]) == {"main": "ab", "b": "ab"}
+def test_ranks_fill_nodes_in_order() -> None:
+    assert assigned_names({"main": pool(3, 8)}, [node(x) for x in "abcd"]) == {"main": "abc"}
+    assert assigned_names({"main": pool(2, 4), "b": pool(2, 4)}, [node("a"), node("b")]) == {"main": "ab", "b": "ab"}
 
 
-def test_pools_do_not_take_what_others_need() -> None:
+def test_pools_do_not_take_nodes_that_others_need() -> None:
     small_first = [node("a", 4), node("b", 8)]
-    assert names({"main": pool(1, 4), "b": pool(1, 8)}, small_first) == {"main": "a", "b": "b"}
-    assert names({"main": pool(1, 4), "b": pool(1, 8)}, small_first[::-1]) == {"main": "a", "b": "b"}
+    assert assigned_names({"main": pool(1, 4), "b": pool(1, 8)}, small_first) == {"main": "a", "b": "b"}
+    assert assigned_names({"main": pool(1, 4), "b": pool(1, 8)}, small_first[::-1]) == {"main": "a", "b": "b"}
     head = ClusterNode(id="h", address="", hostname="h", cpus=64, gpus=0)
-    assert names({"main": pool(1, 4)}, [head, *small_first]) == {"main": "a"}
-    assert names({"main": pool(1, 4)}, [head, *small_first], "cpu") == {"main": "a"}
+    assert assigned_names({"main": pool(1, 4)}, [head, *small_first]) == {"main": "a"}
+    assert assigned_names({"main": pool(1, 4)}, [head, *small_first], "cpu") == {"main": "a"}
 
 
 def test_pools_choose_nodes_by_their_labels() -> None:
     nodes = [node("a", megarl_group="1"), node("b"), node("c", megarl_group="1")]
     pools = {"main": pool(1, 8), "rollout": pool(2, 8, labels={"megarl.group": "1"})}
-    assert names(pools, nodes) == {"main": "b", "rollout": "ac"}
+    assert assigned_names(pools, nodes) == {"main": "b", "rollout": "ac"}
 
 
-def test_rows_of_machines_share_an_nvlink_domain() -> None:
+def test_blocks_of_nodes_share_an_nvlink_domain() -> None:
     nodes = [node(name, domain=domain) for name, domain in zip("abcdef", "xyxyyx", strict=True)]
-    assert names({"main": pool(4, 8, nvlink_domain_nodes=2)}, nodes) == {"main": "acbd"}
-    assert names({"main": pool(3, 8, nvlink_domain_nodes=3)}, nodes) == {"main": "acf"}
-    assert names({"main": pool(3, 8)}, nodes) == {"main": "acb"}
+    assert assigned_names({"main": pool(4, 8, nvlink_domain_nodes=2)}, nodes) == {"main": "acbd"}
+    assert assigned_names({"main": pool(3, 8, nvlink_domain_nodes=3)}, nodes) == {"main": "acf"}
+    assert assigned_names({"main": pool(3, 8)}, nodes) == {"main": "acb"}
     with pytest.raises(ConfigError) as error:
         assign_nodes({"main": pool(4, 8, nvlink_domain_nodes=4)}, nodes, "cuda")
     assert str(error.value) == (
-        "placement: needs nodes * slots_per_node = 4 * 8 = 32 GPUs on 4 nodes, in rows of nvlink_domain_nodes = 4 that "
-        "one NVLink domain joins; the cluster has 6 nodes with 8 GPUs or more (a:8 b:8 c:8 d:8 e:8 f:8)"
+        "placement: needs nodes * slots_per_node = 4 * 8 = 32 GPUs on 4 nodes, in blocks of nvlink_domain_nodes = 4 "
+        "within one NVLink domain; the cluster has 6 nodes with 8 GPUs or more (a:8 b:8 c:8 d:8 e:8 f:8)"
     )
 
 
-def test_too_few_machines_are_told_with_the_arithmetic() -> None:
+def test_too_few_nodes_are_reported_with_the_arithmetic() -> None:
     with pytest.raises(ConfigError) as error:
         assign_nodes({"main": pool(2, 8), "b": pool(1, 4)}, [node("x"), node("y"), node("z", 2)], "cuda")
     assert str(error.value) == (
-        "placement.pools.b: needs nodes * slots_per_node = 1 * 4 = 4 GPUs on 1 node, beside placement; the cluster has "
-        "2 nodes with 4 GPUs or more (x:8 y:8 z:2)"
+        "placement.pools.b: needs nodes * slots_per_node = 1 * 4 = 4 GPUs on 1 node, in addition to placement; the "
+        "cluster has 2 nodes with 4 GPUs or more (x:8 y:8 z:2)"
     )
     with pytest.raises(ConfigError) as error:
         assign_nodes({"main": pool(2, 1, labels={"zone": "a"})}, [node("x")], "cpu")
     assert str(error.value) == (
-        "placement: needs nodes * slots_per_node = 2 * 1 = 2 CPU slots on 2 nodes, labelled zone=a; the cluster has 0 "
+        "placement: needs nodes * slots_per_node = 2 * 1 = 2 CPU slots on 2 nodes, labeled zone=a; the cluster has 0 "
         "nodes with 1 CPU slots or more (none)"
     )
 
@@ -83,13 +83,13 @@ def test_too_few_machines_are_told_with_the_arithmetic() -> None:
     st.lists(st.integers(0, 8), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8)), min_size=1, max_size=3),
 )
-def test_pools_fit_whenever_any_choice_fits(sizes: list[int], wanted: list[tuple[int, int]]) -> None:
+def test_pools_fit_whenever_any_assignment_fits(sizes: list[int], requested: list[tuple[int, int]]) -> None:
     nodes = [node(str(i), gpus) for i, gpus in enumerate(sizes)]
-    pools = {f"p{i}": pool(*sizes) for i, sizes in enumerate(wanted)}
+    pools = {f"p{i}": pool(*sizes) for i, sizes in enumerate(requested)}
     try:
         chosen = assign_nodes(pools, nodes, "cuda")
     except ConfigError:
-        assert not _any_choice(sizes, wanted)
+        assert not _has_valid_assignment(sizes, requested)
         return
     left = dict(zip((each.id for each in nodes), sizes, strict=True))
     for name, of_pool in chosen.items():
@@ -99,12 +99,12 @@ def test_pools_fit_whenever_any_choice_fits(sizes: list[int], wanted: list[tuple
     assert min(left.values()) >= 0
 
 
-def _any_choice(sizes: list[int], wanted: list[tuple[int, int]]) -> bool:
-    for choice in product(*(list(combinations(range(len(sizes)), count)) for count, _ in wanted)):
+def _has_valid_assignment(sizes: list[int], requested: list[tuple[int, int]]) -> bool:
+    for choice in product(*(list(combinations(range(len(sizes)), count)) for count, _ in requested)):
         used = [0] * len(sizes)
-        for machines, (_, per_node) in zip(choice, wanted, strict=True):
-            for machine in machines:
-                used[machine] += per_node
+        for chosen_nodes, (_, per_node) in zip(choice, requested, strict=True):
+            for chosen_node in chosen_nodes:
+                used[chosen_node] += per_node
         if all(u <= size for u, size in zip(used, sizes, strict=True)):
             return True
     return False

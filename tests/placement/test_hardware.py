@@ -1,15 +1,17 @@
+"""Hardware queries of this node."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from megarl.placement.hardware import Gpu, free_shared_memory, gpus, package_version, visible_gpus
+from megarl.placement.hardware import Gpu, free_shared_memory, list_gpus, package_version, visible_gpu_names
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A driver that names two GPUs."""
+    """An nvidia-smi that reports two GPUs."""
     script = tmp_path / "nvidia-smi"
     script.write_text(
         "#!/bin/sh\n"
@@ -24,34 +26,36 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == []
+    assert list_gpus() == []
 
 
-def test_driver_that_fails(driver: Path) -> None:
+def test_failing_driver_means_no_gpus(driver: Path) -> None:
     driver.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
-    assert gpus() == []
+    assert list_gpus() == []
 
 
-def test_what_the_driver_says_of_them(driver: Path) -> None:
-    first, second = gpus()
+def test_gpus_as_the_driver_reports_them(driver: Path) -> None:
+    first, second = list_gpus()
     assert first == Gpu(index=0, name="NVIDIA A", driver="570.86.15", memory_bytes=81559 * 2**20, used_bytes=4 * 2**20)
     assert (second.name, second.memory_bytes, second.used_bytes) == ("NVIDIA B, as they call it", None, None)
 
 
 @pytest.mark.parametrize(
-    ("chosen", "indices"),
+    ("visible_devices", "indices"),
     [(None, [0, 1]), ("1", [1]), ("1,0", [1, 0]), ("7", []), ("", []), ("-1", []), ("GPU-0a1b", [0])],
 )
-def test_visible(driver: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, indices: list[int]) -> None:
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [gpu.index for gpu in gpus()] == indices
-    assert visible_gpus() == [gpu.name for gpu in gpus()]
+def test_cuda_visible_devices_selects_gpus(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, visible_devices: str | None, indices: list[int]
+) -> None:
+    if visible_devices is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_devices)
+    assert [gpu.index for gpu in list_gpus()] == indices
+    assert visible_gpu_names() == [gpu.name for gpu in list_gpus()]
 
 
-def test_packages_and_shared_memory() -> None:
+def test_package_versions_and_shared_memory() -> None:
     assert package_version("pytest") == pytest.__version__
     assert package_version("no-such-package") is None
     shared = free_shared_memory()

@@ -1,3 +1,5 @@
+"""Reservation of slot pools."""
+
 from __future__ import annotations
 
 import os
@@ -17,7 +19,7 @@ from megarl.placement.pool import reserve, reserve_pools, start_cluster
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def test_slots_are_bundles_in_order_on_this_machine() -> None:
+def test_slots_are_bundles_in_order_on_this_node() -> None:
     slots = reserve(PlacementConfig(slots_per_node=3))
     try:
         assert slots.device == "cpu"
@@ -28,7 +30,7 @@ def test_slots_are_bundles_in_order_on_this_machine() -> None:
         remove_placement_group(slots.group)
 
 
-def test_pools_are_granted_together() -> None:
+def test_pools_are_reserved_together() -> None:
     config = PlacementConfig.model_validate(
         {"slots_per_node": 2, "pools": {"b": {"slots_per_node": 3}}, "critic": {"pool": "b"}}
     )
@@ -49,11 +51,13 @@ def test_more_slots_than_the_cluster_has_are_a_configuration_error() -> None:
         reserve(PlacementConfig(slots_per_node=500))
 
 
-def test_slots_that_others_use_are_waited_for_and_given_up() -> None:
+def test_slots_in_use_are_waited_for_until_the_timeout() -> None:
     first = reserve(PlacementConfig(slots_per_node=5))
     try:
         config = PlacementConfig(slots_per_node=6, start_timeout_seconds=0.5)
-        with pytest.raises(WorkerError, match=r"^placement needs 6 slots of .* within 0\.5 s; it has .*'CPU': 3"):
+        with pytest.raises(
+            WorkerError, match=r"^placement needs 6 slots of .* within 0\.5 s; unused resources: .*'CPU': 3"
+        ):
             reserve(config)
     finally:
         remove_placement_group(first.group)
@@ -70,7 +74,7 @@ class Holder:
         return os.getpid()
 
 
-def test_an_actor_that_was_restarted_takes_its_slots_over() -> None:
+def test_restarted_actor_takes_over_its_slots() -> None:
     holder = ray.remote(Holder).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     for _ in range(2):
         assert ray.get(holder.hold.remote(), timeout=30) == 5  # of 8
@@ -80,12 +84,12 @@ def test_an_actor_that_was_restarted_takes_its_slots_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "gpus", "want"),
+    ("device", "gpus", "expected"),
     [("auto", 0, "cpu"), ("auto", 1, "cpu"), ("auto", 2, "cuda"), ("cuda", 2, "cuda"), ("cpu", 8, "cpu")],
 )
-def test_the_device_is_what_the_cluster_has_enough_of(device: str, gpus: int, want: str) -> None:
+def test_device_is_cuda_if_the_cluster_has_enough_gpus(device: str, gpus: int, expected: str) -> None:
     config = PlacementConfig.model_validate({"slots_per_node": 2, "device": device})
-    assert resolve_device(config, [_node("a", gpus // 2), _node("b", gpus - gpus // 2)]) == want
+    assert resolve_device(config, [_node("a", gpus // 2), _node("b", gpus - gpus // 2)]) == expected
 
 
 def test_cuda_without_enough_gpus_is_a_configuration_error() -> None:
@@ -93,13 +97,13 @@ def test_cuda_without_enough_gpus_is_a_configuration_error() -> None:
         resolve_device(PlacementConfig(slots_per_node=2, device="cuda"), [_node("a", 0)])
 
 
-def test_an_address_where_nobody_answers_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_without_a_listener_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=127\.0\.0\.1:1: no Ray cluster answers there: .*refused$"):
         start_cluster(PlacementConfig())
 
 
-def test_an_address_that_only_ray_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_only_ray_can_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance")
 

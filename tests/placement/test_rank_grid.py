@@ -1,3 +1,5 @@
+"""The grid of ranks."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,23 +15,23 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=repr)
-def test_ranks_are_numbered_with_the_tensor_axis_innermost_and_the_pipeline_outermost(grid: RankGrid) -> None:
-    want = [
+def test_tensor_axis_is_innermost_and_pipeline_axis_outermost(grid: RankGrid) -> None:
+    expected = [
         Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
         for pp in range(grid.pp)
         for dp in range(grid.dp)
         for cp in range(grid.cp)
         for tp in range(grid.tp)
     ]
-    assert grid.size == len(want)
-    assert [grid.coordinates(rank) for rank in range(grid.size)] == want
+    assert grid.size == len(expected)
+    assert [grid.coordinates(rank) for rank in range(grid.size)] == expected
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=repr)
-def test_the_answer_of_a_replica_comes_from_the_first_rank_of_its_last_stage(grid: RankGrid) -> None:
+def test_output_rank_is_the_first_rank_of_the_last_stage(grid: RankGrid) -> None:
     for dp in range(grid.dp):
-        where = grid.coordinates(grid.output_rank(dp))
-        assert where == Coordinates(tp=0, cp=0, dp=dp, pp=grid.pp - 1)
+        coordinates = grid.coordinates(grid.output_rank(dp))
+        assert coordinates == Coordinates(tp=0, cp=0, dp=dp, pp=grid.pp - 1)
 
 
 WITH_EXPERTS = [
@@ -43,7 +45,7 @@ WITH_EXPERTS = [
 
 
 @pytest.mark.parametrize("grid", WITH_EXPERTS, ids=repr)
-def test_ranks_stand_where_megatron_core_puts_them(grid: RankGrid) -> None:
+def test_coordinates_agree_with_megatron_core(grid: RankGrid) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     order, of_experts = "tp-cp-ep-dp-pp", {"tp": "etp", "ep": "ep", "dp": "dp", "pp": "pp"}
@@ -53,15 +55,18 @@ def test_ranks_stand_where_megatron_core_puts_them(grid: RankGrid) -> None:
     for axis in ("tp", "cp", "dp", "pp"):
         for group in dense.get_ranks(axis):
             assert [getattr(grid.coordinates(rank), axis) for rank in group] == list(range(len(group)))
-    for theirs, ours in of_experts.items():
-        for group in experts.get_ranks(theirs):
-            at = [grid.expert_coordinates(rank) for rank in group]
-            assert [getattr(c, ours) for c in at] == list(range(len(group)))
-            rest = {tuple(getattr(c, axis) for axis in of_experts.values() if axis != ours) for c in at}
+    for megatron_axis, axis_name in of_experts.items():
+        for group in experts.get_ranks(megatron_axis):
+            coordinates_of_group = [grid.expert_coordinates(rank) for rank in group]
+            assert [getattr(c, axis_name) for c in coordinates_of_group] == list(range(len(group)))
+            rest = {
+                tuple(getattr(c, axis) for axis in of_experts.values() if axis != axis_name)
+                for c in coordinates_of_group
+            }
             assert len(rest) == 1
 
 
-def test_experts_are_split_as_everything_else_where_nothing_is_said() -> None:
+def test_etp_defaults_to_tp() -> None:
     assert RankGrid(tp=4, dp=2, ep=2).expert_tp == 4
     assert RankGrid(tp=4, dp=2, ep=2, etp=1).expert_tp == 1
 
@@ -74,11 +79,11 @@ def test_experts_are_split_as_everything_else_where_nothing_is_said() -> None:
         (
             {"tp": 8, "dp": 16, "pp": 16, "ep": 64},
             r"etp 8 \* ep 64 = 512 needs to divide the ranks of a pipeline stage, got tp 8 \* cp 1 \* dp 16 = 128; "
-            "etp is tp where it is not given",
+            "etp defaults to tp",
         ),
         ({"dp": 4, "ep": 3, "etp": 1}, r"etp 1 \* ep 3 = 3 needs to divide .* = 4$"),
     ],
 )
-def test_sizes_that_make_no_grid(sizes: dict[str, int], message: str) -> None:
+def test_invalid_sizes_are_rejected(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RankGrid(**sizes)

@@ -1,3 +1,5 @@
+"""Termination of descendants, including orphans."""
+
 import subprocess
 import sys
 import textwrap
@@ -8,21 +10,21 @@ import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
-from megarl.process.descendants import adopt_orphans, at_start_of_child, end_descendants
+from megarl.process.descendants import become_subreaper, make_preexec, terminate_descendants
 """
 
 
-def python(code, **kwargs):
-    """A process of its own, since what is tested concerns all descendants of one."""
+def start_python(code, **kwargs):
+    """Start a separate process, since the tested functions affect all descendants of a process."""
     command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **kwargs)
 
 
-def pids(process, count):
+def read_pids(process, count):
     return [int(process.stdout.readline()) for _ in range(count)]
 
 
-def gone(pid, within=5.0):
+def has_ended(pid, within=5.0):
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -34,65 +36,65 @@ def gone(pid, within=5.0):
     return False
 
 
-def test_all_generations_end_also_those_that_will_not():
-    process = python(
+def test_all_generations_end_even_those_that_ignore_sigterm():
+    process = start_python(
         """
-        adopt_orphans()
+        become_subreaper()
         script = '''
         sh -c 'trap "" TERM; echo $$; while :; do sleep 0.1; done' &
         setsid sh -c 'echo $$; exec sleep 60' &
         '''
         shell = subprocess.run(["sh", "-c", script])
         time.sleep(0.5)
-        killed = end_descendants(0.5)
+        killed = terminate_descendants(0.5)
         print(len(killed), flush=True)
         print(sys.stdin.read())
     """,
         stdin=subprocess.PIPE,
     )
-    orphans = pids(process, 2)
+    orphans = read_pids(process, 2)
     stubborn = int(process.stdout.readline())
-    # still running, so that it is not its own end that ended them
+    # still running, so the orphans have not ended because this process did
     assert process.poll() is None
     assert stubborn >= 1
-    assert all(gone(pid, 1.0) for pid in orphans)
+    assert all(has_ended(pid, 1.0) for pid in orphans)
     process.communicate("")
 
 
-def test_child_of_a_killed_process_ends():
-    process = python("""
+def test_child_ends_when_its_parent_is_killed():
+    process = start_python("""
         child = subprocess.Popen(
-            ["sh", "-c", "echo $$; exec sleep 60"], preexec_fn=at_start_of_child(signal.SIGTERM), process_group=0
+            ["sh", "-c", "echo $$; exec sleep 60"], preexec_fn=make_preexec(signal.SIGTERM), process_group=0
         )
         child.wait()
     """)
-    (child,) = pids(process, 1)
+    (child,) = read_pids(process, 1)
     time.sleep(0.2)
-    assert not gone(child, 0.1)
+    assert not has_ended(child, 0.1)
     process.kill()
     process.wait()
-    assert gone(child)
+    assert has_ended(child)
 
 
-def test_notice_stays_pending_until_a_child_looks():
-    process = python("""
+def test_sigusr1_stays_pending_until_a_child_checks():
+    process = start_python("""
         code = "import signal, time; time.sleep(0.5); print(signal.SIGUSR1 in signal.sigpending())"
-        child = subprocess.Popen([sys.executable, "-c", code], preexec_fn=at_start_of_child(signal.SIGKILL))
+        child = subprocess.Popen([sys.executable, "-c", code], preexec_fn=make_preexec(signal.SIGKILL))
         child.send_signal(signal.SIGUSR1)
         print(child.wait())
     """)
-    answer, _ = process.communicate(timeout=20)
-    assert answer.split() == ["True", "0"]
+    output, _ = process.communicate(timeout=20)
+    assert output.split() == ["True", "0"]
 
 
 @pytest.mark.parametrize("count", [40])
-def test_many_end_soon(count):
-    process = python(f"""
-        adopt_orphans()
+def test_many_children_end_quickly(count):
+    process = start_python(f"""
+        become_subreaper()
         children = [subprocess.Popen(["sleep", "60"]) for _ in range({count})]
         started = time.monotonic()
-        assert end_descendants(5.0) == []
+        assert terminate_descendants(5.0) == []
         print(time.monotonic() - started)
     """)
-    answer, _ = process.communicate(timeout=20)
-    assert float(answer) < 3
+    output, _ = process.communicate(timeout=20)
+    assert float(output) < 3

@@ -1,34 +1,36 @@
+"""The early-stop signal."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# in a process of its own: one with threads that were made before would be ended
+# in a separate process: threads that exist already do not block the signal, which would end the process
 PROGRAM = """
 import os, signal, subprocess, threading
-from megarl.process.early_stop_signal import SIGNAL, is_asked, signal_held
+from megarl.process.early_stop_signal import SIGNAL, stop_requested, stop_signal_blocked
 
-def seen(handler):
+def check_signal_is_noticed(handler):
     signal.signal(SIGNAL, handler)
-    with signal_held():
-        before = is_asked()
+    with stop_signal_blocked():
+        before = stop_requested()
         thread = threading.Thread(target=threading.Event().wait, daemon=True)
         thread.start()
         child = subprocess.Popen(["sleep", "60"])
         for pid in (os.getpid(), os.getpid(), child.pid):
             os.kill(pid, SIGNAL)
-        after, again = is_asked(), is_asked()
+        after, again = stop_requested(), stop_requested()
         child_lives = child.poll() is None
         child.kill()
     assert (before, after, again, child_lives) == (False, True, True, True)
     assert signal.getsignal(SIGNAL) == handler
     assert SIGNAL not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
-seen(signal.SIG_DFL)
-seen(signal.SIG_IGN)
+check_signal_is_noticed(signal.SIG_DFL)
+check_signal_is_noticed(signal.SIG_IGN)
 """
 
 
-def test_the_signal_is_seen_and_ends_neither_process_nor_child() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_signal_is_noticed_and_ends_neither_process_nor_child() -> None:
+    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,3 +1,5 @@
+"""The startup trace of a process."""
+
 from __future__ import annotations
 
 import subprocess
@@ -7,32 +9,37 @@ import time
 import pytest
 
 from megarl.process import startup_trace
-from megarl.process.startup_trace import Diary, importing
+from megarl.process.startup_trace import StartupTrace, record_imports
 
 
 @pytest.fixture(autouse=True)
-def _nothing_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clear_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_trace, "_imports", [])
 
 
-def test_what_a_call_brings_is_imported_since_it_was_asked_for_and_the_process_free(
+def test_imports_of_a_call_begin_when_it_was_requested_and_the_process_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([10.0, 15.0, 16.0, 18.0, 18.5, 20.0, 27.0, 27.0, 30.0])
     monkeypatch.setattr(time, "time", lambda: next(clock))
-    diary = Diary()  # there at 10
-    with diary.building(asked=4.0), importing():  # called at 15, builds from 16; imports from 18 to 18.5, done at 20
+    trace = StartupTrace()  # ready at 10
+    with (
+        trace.record_build(requested_at=4.0),
+        record_imports(),
+    ):  # called at 15, builds from 16; imports from 18 to 18.5, done at 20
         pass
-    with diary.building(asked=19.0):  # called at 27
+    with trace.record_build(requested_at=19.0):  # called at 27
         pass
-    start = diary.read()
-    assert start.there == 10.0
-    assert start.imports == ((10.0, 15.0), (18.0, 18.5), (20.0, 27.0))
-    assert start.builds == ((16.0, 20.0), (27.0, 30.0))
+    timing = trace.snapshot()
+    assert timing.ready_at == 10.0
+    assert timing.imports == ((10.0, 15.0), (18.0, 18.5), (20.0, 27.0))
+    assert timing.builds == ((16.0, 20.0), (27.0, 30.0))
 
 
-def test_a_process_knows_when_it_was_created() -> None:
-    program = "import time; time.sleep(0.5); from megarl.process import startup_trace as p; print(p.process_created())"
+def test_process_creation_time() -> None:
+    program = (
+        "import time; time.sleep(0.5); from megarl.process import startup_trace as p; print(p.process_creation_time())"
+    )
     before = time.time()
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert before - 0.05 <= float(child.stdout) <= time.time() - 0.5

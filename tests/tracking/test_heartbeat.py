@@ -1,4 +1,4 @@
-"""A run's sign of life."""
+"""The heartbeat file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def age(stamp: str) -> float:
     return (datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds()
 
 
-def test_the_file_says_where_the_run_is(tmp_path: Path) -> None:
+def test_file_has_the_state_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "heartbeat.json"
-    said: list[str] = []
-    heartbeat = Heartbeat(path, steps=40, say=said.append)
+    messages: list[str] = []
+    heartbeat = Heartbeat(path, steps=40, notify=messages.append)
     assert wait_until(path.exists, 5)
     first = read(path)
     assert (first["pid"], first["host"], first["status"]) == (os.getpid(), socket.gethostname(), "starting")
@@ -38,7 +38,7 @@ def test_the_file_says_where_the_run_is(tmp_path: Path) -> None:
     heartbeat.saved(10)
     heartbeat.pushed(11)
     heartbeat.phase(12, "train")
-    assert wait_until(lambda: read(path)["phase"] == "train", 3), "a new phase waits for the next beat"
+    assert wait_until(lambda: read(path)["phase"] == "train", 3), "a new phase is not written before the next interval"
     now = read(path)
     assert (now["status"], now["step"], now["last_step_seconds"]) == ("running", 12, 8.25)
     assert (now["last_checkpoint_step"], now["policy_version"]) == (10, 11)
@@ -48,13 +48,13 @@ def test_the_file_says_where_the_run_is(tmp_path: Path) -> None:
     assert (read(path)["status"], read(path)["step"]) == ("failed", 12)
     heartbeat.close("ended")
     assert read(path)["status"] == "failed"
-    assert said == []
+    assert messages == []
     assert [file.name for file in path.parent.iterdir()] == ["heartbeat.json"]
 
 
-def test_it_goes_on_while_nothing_changes(tmp_path: Path) -> None:
+def test_file_is_rewritten_while_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "heartbeat.json"
-    heartbeat = Heartbeat(path, steps=1, say=print, interval_seconds=0.05)
+    heartbeat = Heartbeat(path, steps=1, notify=print, interval_seconds=0.05)
     assert wait_until(path.exists, 5)
     before = read(path)
     assert wait_until(lambda: read(path)["time"] > before["time"], 5)
@@ -65,9 +65,9 @@ def test_it_goes_on_while_nothing_changes(tmp_path: Path) -> None:
     assert path.read_text() == last
 
 
-def test_short_phases_are_not_all_written(tmp_path: Path) -> None:
+def test_writes_are_rate_limited(tmp_path: Path) -> None:
     path, seen = tmp_path / "heartbeat.json", set()
-    heartbeat = Heartbeat(path, steps=1, say=print)
+    heartbeat = Heartbeat(path, steps=1, notify=print)
     assert wait_until(path.exists, 5)
     for step in range(500):
         heartbeat.phase(step, "short")
@@ -78,15 +78,15 @@ def test_short_phases_are_not_all_written(tmp_path: Path) -> None:
     assert read(path)["step"] == 499
 
 
-def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+def test_write_failure_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("not a folder")
-    said: list[str] = []
-    heartbeat = Heartbeat(tmp_path / "run" / "heartbeat.json", steps=1, say=said.append, interval_seconds=0.05)
-    assert wait_until(lambda: bool(said), 5)
+    messages: list[str] = []
+    heartbeat = Heartbeat(tmp_path / "run" / "heartbeat.json", steps=1, notify=messages.append, interval_seconds=0.05)
+    assert wait_until(lambda: bool(messages), 5)
     heartbeat.phase(1, "train")
     time.sleep(0.3)
     (tmp_path / "run").unlink()
     assert wait_until((tmp_path / "run" / "heartbeat.json").exists, 5), "does not recover"
     heartbeat.close("ended")
-    assert len(said) == 1
-    assert "heartbeat.json cannot be written" in said[0]
+    assert len(messages) == 1
+    assert "heartbeat.json cannot be written" in messages[0]

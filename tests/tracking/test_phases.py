@@ -1,3 +1,5 @@
+"""Timing of phases."""
+
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +26,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_seconds_accumulate_and_own_is_what_is_not_waited_for(clock: Clock) -> None:
+def test_seconds_accumulate_and_own_time_excludes_waiting(clock: Clock) -> None:
     timer = PhaseTimer(clock)
     timer.start_step()
     for _ in range(2):
@@ -69,7 +71,7 @@ def test_nested_and_overlapping_waiting_counts_once(clock: Clock) -> None:
     )
 
 
-def test_phase_over_several_steps_is_split(clock: Clock) -> None:
+def test_phase_over_several_steps_is_split_between_them(clock: Clock) -> None:
     timer = PhaseTimer(clock)
     timer.start_step()
     with timer.phase("rollout", waiting=True):
@@ -84,7 +86,7 @@ def test_phase_over_several_steps_is_split(clock: Clock) -> None:
     assert timer.totals == {"rollout": 8.0}
 
 
-def test_phases_outside_steps_count_only_in_the_totals(clock: Clock) -> None:
+def test_phases_outside_steps_count_only_in_totals(clock: Clock) -> None:
     timer = PhaseTimer(clock)
     with timer.phase("evaluation", waiting=True):
         clock.now += 7.0
@@ -96,7 +98,7 @@ def test_phases_outside_steps_count_only_in_the_totals(clock: Clock) -> None:
         timer.take()
 
 
-def test_a_phase_that_raises_is_measured(clock: Clock) -> None:
+def test_phase_that_raises_is_measured(clock: Clock) -> None:
     timer = PhaseTimer(clock)
     timer.start_step()
 
@@ -114,7 +116,7 @@ def test_a_phase_that_raises_is_measured(clock: Clock) -> None:
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()), max_size=6),
     st.lists(st.integers(1, 40), max_size=4),
 )
-def test_own_time_is_the_step_less_the_union_of_waiting(spans: list[tuple[int, int, bool]], cuts: list[int]) -> None:
+def test_own_time_is_step_time_minus_union_of_waiting(spans: list[tuple[int, int, bool]], cuts: list[int]) -> None:
     clock = Clock()
     timer = PhaseTimer(clock)
     clock.now = 0.0
@@ -148,7 +150,7 @@ def test_own_time_is_the_step_less_the_union_of_waiting(spans: list[tuple[int, i
     assert timer.totals.get("x", 0.0) == pytest.approx(sum(n for _, n, _ in spans))
 
 
-def test_phases_of_concurrent_tasks() -> None:
+def test_phases_of_concurrent_tasks_overlap() -> None:
     timer = PhaseTimer()
     timer.start_step()
 

@@ -1,3 +1,5 @@
+"""The rollout log."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +17,7 @@ def decode(token_ids: list[int]) -> str:
 
 
 def trajectory(prompt: str, spans: list[tuple[str, int]], **fields: object) -> Trajectory:
-    """`spans`: texts behind the prompt, each by a policy version (-1: tool output)."""
+    """Return a trajectory; `spans`: texts after the prompt with their policy versions (-1: tool output)."""
     text = prompt + "".join(t for t, _ in spans)
     versions = [-1] * len(prompt) + [v for t, v in spans for _ in t]
     return Trajectory(
@@ -28,7 +30,7 @@ def trajectory(prompt: str, spans: list[tuple[str, int]], **fields: object) -> T
     )
 
 
-def test_rows_hold_what_was_rolled_out(tmp_path: Path) -> None:
+def test_rows_hold_the_trajectories(tmp_path: Path) -> None:
     rows = [
         trajectory(
             "Q?", [("ab", 4), ("[tool]", -1), ("c", 6)], group_id=0, rewards={"acc": 1.0, "fmt": 0.5}, reward=1.5
@@ -60,7 +62,7 @@ def test_rows_hold_what_was_rolled_out(tmp_path: Path) -> None:
     assert (third["prompt"], third["response"], third["policy_version_min"]) == ("Mute", "", None)
 
 
-def test_file_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_file_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_rollouts(path, [trajectory("Q", [("a", 0)], group_id=0)], [1.0], step=1, decode=decode)
     before = path.read_bytes()
@@ -76,6 +78,6 @@ def test_file_is_whole_or_not_there(tmp_path: Path) -> None:
         write_rollouts(path, [trajectory("Q", [], group_id=0)], [1.0, 2.0], step=2, decode=decode)
 
 
-def test_no_trajectories_is_an_empty_table(tmp_path: Path) -> None:
+def test_no_trajectories_give_an_empty_table(tmp_path: Path) -> None:
     write_rollouts(tmp_path / "a.parquet", [], [], step=1, decode=decode)
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 0

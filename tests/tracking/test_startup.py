@@ -1,3 +1,5 @@
+"""The startup report."""
+
 from __future__ import annotations
 
 import json
@@ -10,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import ConfigError
-from megarl.process.startup_trace import ProcessStart
-from megarl.tracking.startup import KINDS, Span, Startup, of_command, seconds_by_kind
+from megarl.process.startup_trace import StartupTiming
+from megarl.tracking.startup import KINDS, Span, Startup, command_startup, seconds_by_kind
 
 INSTANTS = 24
 SPANS = st.lists(
@@ -26,32 +28,32 @@ SPANS = st.lists(
 
 
 @given(spans=SPANS, begin=st.integers(0, INSTANTS), length=st.integers(0, INSTANTS))
-def test_every_instant_counts_once_as_the_first_kind_that_applies(spans: list[Span], begin: int, length: int) -> None:
-    want = dict.fromkeys(KINDS, 0.0)
+def test_every_instant_is_assigned_to_the_first_kind_that_applies(spans: list[Span], begin: int, length: int) -> None:
+    expected = dict.fromkeys(KINDS, 0.0)
     for instant in range(begin, begin + length):
-        if there := [span.kind for span in spans if span.begin <= instant < span.end]:
-            want[min(there, key=KINDS.index)] += 1.0
-    assert seconds_by_kind(spans, begin, begin + length) == want
+        if kinds := [span.kind for span in spans if span.begin <= instant < span.end]:
+            expected[min(kinds, key=KINDS.index)] += 1.0
+    assert seconds_by_kind(spans, begin, begin + length) == expected
 
 
-def started() -> Startup:
-    """10 s before the command, which takes 3 s; two ranks side by side with an engine; a first completion at 30."""
+def make_startup() -> Startup:
+    """Return a startup: 10 s before the command, which takes 3 s, then two ranks concurrent with an engine."""
     startup = Startup(100.0)
     startup.add("launch", "launch", [(100.0, 110.0)])
     startup.add("command", "imports", [(110.0, 113.0)])
     ranks = [
-        ProcessStart(there=115.0, imports=((115.0, 118.0),), builds=((116.0, 120.0),)),
-        ProcessStart(there=116.0, imports=((116.0, 118.5),), builds=((118.5, 121.0),)),
+        StartupTiming(ready_at=115.0, imports=((115.0, 118.0),), builds=((116.0, 120.0),)),
+        StartupTiming(ready_at=116.0, imports=((116.0, 118.5),), builds=((118.5, 121.0),)),
     ]
-    startup.add_processes("trainer ranks", ranks, asked=113.0, builds="megarl")
-    engine = ProcessStart(there=115.0, imports=((115.0, 117.0),), builds=((117.0, 125.0),))
-    startup.add_processes("rollout engines", [engine], asked=113.0, builds="sglang")
+    startup.add_processes("trainer ranks", ranks, requested_at=113.0, builds="megarl")
+    engine = StartupTiming(ready_at=115.0, imports=((115.0, 117.0),), builds=((117.0, 125.0),))
+    startup.add_processes("rollout engines", [engine], requested_at=113.0, builds="sglang")
     return startup
 
 
-def test_kinds_add_up_to_the_whole(tmp_path: Path) -> None:
-    report = started().ended("first completion", 130.0)
-    # until 115 no process is there, until 116 the second one is not; from then on 2.5 s of imports
+def test_kinds_add_up_to_the_total(tmp_path: Path) -> None:
+    report = make_startup().finish("first completion", 130.0)
+    # no process is ready until 115, the second rank until 116; then 2.5 s of imports
     assert report.by_kind == {"launch": 10.0, "imports": 3 + 3.5, "ray": 2.0, "sglang": 125 - 118.5, "megarl": 5.0}
     assert report.seconds == sum(report.by_kind.values()) == 30.0
     assert report.line == "started in 30.0 s: launch 10.0, imports 6.5, Ray 2.0, SGLang 6.5, megarl 5.0"
@@ -69,28 +71,29 @@ def test_kinds_add_up_to_the_whole(tmp_path: Path) -> None:
     assert ranks == {"imports": 3.5, "ray": 2.0, "sglang": 0.0, "megarl": 2.5}
 
 
-def test_a_start_without_a_launcher_does_not_speak_of_one() -> None:
+def test_report_without_a_launcher_omits_it() -> None:
     startup = Startup(0.0)
     startup.add("command", "imports", [(0.0, 1.0)])
     assert (
-        startup.ended("first completion", 2.0).line == "started in 2.0 s: imports 1.0, Ray 0.0, SGLang 0.0, megarl 1.0"
+        startup.finish("first completion", 2.0).line
+        == "started in 2.0 s: imports 1.0, Ray 0.0, SGLang 0.0, megarl 1.0"
     )
 
 
-def test_a_command_counts_from_its_process_or_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_startup_begins_with_its_process_or_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     created = psutil.Process().create_time()  # to the second
-    monkeypatch.setattr("megarl.tracking.startup.process_created", lambda: created)
+    monkeypatch.setattr("megarl.tracking.startup.process_creation_time", lambda: created)
     monkeypatch.delenv("MEGARL_STARTED", raising=False)
-    alone = of_command()
-    assert alone.begin == created
-    (command,) = alone.spans
+    without_launcher = command_startup()
+    assert without_launcher.begin == created
+    (command,) = without_launcher.spans
     assert (command.phase, command.kind, command.begin) == ("command", "imports", created)
     assert command.end == pytest.approx(time.time(), abs=5)
     monkeypatch.setenv("MEGARL_STARTED", str(created - 7.5))
-    first = of_command().spans[0]
+    first = command_startup().spans[0]
     assert (first.phase, first.begin, first.end) == ("launch", created - 7.5, created)
     monkeypatch.setenv("MEGARL_STARTED", str(created + 1000))
-    assert of_command().begin == created
+    assert command_startup().begin == created
     monkeypatch.setenv("MEGARL_STARTED", "noon")
     with pytest.raises(ConfigError, match=r"^MEGARL_STARTED needs the Unix time at which the start began, got 'noon'$"):
-        of_command()
+        command_startup()

@@ -1,3 +1,5 @@
+"""The run summary."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Metrics in all sinks."""
+
 from __future__ import annotations
 
 import json
@@ -17,8 +19,8 @@ from megarl.errors import ConfigError, DataError
 from megarl.tracking.tracker import ResumedMetrics, Tracker
 
 
-def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard itself reads back."""
+def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """Read the scalars with TensorBoard itself: tag -> (step, value) pairs."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run_dir / "tensorboard"))
@@ -26,25 +28,25 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_jsonl_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
+def test_jsonl_and_tensorboard_hold_the_same_metrics(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(), tmp_path / "new" / "run") as tracker:
         tracker.log({"reward/mean": 0.25, "loss": np.float32(2.0)}, step=1)
         tracker.log({"reward/mean": 0.5}, step=2)
     lines = [json.loads(line) for line in (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "reward/mean": 0.25, "loss": 2.0}, {"step": 2, "reward/mean": 0.5}]
-    assert scalars(tmp_path / "new" / "run") == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
+    assert read_scalars(tmp_path / "new" / "run") == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
 
 
 def test_every_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
     tracker = Tracker(TrackingConfig(), tmp_path)
     tracker.log({"a": 1.0}, step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
-    assert scalars(tmp_path) == {"a": [(1, 1.0)]}
+    assert read_scalars(tmp_path) == {"a": [(1, 1.0)]}
     tracker.close()
     tracker.close()
 
 
-def test_numbers_that_are_not_finite_leave_the_json_valid(tmp_path: Path) -> None:
+def test_json_stays_valid_with_numbers_that_are_not_finite(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(), tmp_path) as tracker:
         tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, step=1)
     text = (tmp_path / "metrics.jsonl").read_text()
@@ -53,7 +55,7 @@ def test_numbers_that_are_not_finite_leave_the_json_valid(tmp_path: Path) -> Non
         raise AssertionError(f"{name} is not JSON")
 
     assert json.loads(text, parse_constant=refuse) == {"step": 1, "a": None, "b": None, "c": None, "d": 1.0}
-    assert math.isnan(scalars(tmp_path)["a"][0][1])
+    assert math.isnan(read_scalars(tmp_path)["a"][0][1])
 
 
 def test_resumed_run_appends(tmp_path: Path) -> None:
@@ -64,21 +66,21 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_was_logged_behind_the_step_that_a_run_goes_on_from_is_forgotten(tmp_path: Path) -> None:
+def test_metrics_after_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(), tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=1)
         position = tracker.num_bytes
         tracker.log({"a": 2.0}, step=2)
         tracker.log({"a": 3.0}, step=3)
-    time.sleep(1)  # TensorBoard reads event files in the order of their names, which count seconds
+    time.sleep(1)  # TensorBoard orders event files by name, which has a resolution of 1 s
     with Tracker(TrackingConfig(), tmp_path, resumed=ResumedMetrics(step=1, num_bytes=position)) as tracker:
         tracker.log({"a": 20.0}, step=2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "a": 1.0}, {"step": 2, "a": 20.0}]
-    assert scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
+    assert read_scalars(tmp_path) == {"a": [(1, 1.0), (2, 20.0)]}
 
 
-def test_nothing_is_written_where_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_written_if_no_sink_is_configured(tmp_path: Path) -> None:
     with Tracker(TrackingConfig(tensorboard=False, jsonl=False), tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=1)
     assert list(tmp_path.iterdir()) == []
@@ -106,14 +108,14 @@ def test_wandb_gets_project_name_and_metrics(tmp_path: Path, monkeypatch: pytest
     config = TrackingConfig.model_validate({"wandb": {"project": "p", "name": "n"}, "tensorboard": False})
     with Tracker(config, tmp_path) as tracker:
         tracker.log({"a": 1.0}, step=3)
-    begun = {"project": "p", "name": "n", "dir": str(tmp_path)}
-    assert calls == [begun, ({"a": 1.0}, 3), "finish"]
+    init_arguments = {"project": "p", "name": "n", "dir": str(tmp_path)}
+    assert calls == [init_arguments, ({"a": 1.0}, 3), "finish"]
     calls.clear()
     Tracker(config, tmp_path, resumed=ResumedMetrics(step=3, num_bytes=0)).close()
-    assert calls == [begun | {"id": "abc", "resume": "allow"}, "finish"]
+    assert calls == [init_arguments | {"id": "abc", "resume": "allow"}, "finish"]
 
 
-def test_wandb_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_the_package_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = TrackingConfig.model_validate({"wandb": {"project": "p"}})
     with pytest.raises(ConfigError, match=r"tracking\.wandb needs the wandb package"):
@@ -129,7 +131,7 @@ def test_tracking_loads_neither_torch_nor_tensorflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_file_that_lost_its_end_stays_one_of_whole_lines(tmp_path: Path) -> None:
+def test_truncated_file_keeps_only_complete_lines(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     for torn, left in (('{"step": 1}\n{"step": 2}\n{"st', 2), ('{"st', 0), ('{"step": 1}\n', 1), ("", 0)):
         file.write_text(torn)
@@ -139,7 +141,7 @@ def test_a_file_that_lost_its_end_stays_one_of_whole_lines(tmp_path: Path) -> No
         assert steps == [*range(1, left + 1), 5]
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_full_disk_is_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     tracker = Tracker(TrackingConfig(tensorboard=False), tmp_path)
     with pytest.raises(DataError, match=r"^the metrics of step 1 cannot be written to .*: .* No space left on device$"):

@@ -1,4 +1,4 @@
-"""Worker groups and shells, with workers that do next to nothing."""
+"""Worker groups and worker hosts, with minimal workers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megarl.config.placement import PlacementConfig
 from megarl.errors import LostRankError, MegarlError, RewardError, WeightSyncError, WorkerError
 from megarl.placement.pool import Slot, SlotPool, reserve
 from megarl.placement.rank_grid import RankGrid
-from megarl.supervision.phase_watchdog import PhaseWatch
-from megarl.workers.dispatch import BROADCAST, Transfer
+from megarl.supervision.phase_watchdog import PhaseWatchdog
+from megarl.workers.dispatch import BROADCAST, Dispatch
 from megarl.workers.failures import wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
 from megarl.workers.stack_collector import collect_stacks
-from megarl.workers.worker_host import AsyncShell
+from megarl.workers.worker_host import AsyncWorkerHost
 from tests.end_to_end.launched import wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -44,7 +44,7 @@ class Worker:
         return self.greeting, *(os.environ[name] for name in names)
 
     def fail(self, argument: tuple[int, str]) -> Any:
-        """On one rank; the others wait for it, as they do in a collective."""
+        """Fail on one rank while the others wait for it, as in a collective."""
         rank, how = argument
         if self.rank != rank:
             time.sleep(60)
@@ -54,12 +54,12 @@ class Worker:
             case "RewardError":
                 raise RewardError("a reward of nothing")
             case "SIGKILL":
-                sys.stderr.write("its last words\n")
+                sys.stderr.write("last line of stderr\n")
                 os.kill(os.getpid(), signal.SIGKILL)
         return None
 
     def fail_each(self, how: tuple[str, str]) -> Any:
-        """The second rank later than the first."""
+        """Fail on each rank in the given way, on rank 1 later than on rank 0."""
         time.sleep(0.5 * self.rank)
         match how[self.rank]:
             case "LostRankError":
@@ -75,7 +75,7 @@ class Worker:
         return self.rank
 
     def meet(self, seconds: float) -> None:
-        """One rank waits so long, and the other works."""
+        """Wait for `seconds` on rank 0 and compute for `seconds` on rank 1."""
         ends = time.thread_time() + seconds
         if self.rank == 0:
             time.sleep(seconds)
@@ -83,11 +83,11 @@ class Worker:
             pass
 
 
-EACH: Transfer[Any, Any] = Transfer(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
+EACH: Dispatch[Any, Any] = Dispatch(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
 
 
 class Opposite:
-    """Another worker in the same process."""
+    """A second worker in the same processes."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -117,66 +117,64 @@ def group(processes: WorkerProcesses) -> WorkerGroup[Worker]:
     return group
 
 
-def test_every_rank_knows_its_place(group: WorkerGroup[Worker]) -> None:
-    first, second = group.call(Worker.where, None, via=EACH)
+def test_every_rank_has_its_distributed_variables(group: WorkerGroup[Worker]) -> None:
+    first, second = group.call(Worker.where, None, dispatch=EACH)
     greeting, rank, world, local, address, port, flag = first
     assert (greeting, rank, world, local, flag) == ("hello", "0", "2", "0", "flag")
     assert second == (greeting, "1", world, local, address, port, flag)
     assert int(port) > 0
-    assert group.call(Worker.where, None, via=BROADCAST) == first
+    assert group.call(Worker.where, None, dispatch=BROADCAST) == first
 
 
-def test_roles_share_processes_and_hand_each_other_what_stays_there(
-    group: WorkerGroup[Worker], processes: WorkerProcesses
-) -> None:
-    (_, *place), _ = group.call(Worker.where, None, via=EACH)
+def test_roles_share_processes_and_pass_remote_results(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    (_, *variables), _ = group.call(Worker.where, None, dispatch=EACH)
     others: WorkerGroup[Opposite] = WorkerGroup("others", processes, RankGrid(dp=2))
     others.start(Opposite, ()).result(60)
     again: WorkerGroup[Worker] = WorkerGroup("again", processes, RankGrid(tp=2))
     again.start(Worker, ("goodbye",)).result(60)
-    assert again.call(Worker.where, None, via=BROADCAST) == ("goodbye", *place)
-    assert group.call(Worker.where, None, via=BROADCAST) == ("hello", *place)
-    kept = others.keep(Opposite.number, 10, via=BROADCAST)
-    assert others.call(Opposite.add_up, kept, via=EACH) == [3_000_000, 3_000_000]
-    assert [part[0] for part in kept.fetch()] == [10, 20]
+    assert again.call(Worker.where, None, dispatch=BROADCAST) == ("goodbye", *variables)
+    assert group.call(Worker.where, None, dispatch=BROADCAST) == ("hello", *variables)
+    remote_results = others.call_remote(Opposite.number, 10, dispatch=BROADCAST)
+    assert others.call(Opposite.add_up, remote_results, dispatch=EACH) == [3_000_000, 3_000_000]
+    assert [part[0] for part in remote_results.fetch()] == [10, 20]
 
 
-def test_of_a_replica_its_answering_rank_keeps(processes: WorkerProcesses) -> None:
+def test_output_rank_of_each_replica_keeps_the_result(processes: WorkerProcesses) -> None:
     staged: WorkerGroup[Opposite] = WorkerGroup("staged", processes, RankGrid(pp=2))
     staged.start(Opposite, ()).result(60)
-    assert [part[0] for part in staged.keep(Opposite.number, 1, via=BROADCAST).fetch()] == [2]
+    assert [part[0] for part in staged.call_remote(Opposite.number, 1, dispatch=BROADCAST).fetch()] == [2]
 
 
-def test_results_that_stay_do_not_come_here(processes: WorkerProcesses) -> None:
+def test_remote_results_are_not_fetched(processes: WorkerProcesses) -> None:
     others: WorkerGroup[Opposite] = WorkerGroup("others", processes, RankGrid(dp=2))
     others.start(Opposite, ()).result(60)
     with pytest.raises(WorkerError, match=r"(?s)^others\.number failed on others rank 1:\n.*ValueError: below zero"):
-        others.keep(Opposite.number, -1, via=BROADCAST)
+        others.call_remote(Opposite.number, -1, dispatch=BROADCAST)
     with patch.object(ray, "get", wraps=ray.get) as get:
-        kept = others.keep(Opposite.number, 1, via=BROADCAST)
+        remote_results = others.call_remote(Opposite.number, 1, dispatch=BROADCAST)
     got = [ref for call in get.call_args_list for ref in np.atleast_1d(call.args[0])]
     assert got
-    assert not set(got) & set(kept.refs)
+    assert not set(got) & set(remote_results.refs)
 
 
-def test_a_part_of_a_pool_has_its_slots_in_order() -> None:
+def test_subset_of_a_pool_keeps_the_given_order() -> None:
     slots = tuple(Slot(bundle=i, cpus=1.0, gpus=0.0, node="n", gpu_id=None) for i in range(4))
-    part = SlotPool(None, slots, "cpu").part([3, 1])
+    part = SlotPool(None, slots, "cpu").subset([3, 1])
     assert [slot.bundle for slot in part.slots] == [3, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_of_one_rank_does_not_wait_for_the_others(group: WorkerGroup[Worker], rank: int) -> None:
+def test_failure_of_one_rank_is_raised_without_waiting_for_others(group: WorkerGroup[Worker], rank: int) -> None:
     started = time.monotonic()
     with pytest.raises(
         WorkerError, match=rf"(?s)^workers\.fail failed on workers rank {rank}:\n.*ValueError: of no use"
     ):
-        group.call(Worker.fail, (rank, "ValueError"), via=BROADCAST)
+        group.call(Worker.fail, (rank, "ValueError"), dispatch=BROADCAST)
     assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         (("LostRankError", "WeightSyncError"), "^the boxes are wrong$"),
         (("WeightSyncError", "LostRankError"), "^the boxes are wrong$"),
@@ -186,92 +184,100 @@ def test_a_failure_of_one_rank_does_not_wait_for_the_others(group: WorkerGroup[W
         ),
         (("WeightSyncError", "SIGKILL"), r"^workers\.fail_each: workers rank 1 died\. "),
         (("LostRankError", "nothing"), "^lost the connection$"),
-        (("WeightSyncError", "stall"), "^the boxes are wrong; nothing was heard of workers rank 1$"),
+        (("WeightSyncError", "stall"), "^the boxes are wrong; no answer from workers rank 1$"),
     ],
 )
-def test_of_a_sync_that_failed_the_cause_is_told(group: WorkerGroup[Worker], how: tuple[str, str], says: str) -> None:
-    with pytest.raises(MegarlError, match=says):
-        group.call(Worker.fail_each, how, via=BROADCAST)
+def test_root_cause_of_a_failed_sync_is_raised(group: WorkerGroup[Worker], how: tuple[str, str], message: str) -> None:
+    with pytest.raises(MegarlError, match=message):
+        group.call(Worker.fail_each, how, dispatch=BROADCAST)
 
 
-def test_calls_beside_each_other_are_waited_for_as_one(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+def test_joined_calls_are_waited_for_together(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
     others: WorkerGroup[Opposite] = WorkerGroup("others", processes, RankGrid(dp=2))
     others.start(Opposite, ()).result(60)
-    first, second = group.begin(Worker.fail_each, ("", ""), via=EACH), others.begin(Opposite.number, 3, via=EACH)
-    ranks, numbers = first.beside(second).result(30)
+    first, second = (
+        group.begin(Worker.fail_each, ("", ""), dispatch=EACH),
+        others.begin(Opposite.number, 3, dispatch=EACH),
+    )
+    ranks, numbers = first.joined_with(second).result(30)
     assert (ranks, [part[0] for part in numbers]) == ([0, 1], [3, 6])
-    first, second = group.begin(Worker.fail_each, ("", ""), via=EACH), others.begin(Opposite.number, -1, via=EACH)
-    with pytest.raises(WorkerError, match=r"(?s)^workers\.fail_each beside others\.number failed on others rank 1:\n"):
-        first.beside(second).result(30)
+    first, second = (
+        group.begin(Worker.fail_each, ("", ""), dispatch=EACH),
+        others.begin(Opposite.number, -1, dispatch=EACH),
+    )
+    with pytest.raises(WorkerError, match=r"(?s)^workers\.fail_each and others\.number failed on others rank 1:\n"):
+        first.joined_with(second).result(30)
 
 
-def test_an_error_of_ours_arrives_as_it_was_raised(group: WorkerGroup[Worker]) -> None:
+def test_megarl_error_is_raised_unchanged(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(RewardError, match=r"^a reward of nothing$"):
-        group.call(Worker.fail, (1, "RewardError"), via=BROADCAST)
+        group.call(Worker.fail, (1, "RewardError"), dispatch=BROADCAST)
 
 
-def test_a_killed_rank_is_named_and_its_last_words_are_shown(group: WorkerGroup[Worker]) -> None:
+def test_killed_rank_is_named_with_the_end_of_its_log(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError) as error:
-        group.call(Worker.fail, (1, "SIGKILL"), via=BROADCAST)
+        group.call(Worker.fail, (1, "SIGKILL"), dispatch=BROADCAST)
     text = str(error.value)
     assert text.startswith("workers.fail: workers rank 1 died. ")
-    assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*its last words$", text)
+    assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*last line of stderr$", text)
 
 
-def test_a_late_rank_is_named(group: WorkerGroup[Worker]) -> None:
+def test_late_rank_is_named(group: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match=r"^workers\.fail: no answer within 0\.2 s from workers rank 0$"):
-        group.call(Worker.fail, (1, "nothing"), via=BROADCAST, timeout=0.2)
+        group.call(Worker.fail, (1, "nothing"), dispatch=BROADCAST, timeout=0.2)
 
 
-def test_a_stopped_rank_is_named_and_where_every_process_hangs(
+def test_stopped_rank_is_named_and_all_stacks_are_written(
     group: WorkerGroup[Worker], processes: WorkerProcesses, tmp_path: Path
 ) -> None:
-    places = processes.places()
-    assert list(places) == ["worker rank 0", "worker rank 1"]
-    one = places["worker rank 1"]
+    infos = processes.processes()
+    assert list(infos) == ["worker rank 0", "worker rank 1"]
+    stopped = infos["worker rank 1"]
     here = ray.get_runtime_context().get_node_id()
-    assert {place.node_id for place in places.values()} == {here}
-    said: list[str] = []
-    watch = PhaseWatch(2.0, said.append, lambda: collect_stacks(places), tmp_path)
-    os.kill(one.pid, signal.SIGSTOP)
+    assert {info.node_id for info in infos.values()} == {here}
+    messages: list[str] = []
+    watchdog = PhaseWatchdog(2.0, messages.append, lambda: collect_stacks(infos), tmp_path)
+    os.kill(stopped.pid, signal.SIGSTOP)
     began = time.monotonic()
     try:
-        with pytest.raises(WorkerError) as error, watch.phase(12, "train"):
-            group.call(Worker.meet, 0.1, via=BROADCAST)
+        with pytest.raises(WorkerError) as error, watchdog.phase(12, "train"):
+            group.call(Worker.meet, 0.1, dispatch=BROADCAST)
         assert time.monotonic() - began < 25
         file = tmp_path / "stacks" / "step-000012-train.txt"
-        says = f"train of step 12 took longer than 2 s; no answer from workers rank 1; stacks: {file}"
-        assert str(error.value) == said[-1] == says
+        message = f"train of step 12 took longer than 2 s; no answer from workers rank 1; stacks: {file}"
+        assert str(error.value) == messages[-1] == message
         text = file.read_text()
-        assert re.search(rf"^worker rank 1 \(pid {one.pid} on {one.host}\): stopped, in \w+", text, re.MULTILINE)
+        assert re.search(
+            rf"^worker rank 1 \(pid {stopped.pid} on {stopped.host}\): stopped, in \w+", text, re.MULTILINE
+        )
         sections = [section for section in text.split("\n== ") if section.startswith("worker rank ")]
-        assert [section.split(" (")[0] for section in sections] == list(places)
+        assert [section.split(" (")[0] for section in sections] == list(infos)
         assert all('"MainThread"\n' in section for section in sections)
     finally:
-        os.kill(one.pid, signal.SIGCONT)
-    assert group.call(Worker.where, None, via=EACH)[1][1] == "1"
+        os.kill(stopped.pid, signal.SIGCONT)
+    assert group.call(Worker.where, None, dispatch=EACH)[1][1] == "1"
 
 
-def test_what_a_node_that_is_gone_cannot_tell_is_said(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
-    first = processes.places()["worker rank 0"]
-    places = {"worker rank 0": first, "engine 7": replace(first, node_id="ab" * 28, host="n9")}
-    text = collect_stacks(places, timeout=10.0)
-    assert "\nn9: nothing about engine 7: " in text
+def test_processes_of_a_lost_node_are_listed(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    first = processes.processes()["worker rank 0"]
+    infos = {"worker rank 0": first, "engine 7": replace(first, node_id="ab" * 28, host="n9")}
+    text = collect_stacks(infos, timeout=10.0)
+    assert "\nn9: no stacks of engine 7: " in text
     assert f"== worker rank 0 (pid {first.pid}" in text
 
 
-def test_processes_know_what_their_ranks_worked(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
-    processes.take_calls()
-    group.call(Worker.meet, 0.3, via=BROADCAST)
-    idle, busy = processes.take_calls()
+def test_processes_record_busy_seconds_of_their_ranks(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    processes.pop_call_records()
+    group.call(Worker.meet, 0.3, dispatch=BROADCAST)
+    idle, busy = processes.pop_call_records()
     assert [(record.role, record.method) for record in idle + busy] == [("workers", "meet")] * 2
-    assert idle[0].worked < 0.1 < 0.29 < idle[0].seconds
-    assert busy[0].worked > 0.25
-    assert processes.take_calls() == [[], []]
+    assert idle[0].busy_seconds < 0.1 < 0.29 < idle[0].seconds
+    assert busy[0].busy_seconds > 0.25
+    assert processes.pop_call_records() == [[], []]
 
 
 class Slow:
-    """A worker whose making and whose work take long; writes down what becomes of it."""
+    """A worker that is slow to build and to call; logs its life cycle to a file."""
 
     def __init__(self, log: str) -> None:
         self.log = log
@@ -283,7 +289,7 @@ class Slow:
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
-            slow.note("given up")
+            slow.note("cancelled")
             raise
         return slow
 
@@ -300,41 +306,41 @@ class Slow:
 
 
 @pytest.fixture
-def shell() -> Iterator[Any]:
-    shell = ray.remote(AsyncShell).options(num_cpus=0, max_concurrency=100).remote({"FLAG": "flag"})
-    yield shell
-    ray.kill(shell)
+def host() -> Iterator[Any]:
+    host = ray.remote(AsyncWorkerHost).options(num_cpus=0, max_concurrency=100).remote({"FLAG": "flag"})
+    yield host
+    ray.kill(host)
 
 
-def test_calls_of_an_async_shell_run_side_by_side(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
+def test_calls_of_an_async_host_run_concurrently(host: Any, tmp_path: Any) -> None:
+    ray.get(host.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
     started = time.monotonic()
-    refs = [shell.invoke.remote("work", 0.5) for _ in range(20)]
+    refs = [host.invoke.remote("work", 0.5) for _ in range(20)]
     assert wait_all(refs, what="work", names={}) == [0.5] * 20
     assert time.monotonic() - started < 5
 
 
-def test_a_built_worker_is_shut_down_also_while_it_works(shell: Any, tmp_path: Any) -> None:
-    ray.get(shell.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
-    shell.invoke.remote("work", 60.0)
-    ray.get(shell.stop.remote(), timeout=10)
+def test_built_worker_is_shut_down_even_while_busy(host: Any, tmp_path: Any) -> None:
+    ray.get(host.build.remote(Slow.make, (str(tmp_path / "log"), 0.0), {}, time.time()), timeout=60)
+    host.invoke.remote("work", 60.0)
+    ray.get(host.stop.remote(), timeout=10)
     assert (tmp_path / "log").read_text() == "begun\nshut down\n"
 
 
-def test_a_worker_that_is_being_built_is_given_up(shell: Any, tmp_path: Any) -> None:
-    building = shell.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {}, time.time())
+def test_construction_of_a_worker_is_cancelled(host: Any, tmp_path: Any) -> None:
+    building = host.build.remote(Slow.make, (str(tmp_path / "log"), 60.0), {}, time.time())
     log = tmp_path / "log"
     assert wait_until(log.exists, 60)
     assert not ray.wait([building], timeout=0)[0]
-    ray.get(shell.stop.remote(), timeout=10)
-    assert log.read_text() == "begun\ngiven up\n"
+    ray.get(host.stop.remote(), timeout=10)
+    assert log.read_text() == "begun\ncancelled\n"
     assert ray.wait([building], timeout=5)[0]
 
 
-def test_a_shell_without_a_worker_has_nothing_to_stop(shell: Any) -> None:
-    ray.get(shell.stop.remote(), timeout=60)
+def test_stop_without_a_worker_does_nothing(host: Any) -> None:
+    ray.get(host.stop.remote(), timeout=60)
 
 
-def test_payloads() -> None:
+def test_payloads_return_their_values() -> None:
     assert LocalPayload([1, 2]).fetch() == [1, 2]
     assert StoredPayload(ray.put([1, 2])).fetch() == [1, 2]

@@ -1,4 +1,4 @@
-"""Which rank holds up the others."""
+"""Straggler detection."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from megarl.workers.stragglers import KEPT, CallLog, CallRecord, Straggler, StragglerWatch, slowest
+from megarl.workers.stragglers import MAX_RECORDS, CallLog, CallRecord, Straggler, StragglerMonitor, find_stragglers
 
 
-def step(*worked: float, method: str = "train_step", wall: float = 9.0) -> list[list[CallRecord]]:
-    """Of one phase, by rank; all ranks take the same time."""
-    return [[CallRecord("trainer", method, wall, seconds)] for seconds in worked]
+def make_step(*busy_seconds: float, method: str = "train_step", wall: float = 9.0) -> list[list[CallRecord]]:
+    """Return the records of one phase by rank; calls of all ranks take equally long."""
+    return [[CallRecord("trainer", method, wall, seconds)] for seconds in busy_seconds]
 
 
 def burn(seconds: float) -> None:
@@ -21,59 +21,64 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_a_rank_that_works_longer_is_named_however_long_calls_take() -> None:
-    (found,) = slowest(step(1.0, 1.1, 0.9, 1.8))
+def test_busiest_rank_is_found_although_calls_take_equally_long() -> None:
+    (found,) = find_stragglers(make_step(1.0, 1.1, 0.9, 1.8))
     assert found == Straggler(phase="trainer.train_step", rank=3, seconds=1.8, median_seconds=1.0)
     assert found.ratio == pytest.approx(1.8)
-    assert [one.rank for one in slowest(step(2.0, 1.0))] == [0]
+    assert [one.rank for one in find_stragglers(make_step(2.0, 1.0))] == [0]
 
 
 @pytest.mark.parametrize(
-    "worked",
+    "busy_seconds",
     [
         (1.0, 1.1, 1.29),
-        (0.001, 0.002, 0.09),  # 45 times, and yet nothing
-        (5.0,),  # nobody waits for it
-        (1.0, 1.0, 1.35, 1.35, 1.35),  # as slow as others
-        (0.0, 0.0, 1.0),  # the others had nothing to do in it
+        (0.001, 0.002, 0.09),  # 45 times the median, but a negligible difference
+        (5.0,),  # no other rank waits
+        (1.0, 1.0, 1.35, 1.35, 1.35),  # as slow as the median
+        (0.0, 0.0, 1.0),  # the others are not busy in it
     ],
 )
-def test_these_hold_up_nobody(worked: tuple[float, ...]) -> None:
-    assert slowest(step(*worked)) == []
+def test_insignificant_differences_are_ignored(busy_seconds: tuple[float, ...]) -> None:
+    assert find_stragglers(make_step(*busy_seconds)) == []
 
 
-def test_calls_of_a_phase_add_up_and_phases_are_apart() -> None:
-    twice = [a + b + c for a, b, c in zip(step(1, 1, 1), step(1, 1, 3), step(2, 1, 1, method="logprobs"), strict=True)]
-    found = {one.phase: (one.rank, one.seconds, one.median_seconds) for one in slowest(twice)}
+def test_calls_add_up_within_a_phase_and_not_across() -> None:
+    twice = [
+        a + b + c
+        for a, b, c in zip(make_step(1, 1, 1), make_step(1, 1, 3), make_step(2, 1, 1, method="logprobs"), strict=True)
+    ]
+    found = {one.phase: (one.rank, one.seconds, one.median_seconds) for one in find_stragglers(twice)}
     assert found == {"trainer.train_step": (2, 4, 2), "trainer.logprobs": (0, 2, 1)}
 
 
-def test_stages_of_a_pipeline_are_compared_each_with_itself() -> None:
-    worked = step(1.0, 1.0, 2.0, 2.1)
-    assert [one.rank for one in slowest(worked)] == [3]
-    assert slowest(worked, stages=[0, 0, 1, 1]) == []
-    assert [one.rank for one in slowest(step(1.0, 1.5, 2.0, 2.1), stages=[0, 0, 1, 1])] == [1]
-    assert slowest(step(1.0, 2.0), stages=[0, 1]) == []
+def test_ranks_are_compared_within_their_pipeline_stage() -> None:
+    busy_seconds = make_step(1.0, 1.0, 2.0, 2.1)
+    assert [one.rank for one in find_stragglers(busy_seconds)] == [3]
+    assert find_stragglers(busy_seconds, stages=[0, 0, 1, 1]) == []
+    assert [one.rank for one in find_stragglers(make_step(1.0, 1.5, 2.0, 2.1), stages=[0, 0, 1, 1])] == [1]
+    assert find_stragglers(make_step(1.0, 2.0), stages=[0, 1]) == []
 
 
-def test_a_rank_that_is_slow_step_after_step_is_told_once() -> None:
-    said: list[str] = []
-    watch = StragglerWatch(["n1", "n1", "n2", "n2"], said.append)
-    slow, even = step(1.0, 1.0, 1.0, 1.8), step(1.0, 1.0, 1.0, 1.0)
+def test_persistent_straggler_is_reported_once() -> None:
+    messages: list[str] = []
+    monitor = StragglerMonitor(["n1", "n1", "n2", "n2"], messages.append)
+    slow, even = make_step(1.0, 1.0, 1.0, 1.8), make_step(1.0, 1.0, 1.0, 1.0)
     for _ in range(4):
-        assert watch.step(slow) == {"straggler/trainer.train_step_ratio": pytest.approx(1.8)}
-    watch.step(even)
-    watch.step(step(1.8, 1.0, 1.0, 1.0))
+        assert monitor.step(slow) == {"straggler/trainer.train_step_ratio": pytest.approx(1.8)}
+    monitor.step(even)
+    monitor.step(make_step(1.8, 1.0, 1.0, 1.0))
     for _ in range(4):
-        watch.step(slow)
-    assert said == []
+        monitor.step(slow)
+    assert messages == []
     for _ in range(20):
-        watch.step(slow)
-    assert said == ["trainer rank 3 (node n2) takes 1.8 times the median in train_step, for 5 steps now"]
-    assert watch.step(step(0.001, 0.002, 0.001, 0.001)) == {}
+        monitor.step(slow)
+    assert messages == [
+        "trainer rank 3 (node n2) was busy 1.8 times as long as the median in train_step, for 5 steps in a row"
+    ]
+    assert monitor.step(make_step(0.001, 0.002, 0.001, 0.001)) == {}
 
 
-def test_waiting_is_no_work() -> None:
+def test_waiting_is_not_busy_time() -> None:
     log = CallLog()
     with log.call("trainer", "train_step", object()):
         burn(0.05)
@@ -84,23 +89,23 @@ def test_waiting_is_no_work() -> None:
     (record,) = log.take()
     assert (record.role, record.method) == ("trainer", "train_step")
     assert record.seconds > 0.3
-    assert 0.05 <= record.worked < 0.15
+    assert 0.05 <= record.busy_seconds < 0.15
     assert log.take() == []
 
 
-def test_a_worker_that_knows_its_busy_seconds_is_believed() -> None:
+def test_busy_seconds_of_the_worker_take_precedence() -> None:
     class Worker:
         busy_seconds = 5.0
 
     log, worker = CallLog(), Worker()
     with log.call("trainer", "train_step", worker):
         worker.busy_seconds += 0.75
-    assert [record.worked for record in log.take()] == [0.75]
+    assert [record.busy_seconds for record in log.take()] == [0.75]
 
 
-def test_old_records_give_way() -> None:
+def test_old_records_are_dropped() -> None:
     log = CallLog()
-    for number in range(KEPT + 5):
+    for number in range(MAX_RECORDS + 5):
         with log.call("trainer", str(number), object()):
             pass
-    assert [record.method for record in log.take()] == [str(number) for number in range(5, KEPT + 5)]
+    assert [record.method for record in log.take()] == [str(number) for number in range(5, MAX_RECORDS + 5)]
