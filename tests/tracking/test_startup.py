@@ -75,8 +75,7 @@ def test_report_without_a_launcher_omits_it() -> None:
     startup = Startup(0.0)
     startup.add("command", "imports", [(0.0, 1.0)])
     assert (
-        startup.finish("first completion", 2.0).line
-        == "started in 2.0 s: imports 1.0, Ray 0.0, SGLang 0.0, megarl 1.0"
+        startup.finish("first completion", 2.0).line == "started in 2.0 s: imports 1.0, Ray 0.0, SGLang 0.0, megarl 1.0"
     )
 
 
