@@ -1,0 +1,1 @@
+"""Benchmarks of megarl; each package is a command, `python -m benchmarks.<name>`."""

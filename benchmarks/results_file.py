@@ -1,4 +1,4 @@
-"""A benchmark's table in a file, below what it was made with."""
+"""Writes the table of a benchmark to a file, with the command that produced it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import psutil
 
 
 def write_results(file: Path, introduction: str, table: str, *, module: str, **facts: object) -> None:
-    """Write both to `file`.
+    """Write the formatted introduction and the table to `file`.
 
     Args:
-        introduction: a format of `command`, which is this process's; `cores`, those that it may use; and `facts`.
-        module: what the command runs.
+        introduction: format string with the fields `command` (the command line of this process), `cores` (number of CPU
+            cores it may use) and those of `facts`.
+        module: Python module that the command runs.
     """
     text = introduction.format(
         command=f"python -m {module} {shlex.join(sys.argv[1:])}",

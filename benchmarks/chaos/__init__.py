@@ -1,0 +1,1 @@
+"""Kills processes of a training run and compares its result bitwise with an undisturbed run."""

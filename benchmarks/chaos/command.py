@@ -1,4 +1,4 @@
-"""A `megarl` command in a session of its own, every process of its run, and what they leave behind."""
+"""Runs a `megarl` command in its own session; finds every process of the run, and what outlives it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ MARKER = "MEGARL_CHAOS_RUN"
 """An environment variable that every process of a run inherits."""
 
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
-"""Where Ray's cluster is killed, these two report it for 60 seconds to a service that has died with it."""
+"""After a Ray cluster has been killed, these two retry for 60 seconds to report it to a service that is gone too."""
 
 END_SECONDS, AGENTS_END_SECONDS = 15.0, 70.0
-"""After which a process of an ended run, or one of `RAY_AGENTS`, is an orphan."""
+"""Time after the end of a run from which its processes, or those named in `RAY_AGENTS`, count as orphans."""
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class Command:
-    """Started, ended and started again, it is the same run."""
+    """One run, across all restarts of its command."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
-        """`log`: takes what the command prints."""
+        """`log`: file to which the output of the command is appended."""
         self._arguments, self._log, self._mark = arguments, log, uuid.uuid4().hex
-        # not beside the log: the names of Ray's sockets begin with it, and may not be long
+        # not in the folder of the log: Ray's socket paths begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         self._seen: set[psutil.Process] = set()
         self._others: set[psutil.Process] = set()
-        """Processes of others stay that."""
+        """Processes known not to belong to the run; they are not examined again."""
         self._drivers: set[int] = set()
         self._shared_before = set(SHARED_MEMORY.iterdir())
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,12 +46,12 @@ class Command:
 
     @property
     def driver(self) -> int:
-        """Process id of the command as it was started last."""
+        """Process id of the last start of the command."""
         assert self._process is not None, "the command has not been started"
         return self._process.pid
 
     def start(self, *more: str) -> None:
-        """Run it, with `more` arguments behind its own."""
+        """Start the command with `more` arguments appended."""
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
         command = [str(Path(sys.executable).with_name("megarl")), *self._arguments, *more]
@@ -63,53 +63,53 @@ class Command:
         self._drivers.add(self._process.pid)
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Return the exit code; None while the command runs."""
         return None if self._process is None else self._process.poll()
 
-    def last_words(self, lines: int = 20) -> str:
-        """The end of what it has printed since it was started last."""
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines printed since the last start."""
         printed = self._log.read_bytes()[self._log_begin :].decode(errors="replace")
         return "\n".join(printed.splitlines()[-lines:])
 
-    def living(self) -> list[psutil.Process]:
-        """Processes of the run that have not ended: of its sessions, its descendants, and those with its mark."""
+    def find_live_processes(self) -> list[psutil.Process]:
+        """Return the live processes of the run: those in its sessions, their descendants, and those with its mark."""
         for process in set(psutil.process_iter()) - self._seen - self._others:
             (self._seen if self._is_ours(process) else self._others).add(process)
         return [p for p in self._seen if not _has_ended(p)]
 
     def table(self) -> list[ProcessRow]:
-        """As `living`, by what they call themselves."""
-        rows = (_row(process) for process in self.living())
+        """Return the process table of the run's live processes."""
+        rows = (_row(process) for process in self.find_live_processes())
         return [row for row in rows if row is not None]
 
     def kill(self, pid: int) -> None:
-        """SIGKILL to a process of the run, if it still is that process."""
+        """Send SIGKILL to a process of the run; no-op if the pid has been reused."""
         for process in self._seen:
             if process.pid == pid and not _has_ended(process):
                 process.kill()
 
     def end(self) -> None:
-        """Kill whatever is left of the run."""
-        for process in self.living():
+        """Kill all remaining processes of the run."""
+        for process in self.find_live_processes():
             process.kill()
         if self._process is not None:
             self._process.wait(10)
 
     def orphans(self) -> list[str]:
-        """What outlives the ended run by more than it may: processes, and shared memory that none has mapped."""
-        _wait_until(lambda: all(title_of(p) in RAY_AGENTS for p in self.living()), END_SECONDS)
-        left = [p for p in self.living() if title_of(p) not in RAY_AGENTS]
-        _wait_until(lambda: not set(self.living()) - set(left), AGENTS_END_SECONDS - END_SECONDS)
-        left += [p for p in self.living() if p not in left]
-        return [f"process {p.pid} {title_of(p)}" for p in left] + self._unmapped()
+        """Return processes that outlive the run by more than the allowed time, and unmapped files in shared memory."""
+        _wait_until(lambda: all(process_title(p) in RAY_AGENTS for p in self.find_live_processes()), END_SECONDS)
+        left = [p for p in self.find_live_processes() if process_title(p) not in RAY_AGENTS]
+        _wait_until(lambda: not set(self.find_live_processes()) - set(left), AGENTS_END_SECONDS - END_SECONDS)
+        left += [p for p in self.find_live_processes() if p not in left]
+        return [f"process {p.pid} {process_title(p)}" for p in left] + self._unmapped()
 
     def _unmapped(self) -> list[str]:
         new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
         mapped = "\n".join(_maps(p) for p in psutil.process_iter()) if new else ""
         return sorted(path for path in new if path not in mapped)
 
-    def forget(self) -> None:
-        """Remove its temporary files, Ray's logs among them."""
+    def remove_temporary(self) -> None:
+        """Remove temporary files, including Ray's logs."""
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _is_ours(self, process: psutil.Process) -> bool:
@@ -117,14 +117,14 @@ class Command:
             if os.getsid(process.pid) in self._drivers:
                 return True
             known = {*self._drivers, *(p.pid for p in self._seen if p.is_running())}
-            # a process that renames itself, as some of Ray's do, may have overwritten the mark
+            # a process that renames itself, as some Ray processes do, may have overwritten its environment
             return bool(known & {p.pid for p in process.parents()}) or process.environ().get(MARKER) == self._mark
         except (psutil.Error, OSError):
             return False
 
 
-def title_of(process: psutil.Process) -> str:
-    """What a process calls itself; nothing where it has ended."""
+def process_title(process: psutil.Process) -> str:
+    """Return the title that the process has set, or its command line; empty if it has ended."""
     try:
         return " ".join(process.cmdline()).strip()
     except psutil.Error:
@@ -136,7 +136,7 @@ def _row(process: psutil.Process) -> ProcessRow | None:
         return ProcessRow(
             pid=process.pid,
             parent=process.ppid(),
-            title=title_of(process),
+            title=process_title(process),
             has_engine_variable=ENGINE_VARIABLE in process.environ(),
         )
     except psutil.Error:
@@ -144,7 +144,7 @@ def _row(process: psutil.Process) -> ProcessRow | None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """True also for zombies: where nobody reaps orphans, they stay."""
+    """Return whether the process has ended; true also for zombies, which remain where nothing reaps orphans."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Who is killed when: decided by a seed and by what an undisturbed run was doing after which step."""
+"""Plans which processes are killed and when, from a seed and the timeline of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from dataclasses import dataclass
 from benchmarks.chaos.watch import START, Span
 
 STEPS_PER_KILL = 3
-"""A kill costs the step that it falls into and the next, after which the run counts as recovered; one to spare."""
+"""A kill affects its step and the next one, after which the run counts as recovered; one step of margin."""
 
 IN_RECOVERY = 0.1
-"""Share of the kills that hit a run while it recovers from the one before."""
+"""Fraction of the kills that hit a run while it recovers from the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedKill:
-    """One process to kill."""
+    """A process to kill, and when."""
 
     target: str
     draw: float
-    """In [0, 1): which process of the target, where it has several."""
+    """In [0, 1): selects one of the processes of the target."""
     after_step: int
-    """0: before the first step has ended."""
+    """Number of finished steps after which to kill; 0: before the end of the first step."""
     phase: str
-    """What an undisturbed run was doing then."""
+    """Phase of the undisturbed run at that time."""
     offset: float
-    """Seconds after the line of `after_step`."""
+    """Seconds after the end of `after_step`."""
     recovery_share: float | None = None
-    """In [0, 1): instead of all that, so far into the recovery from the kill before, by the time that recoveries take.
-    None: once the run has recovered."""
+    """In [0, 1): fraction of the typical recovery time after which to kill during the recovery from the previous kill,
+    regardless of `after_step` and `offset`. None: wait until the run has recovered."""
 
 
 def plan_kills(
     count: int, *, seed: int, targets: Sequence[str], timeline: Mapping[int, Sequence[Span]]
 ) -> list[PlannedKill]:
-    """`count` kills in the order of their steps, spread over the run; targets take turns in random order.
+    """Return `count` kills in order of their steps, spread over the run; each target once per random permutation.
 
     Args:
-        timeline: of an undisturbed run, see `Watch.timeline`.
+        timeline: timeline of an undisturbed run, as returned by `RunWatcher.timeline`.
     """
     rng = random.Random(seed)
-    deck = _deck(rng, targets)
+    targets_in_turn = _cycle_targets(rng, targets)
     in_recovery = set(rng.sample(range(1, count), round(IN_RECOVERY * count))) if count > 1 else set()
     window = len(timeline) / (count - len(in_recovery))
     planned: list[PlannedKill] = []
@@ -50,9 +50,9 @@ def plan_kills(
     for index in range(count):
         number += index not in in_recovery
         step = int(number * window) + rng.randrange(max(1, int(window) - 1))
-        span = _choose(rng, timeline[step])
+        span = _choose_span(rng, timeline[step])
         kill = PlannedKill(
-            target=next(deck),
+            target=next(targets_in_turn),
             draw=rng.random(),
             after_step=step,
             phase=span.phase,
@@ -63,8 +63,8 @@ def plan_kills(
     return planned
 
 
-def _choose(rng: random.Random, spans: Sequence[Span]) -> Span:
-    """One of each phase's spans, phases being equally likely however long they are."""
+def _choose_span(rng: random.Random, spans: Sequence[Span]) -> Span:
+    """Draw a phase uniformly, whatever its duration, then one of its spans."""
     phases = sorted({span.phase for span in spans})
     if not phases:
         return Span(phase=START, begin=0.0, seconds=1.0)
@@ -72,6 +72,6 @@ def _choose(rng: random.Random, spans: Sequence[Span]) -> Span:
     return rng.choice([span for span in spans if span.phase == phase])
 
 
-def _deck(rng: random.Random, targets: Sequence[str]) -> Iterator[str]:
+def _cycle_targets(rng: random.Random, targets: Sequence[str]) -> Iterator[str]:
     while True:
         yield from rng.sample(targets, len(targets))

@@ -1,4 +1,4 @@
-"""What both runs begin with: the configuration's model and data, made where they are the demo's and not there yet."""
+"""Prepares the inputs of both runs: checks the configuration and creates the demo's model and data if missing."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ DEMO_SFT = Path("yaml/demo-sft.yaml")
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Of a run whose outcome can be compared.
+    """Load the configuration and check that runs of it can be compared.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is invalid, or disables checkpoints or logs that are compared.
     """
     config = load_config(RunConfig, path, list(overrides))
     if not (config.tracking.rollouts and config.tracking.jsonl):
-        raise ConfigError("tracking.rollouts and tracking.jsonl need true, as both runs' are compared")
+        raise ConfigError("tracking.rollouts and tracking.jsonl need true: the benchmark compares these logs")
     if config.checkpoint.every < 1:
-        raise ConfigError("checkpoint.every needs at least 1, without checkpoints no run comes back; got 0")
+        raise ConfigError("checkpoint.every needs at least 1, got 0: without checkpoints a run cannot resume")
     return config
 
 
-def make_demo(config: RunConfig, folder: Path, say: Callable[[str], None]) -> list[str]:
-    """Overrides that name the demo's data and fine-tuned model in `folder`, where `config` asks for those and has none.
+def prepare_demo(config: RunConfig, folder: Path, notify: Callable[[str], None]) -> list[str]:
+    """Create the demo's data and fine-tuned model in `folder` if `config` uses them and they do not exist.
+
+    Returns overrides with their paths; empty if nothing was created.
 
     Raises:
-        WorkerError: they could not be made.
+        WorkerError: a command that creates them failed.
     """
     if Path(config.model.path).exists() and Path(config.data.path).exists():
         return []
     if not DEMO_SFT.exists() or config.model.path != load_config(SftConfig, DEMO_SFT, []).export_path:
-        return []  # the run itself says what is missing
-    say(f"{config.model.path} is missing: making the demo's data and fine-tuned model in {folder}")
+        return []  # the run itself reports what is missing
+    notify(f"{config.model.path} is missing: creating the demo's data and fine-tuned model in {folder}")
     _megarl("demo", "--data-only", "--out", str(folder))
     overrides = [f"data.path={folder}/data/sft.jsonl", f"model.path={folder}/base", f"run_dir={folder}/sft"]
     _megarl("sft", str(DEMO_SFT), "--set", *overrides, f"export_dir={folder}/sft/model")
@@ -49,4 +51,4 @@ def _megarl(*arguments: str) -> None:
     command = [str(Path(sys.executable).with_name("megarl")), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise WorkerError(f"megarl {arguments[0]} ended with exit code {done.returncode}:\n{done.stdout}")
+        raise WorkerError(f"megarl {arguments[0]} failed with exit code {done.returncode}:\n{done.stdout}")

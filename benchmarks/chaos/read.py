@@ -1,4 +1,4 @@
-"""What a finished run has left in its folder, in a form that can be compared bit by bit."""
+"""Reads the results in the folder of a finished run in a form that can be compared bitwise."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ Step: TypeAlias = int
 
 INDEX, COMMON, STATE = ".metadata", "common.pt", "state.json"
 
-BOOKS = ("totals", "metrics_bytes")
-"""Fields of `state.json` that tell of times, and of the length of a file with times."""
+TIMING_FIELDS = ("totals", "metrics_bytes")
+"""Fields of `state.json` that depend on timing: run totals, and the length of a file that holds times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """Trajectories as they were written down."""
+    """Logged trajectories of a run."""
 
-    stream: Mapping[Step, list[str]]
-    """Prompt ids in the order of the step's groups."""
+    prompt_ids: Mapping[Step, list[str]]
+    """Prompt ids of each step, in the order of its groups."""
     rows: Mapping[Step, str]
-    """Every column of the step's file, as text that differs where a bit does."""
+    """All columns of each step's file, as text that differs if any bit differs."""
     samples: Counter[tuple[Step, str]]
-    """By step and prompt, as they stand in the rows, how many trajectories there are in all files."""
+    """Number of trajectories in all files, by the step and prompt id in their rows."""
 
 
 def read_rollouts(run: Path) -> Rollouts:
-    """Of the run's `rollouts`."""
-    stream: dict[Step, list[str]] = {}
+    """Read the `rollouts` folder of a run."""
+    prompt_ids: dict[Step, list[str]] = {}
     rows: dict[Step, str] = {}
     samples: Counter[tuple[Step, str]] = Counter()
     for path in sorted(run.glob("rollouts/step-*.parquet")):
         step = int(path.stem.removeprefix("step-"))
         columns = pq.read_table(path).to_pydict()
         groups = dict(zip(columns["group_id"], columns["prompt_id"], strict=True))
-        stream[step] = [groups[group] for group in sorted(groups)]
-        rows[step] = repr(columns)  # the shortest text of a float names it exactly
+        prompt_ids[step] = [groups[group] for group in sorted(groups)]
+        rows[step] = repr(columns)  # repr of a float is exact
         samples.update(zip(columns["step"], columns["prompt_id"], strict=True))
-    return Rollouts(stream=stream, rows=rows, samples=samples)
+    return Rollouts(prompt_ids=prompt_ids, rows=rows, samples=samples)
 
 
 def read_metrics(run: Path) -> dict[Step, list[Line]]:
-    """Step -> its lines."""
+    """Return step -> its lines of `metrics.jsonl`."""
     path = run / METRICS
     return step_lines(path.read_text()) if path.exists() else {}
 
 
 def read_last_checkpoint(run: Path) -> dict[str, Any]:
-    """Everything that the newest checkpoint holds, by the file or index and the name there; tensors are whole."""
+    """Return all values of the newest checkpoint as `<file or index folder>/<name>` -> value; tensors are unsharded."""
     folders = sorted((run / "checkpoints").glob("step-*"))
     if not folders:
         return {}
@@ -74,7 +74,7 @@ def read_last_checkpoint(run: Path) -> dict[str, Any]:
         found[path.relative_to(folder).as_posix()] = torch.load(path, weights_only=False)
     if (folder / STATE).exists():
         state = json.loads((folder / STATE).read_text())
-        found |= {f"{STATE}/{key}": value for key, value in state.items() if key not in BOOKS}
+        found |= {f"{STATE}/{key}": value for key, value in state.items() if key not in TIMING_FIELDS}
     return found
 
 
@@ -84,7 +84,7 @@ def _read_distributed(folder: Path) -> dict[str, Any]:
     for name, stored in index.state_dict_metadata.items():
         state[name] = None
         if isinstance(stored, TensorStorageMetadata):
-            # zeros, since not every element needs to be stored
+            # zeros: the checkpoint need not store every element
             state[name] = torch.zeros(stored.size, dtype=stored.properties.dtype)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
@@ -94,5 +94,5 @@ def _read_distributed(folder: Path) -> dict[str, Any]:
 
 
 def read_model(folder: Path) -> dict[str, bytes]:
-    """The exported weights, by file."""
+    """Return the bytes of the exported safetensors files, by file name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

@@ -1,4 +1,4 @@
-"""What a benchmark has found out, in one object."""
+"""The report of the chaos benchmark."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.chaos.compare import COMPARED, Comparison
-from benchmarks.chaos.disturb import Disturbed, Kill
+from benchmarks.chaos.disturb import InjectionResult, Kill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
-    """Of one disturbed run."""
+    """Results of one disturbed run and its comparison."""
 
     kills: int
-    """That were made."""
+    """Number of kills carried out."""
     by_target: dict[str, int]
     by_phase: dict[str, int]
-    """What the run was doing; `recovery`: coming back from the kill before."""
+    """Number of kills by phase of the run; `recovery`: while it recovered from the previous kill."""
     recovered: int
-    """Kills after which the run went on by itself: a step that began afterwards has ended, or the run has."""
+    """Kills after which the run resumed by itself and finished a step that began afterwards, or the whole run."""
     bitwise_equal: bool
     prompts_lost: int
     prompts_repeated: int
     trajectories_repeated: int
     recovery_seconds_p50: float | None
-    """From the kill to the end of the first step that began after it; None: no kill was recovered from."""
+    """From the kill to the end of the first step that began after it; None if no kill was recovered from."""
     recovery_seconds_max: float | None
     orphans: int
-    """Processes and unmapped shared memory that outlived the run."""
+    """Number of processes and unmapped shared-memory files that outlived the run."""
     recovery_seconds_by_target: dict[str, float]
-    """Medians."""
+    """Median recovery time by target."""
     kills_asked: int
     restarts: int
-    """Of the whole command."""
+    """Number of restarts of the command."""
     steps: int
     seed: int
     seconds_undisturbed: float
@@ -44,17 +44,17 @@ class ChaosReport:
     differences: list[str]
     orphan_names: list[str]
     failures: list[str]
-    """Last words of commands that ended with an error."""
+    """Reason and log tail of each failure of the command."""
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was lost by any kill, and all were made."""
+        """Whether all kills were carried out and recovered from, and none lost or changed anything."""
         lost = self.prompts_lost + self.prompts_repeated + self.trajectories_repeated + self.orphans
         return self.bitwise_equal and self.recovered == self.kills == self.kills_asked and not lost
 
 
 def make_report(
-    disturbed: Disturbed,
+    disturbed: InjectionResult,
     comparison: Comparison,
     *,
     orphans: Sequence[str],
@@ -63,7 +63,7 @@ def make_report(
     seed: int,
     seconds_undisturbed: float,
 ) -> ChaosReport:
-    """All that is told."""
+    """Combine the outcome of the disturbed run and the comparison into a report."""
     seconds = [kill.seconds for kill in disturbed.kills if kill.seconds is not None]
     return ChaosReport(
         kills=len(disturbed.kills),

@@ -1,4 +1,4 @@
-"""A report as tables, for people."""
+"""Formats a report as a table for the terminal or a Markdown file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.chaos.report import ChaosReport
 
 
 def rows(report: ChaosReport) -> list[tuple[str, str]]:
-    """What, and how much of it."""
+    """Return the (name, value) rows of the table."""
     made = f"{report.kills} of {report.kills_asked}" if report.kills < report.kills_asked else str(report.kills)
     return [
         ("kills", made),
@@ -34,7 +34,7 @@ def rows(report: ChaosReport) -> list[tuple[str, str]]:
 
 
 def print_table(report: ChaosReport) -> None:
-    """To stdout."""
+    """Print the table to stdout, followed by differences and orphans."""
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -47,7 +47,7 @@ def print_table(report: ChaosReport) -> None:
 
 
 def markdown(report: ChaosReport) -> str:
-    """The table for a file."""
+    """Return the table in Markdown."""
     lines = [("", ""), ("---", "---:"), *rows(report)]
     return "\n".join(f"| {name} | {value} |" for name, value in lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Which of a run's processes is what: those that may be killed, by kind."""
+"""Classifies the processes of a run by the kinds that may be killed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ SCHEDULER = "scheduler"
 ROLLOUT_WORKER = "rollout_worker"
 DRIVER = "driver"
 
-USUAL = (CONTROLLER, TRAINER, ENGINE, SCHEDULER, ROLLOUT_WORKER)
-"""What is killed unless asked otherwise; a scheduler is SGLang's process inside an engine."""
+DEFAULT_TARGETS = (CONTROLLER, TRAINER, ENGINE, SCHEDULER, ROLLOUT_WORKER)
+"""Targets by default; a scheduler is the SGLang process inside an engine."""
 
-ALL = (*USUAL, DRIVER)
+ALL_TARGETS = (*DEFAULT_TARGETS, DRIVER)
 
 ENGINE_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-"""In the environment of engines on CPUs, also before they have a scheduler."""
+"""Environment variable that engines on CPUs have even before their scheduler starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRow:
-    """One line of a process table."""
+    """One row of a process table."""
 
     pid: int
     parent: int
     title: str
-    """As the process calls itself: Ray's are `ray::<class>`, and `ray::<class>.<method>` while a call runs."""
+    """Process title: `ray::<class>` for Ray actors, `ray::<class>.<method>` while a call runs."""
     has_engine_variable: bool = False
 
 
-def by_target(table: Iterable[ProcessRow], *, driver: int) -> Mapping[str, list[int]]:
-    """Target -> process ids, ascending; targets without a process are left out.
+def pids_by_target(table: Iterable[ProcessRow], *, driver: int) -> Mapping[str, list[int]]:
+    """Return target -> ascending process ids, for the targets that have a process.
 
     Args:
-        driver: process id of the command itself.
+        driver: process id of the command.
     """
     rows = sorted(table, key=lambda row: row.pid)
     with_scheduler = {row.parent for row in rows if _is_scheduler(row)}

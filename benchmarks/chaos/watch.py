@@ -1,10 +1,10 @@
-"""Where a run stands, read from its folder while it works.
+"""Follows the progress of a run through the files in its folder.
 
 step 1's line |-- rollout --|-- train --|- weight_sync -| step 2's line |-- rollout --|-- ...
-              '------ the stretch after step 1 --------'
+              '------- the interval after step 1 ------'
 
-Phases of a step are measured by the run itself, and written with the step's line in `metrics.jsonl`. What is between
-steps (start, evaluation, export) is seen in `heartbeat.json`, which is written twice a second at most.
+The run measures the phases of a step and writes them with the step's line in `metrics.jsonl`. Phases between steps
+(startup, evaluation, export) are observed in `heartbeat.json`, which is written at most twice a second.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 HEARTBEAT, METRICS = "heartbeat.json", "metrics.jsonl"
 
 STEP_SECONDS = "time/step_seconds"
-"""A metric that is logged once a step, when it ends; lines without it tell of something else."""
+"""A metric that is logged once per step, at its end; lines without it are not about a finished step."""
 
 START = "start"
-"""The phase before a run has named one."""
+"""Name of the phase before the run reports one."""
 
 Line = Mapping[str, float | None]
 
@@ -33,55 +33,55 @@ class Span:
 
     phase: str
     begin: float
-    """Seconds after the line of the step before; before the first step after the command's start."""
+    """Seconds since the line of the previous step; for step 1, since the start of the command."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """What `heartbeat.json` says of the phase under way."""
+class Heartbeat:
+    """The current phase according to `heartbeat.json`."""
 
     written: float
-    """Unix time."""
+    """Unix time at which the file was written."""
     phase: str
     since: float
-    """Unix time."""
+    """Unix time at which the phase began."""
 
 
-class Watch:
-    """Of one run; to be asked every few milliseconds, since it takes a line's time from when it first sees it."""
+class RunWatcher:
+    """Progress of one run. Poll every few milliseconds: the time of a line is when it is first seen."""
 
     def __init__(self, folder: Path, start: float) -> None:
-        """`start`: of the command, in Unix time."""
+        """`start`: Unix time at which the command started."""
         self._heartbeat, self._metrics = folder / HEARTBEAT, folder / METRICS
         self._seen: tuple[int, int] | None = None
         self.steps_done = 0
-        """The last step in the metrics; a run that has gone back to a checkpoint may have fewer than before."""
-        self.beat: Beat | None = None
+        """Last step in the metrics; decreases when the run resumes from a checkpoint."""
+        self.heartbeat: Heartbeat | None = None
         self.line_times: dict[int, float] = {0: start}
-        """By step, when its line was there last; 0: the start."""
-        self.between: dict[int, list[Beat]] = {}
-        """What was seen, by the step whose line had been written."""
+        """Step -> Unix time at which its line last appeared; 0: start of the command."""
+        self.heartbeats_after: dict[int, list[Heartbeat]] = {}
+        """Heartbeats seen between two steps, by the step before them."""
 
-    def look(self) -> None:
-        """Read what has changed."""
-        self._look_at_metrics()
+    def poll(self) -> None:
+        """Read the files that have changed."""
+        self._poll_metrics()
         try:
-            beat = json.loads(self._heartbeat.read_text())
+            heartbeat = json.loads(self._heartbeat.read_text())
         except FileNotFoundError:
             return
-        self.beat = Beat(
-            written=datetime.fromisoformat(beat["time"]).timestamp(),
-            phase=beat["phase"] or START,
-            since=datetime.fromisoformat(beat["phase_since"]).timestamp(),
+        self.heartbeat = Heartbeat(
+            written=datetime.fromisoformat(heartbeat["time"]).timestamp(),
+            phase=heartbeat["phase"] or START,
+            since=datetime.fromisoformat(heartbeat["phase_since"]).timestamp(),
         )
-        after = max(step for step, when in self.line_times.items() if when <= self.beat.since or step == 0)
-        seen = self.between.setdefault(after, [])
-        if seen and seen[-1].since == self.beat.since:
+        after = max(step for step, when in self.line_times.items() if when <= self.heartbeat.since or step == 0)
+        seen = self.heartbeats_after.setdefault(after, [])
+        if seen and seen[-1].since == self.heartbeat.since:
             seen.pop()
-        seen.append(self.beat)
+        seen.append(self.heartbeat)
 
-    def _look_at_metrics(self) -> None:
+    def _poll_metrics(self) -> None:
         try:
             state = self._metrics.stat()
         except FileNotFoundError:
@@ -95,27 +95,32 @@ class Watch:
             self.steps_done = done
 
     def timeline(self, end: float) -> Mapping[int, list[Span]]:
-        """Step -> the phases of the stretch after it, in the order of their beginning; 0: of the stretch before step 1.
+        """Return step -> phases of the interval after it, in the order of their start; 0: the interval before step 1.
 
         Args:
-            end: of the run, in Unix time.
+            end: Unix time at which the run ended.
         """
         lines = step_lines(self._metrics.read_text())
         return {
-            step: stretch(
-                self.line_times[step], self.line_times.get(step + 1, end), lines.get(step + 1), self.between.get(step)
+            step: phases_between(
+                self.line_times[step],
+                self.line_times.get(step + 1, end),
+                lines.get(step + 1),
+                self.heartbeats_after.get(step),
             )
             for step in range(self.steps_done + 1)
         }
 
 
-def stretch(begin: float, end: float, lines: list[Line] | None, beats: list[Beat] | None) -> list[Span]:
-    """The phases between the lines of two steps.
+def phases_between(
+    begin: float, end: float, lines: list[Line] | None, heartbeats: list[Heartbeat] | None
+) -> list[Span]:
+    """Return the phases between the lines of two consecutive steps.
 
     Args:
-        begin: Unix time, as `end`.
-        lines: of the step that ends there; None: the stretch is the run's last.
-        beats: that were seen.
+        begin: Unix time of the first line; likewise `end` of the second.
+        lines: lines of the step that ends the interval; None for the last interval of the run.
+        heartbeats: heartbeats seen in the interval.
     """
     spans, at = [], end - begin
     measured = {} if lines is None else phase_seconds(lines[-1])
@@ -124,15 +129,21 @@ def stretch(begin: float, end: float, lines: list[Line] | None, beats: list[Beat
     for phase, seconds in measured.items():
         spans.append(Span(phase=phase, begin=max(0.0, at), seconds=seconds))
         at += seconds
-    others = [beat for beat in beats or [] if beat.phase not in measured]
-    for number, beat in enumerate(others):
-        until = others[number + 1].since if number + 1 < len(others) else max(beat.written, beat.since)
-        spans.append(Span(phase=beat.phase, begin=max(0.0, beat.since - begin), seconds=max(0.0, until - beat.since)))
+    others = [heartbeat for heartbeat in heartbeats or [] if heartbeat.phase not in measured]
+    for number, heartbeat in enumerate(others):
+        until = others[number + 1].since if number + 1 < len(others) else max(heartbeat.written, heartbeat.since)
+        spans.append(
+            Span(
+                phase=heartbeat.phase,
+                begin=max(0.0, heartbeat.since - begin),
+                seconds=max(0.0, until - heartbeat.since),
+            )
+        )
     return sorted(spans, key=lambda span: span.begin)
 
 
 def phase_seconds(line: Line) -> dict[str, float]:
-    """Phase -> seconds, in the order of the phases' ends."""
+    """Return phase -> seconds, in the order in which the phases ended."""
     times = {name: value for name, value in line.items() if name.startswith("time/") and name != STEP_SECONDS}
     return {
         name.removeprefix("time/").removesuffix("_seconds"): value or 0.0
@@ -142,7 +153,7 @@ def phase_seconds(line: Line) -> dict[str, float]:
 
 
 def step_lines(text: str) -> dict[int, list[Line]]:
-    """Step -> its lines of `metrics.jsonl` that tell of a finished step; a line still being written is not one."""
+    """Return step -> its lines of `metrics.jsonl` about the finished step, without an incomplete last line."""
     found: dict[int, list[Line]] = {}
     for line in text.split("\n")[:-1]:
         row = json.loads(line)

@@ -1,0 +1,1 @@
+"""Measures how long saving a checkpoint stalls training."""

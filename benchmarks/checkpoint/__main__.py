@@ -1,4 +1,4 @@
-"""Measures how long saving a training state holds up training, at once and in the background.
+"""Measures how long synchronous and asynchronous checkpoint saves stall training.
 
 python -m benchmarks.checkpoint --json
 """
@@ -22,33 +22,33 @@ MODELS = {
     "large": {"vocab_size": 32768, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8},
     "demo": {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2},
 }
-"""States of 743 MB and of 3 MB in float32."""
+"""Models whose training states have 743 MB and 3 MB in float32."""
 
 INTRODUCTION = """\
-# How long a save holds up training
+# How long saving a checkpoint stalls training
 
-By {ranks} ranks on the CPU, one PyTorch thread each, on a machine with {cores} CPU cores:
+Measured with {ranks} ranks on the CPU, one PyTorch thread each, on a node with {cores} CPU cores:
 
 ```
 OMP_NUM_THREADS=1 {command}
 ```
 
-Weights and both of Adam's moments, in float32; the optimizer's state is divided between the ranks. Seconds are of the
-slowest rank, the median of {repeats} saves after a first one of each kind.
+The state is weights and both Adam moments in float32; the optimizer state is sharded over the ranks. Times are those of
+the slowest rank, the median of {repeats} saves after a first one of each kind.
 
-- `at once`: training waits for all of the save, which ends with the files on the disk (fsync) and hashed.
-- `in the background`: it waits for the copy on the host at the save's start, and for the ranks to agree at its end.
-  What the thread that writes takes from training on the same cores is not in it.
-- `first`: the same of the first such save, whose copy takes its memory from the system.
-- `verified`: every file compared with its checksum, by one process. `read`: by all ranks together in a load, as the
-  system counts; `other layout` loads the same files, and reads more than the state where it needs columns of what is
-  stored row by row.
+- `synchronous`: training waits for the whole save, until the files are on disk (fsync) and hashed.
+- `asynchronous`: training waits for the copy to host memory at the start, and for the ranks to agree at the end. The
+  time that the writer thread takes from training on the same cores is not included.
+- `first asynchronous`: the first such save, whose copy has to allocate its memory.
+- `write`: duration of writing in the background. `verify`: one process compares every file with its checksum.
+- `load`: all ranks load the state; `read` is what they read together, as the system counts. `other layout` loads the
+  same files in that layout, and reads more than the state if it needs columns of tensors that are stored by rows.
 
 """
 
 
 def main() -> int:
-    """One report per model on stdout."""
+    """Print one report per model to stdout."""
     args = _parser().parse_args()
     reports: dict[str, SaveReport] = {}
     failed = 0
@@ -63,7 +63,7 @@ def main() -> int:
             try:
                 report = measure(folder, ranks=args.ranks, sizes={"tp": args.tp}, folder=folder, repeats=args.repeats)
             except MegarlError as error:
-                print(f"error: {error} ({free} bytes were free)", file=sys.stderr)
+                print(f"error: {error} ({free} bytes were free before)", file=sys.stderr)
                 failed = error.exit_code
                 continue
         print(json.dumps({"model": name, **asdict(report)}) if args.json else _line(name, report), flush=True)
@@ -81,13 +81,13 @@ def main() -> int:
 
 
 COLUMNS = (
-    "model | state MB | at once ms | in the background ms | of it | first ms | written for ms | verified ms "
-    "| loaded ms | read / state | other layout | loaded ms | read / state"
+    "model | state MB | synchronous ms | asynchronous ms | ratio | first asynchronous ms | write ms | verify ms "
+    "| load ms | read / state | other layout | load ms | read / state"
 )
 
 
 def markdown(reports: Mapping[str, SaveReport]) -> str:
-    """A table, a model a row."""
+    """Return the table in Markdown, one row per model."""
     lines = [f"| {COLUMNS} |", "| --- |" + " ---: |" * COLUMNS.count("|")]
     for name, r in reports.items():
         cells = [
@@ -111,9 +111,9 @@ def markdown(reports: Mapping[str, SaveReport]) -> str:
 
 def _line(name: str, r: SaveReport) -> str:
     return (
-        f"{name}: {r.bytes / 2**20:.0f} MiB on {r.ranks} ranks; a save holds up training for "
-        f"{1e3 * r.synchronous_seconds:.1f} ms at once, {1e3 * r.asynchronous_seconds:.1f} ms in the background "
-        f"({100 * r.ratio:.1f} %; the first {1e3 * r.first_seconds:.1f} ms); loaded in {1e3 * r.load_seconds:.0f} ms"
+        f"{name}: {r.bytes / 2**20:.0f} MiB on {r.ranks} ranks; a save stalls training for "
+        f"{1e3 * r.synchronous_seconds:.1f} ms if synchronous, {1e3 * r.asynchronous_seconds:.1f} ms if asynchronous "
+        f"({100 * r.ratio:.1f} %; the first {1e3 * r.first_seconds:.1f} ms); load {1e3 * r.load_seconds:.0f} ms"
     )
 
 
@@ -122,10 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9, help="saves of each kind, after a first one")
-    parser.add_argument("--folder", type=Path, help="on the disk to write to; default: where temporary files are")
+    parser.add_argument("--repeats", type=int, default=9, help="number of saves of each kind, after a first one")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: that of temporary files")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table there")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table to this file")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""How long a save holds up training, at once and in the background, on real ranks."""
+"""Measures on real ranks how long synchronous and asynchronous saves stall training, and how long loading takes."""
 
 from __future__ import annotations
 
@@ -28,58 +28,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """Seconds are the longest of any rank; of saves but the first one of its kind, the median."""
+    """Times in seconds of the slowest rank; for saves the median without the first one of each kind."""
 
     ranks: int
     bytes: int
-    """Of the training state."""
+    """Size of the training state in bytes."""
     staging_bytes: int
     synchronous_seconds: float
-    """All of a save: training waits for it."""
+    """Duration of a synchronous save, for which training waits."""
     first_seconds: float
-    """The first save in the background, which takes host memory: how long training waits at its start and end."""
+    """Training stall of the first asynchronous save, which allocates host memory."""
     asynchronous_seconds: float
-    """A later one."""
+    """Training stall at start and end of a later asynchronous save."""
     begin_seconds: float
-    """Of these, how long its start took: the copy."""
+    """Part of `asynchronous_seconds` at the start of the save: the copy."""
     ratio: float
-    """`asynchronous_seconds` to `synchronous_seconds`."""
+    """`asynchronous_seconds` divided by `synchronous_seconds`."""
     background_seconds: float
-    """What a rank writes for while training goes on."""
+    """Duration of a rank's writing while training continues."""
     verify_seconds: float
-    """Comparing every file with its checksum, by one process."""
+    """Time for one process to compare every file with its checksum."""
     load_seconds: float
     read_bytes: int
-    """By all ranks together in that load, as the system counts."""
+    """Bytes that all ranks read in that load, as the system counts."""
     other_layout: str
-    """Another one, that loads the same files."""
+    """Another parallel layout that loads the same files."""
     other_load_seconds: float
     other_read_bytes: int
 
 
 def measure(config: Path, *, ranks: int, sizes: Mapping[str, int], folder: Path, repeats: int) -> SaveReport:
-    """Save and load a state of random numbers.
+    """Spawn `ranks` processes that save and load a training state of random numbers, and return the report.
 
     Args:
         config: folder with the model's config.json.
-        sizes: of `ParallelConfig`.
-        folder: where to write, on the disk that is measured.
+        sizes: fields of `ParallelConfig`.
+        folder: folder to write to, on the disk to measure.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     out = folder / "report.pt"
     arguments = (ranks, port, str(config), dict(sizes), folder, repeats, out)
-    mp.spawn(_on_rank, arguments, ranks)  # type: ignore[attr-defined, no-untyped-call]
+    mp.spawn(_run_rank, arguments, ranks)  # type: ignore[attr-defined, no-untyped-call]
     report: SaveReport = torch.load(out, weights_only=False)
     return report
 
 
-def _on_rank(
+def _run_rank(
     rank: int, ranks: int, port: int, config: str, sizes: dict[str, int], folder: Path, repeats: int, out: Path
 ) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
     if platform.is_cuda():
         torch.cuda.set_device(rank)
@@ -99,25 +99,27 @@ def _measure(config: str, sizes: dict[str, int], folder: Path, repeats: int) -> 
         *trainer.model.tensors().values(),
         *(values for shard in shards for values in shard.tensors.values()),
     ):
-        tensor.detach().normal_()  # zeros would be pages that no memory stands behind
+        tensor.detach().normal_()  # pages of zeros might not be backed by memory
     target = folder / "saved"
-    at_once = [_save(trainer.checkpoint, target, asynchronous=False) for _ in range(repeats + 1)]
-    later = [_save(trainer.checkpoint, target, asynchronous=True) for _ in range(repeats + 1)]
-    verify = _verify(target, later[-1].files)
+    synchronous_saves = [_save(trainer.checkpoint, target, asynchronous=False) for _ in range(repeats + 1)]
+    asynchronous_saves = [_save(trainer.checkpoint, target, asynchronous=True) for _ in range(repeats + 1)]
+    verify = _verify(target, asynchronous_saves[-1].files)
     load, read = _load(trainer.checkpoint, target)
     other = {**sizes, "tp": dist.get_world_size() if sizes["tp"] == 1 else 1}
     other_load, other_read = _load(_trainer(config, other).checkpoint, target)
-    synchronous, asynchronous = (median(save.held_up for save in of[1:]) for of in (at_once, later))
+    synchronous, asynchronous = (
+        median(save.stall for save in of[1:]) for of in (synchronous_saves, asynchronous_saves)
+    )
     return SaveReport(
         ranks=dist.get_world_size(),
-        bytes=later[-1].bytes,
-        staging_bytes=later[-1].staging_bytes,
+        bytes=asynchronous_saves[-1].bytes,
+        staging_bytes=asynchronous_saves[-1].staging_bytes,
         synchronous_seconds=synchronous,
-        first_seconds=later[0].held_up,
+        first_seconds=asynchronous_saves[0].stall,
         asynchronous_seconds=asynchronous,
-        begin_seconds=median(save.begin for save in later[1:]),
+        begin_seconds=median(save.begin for save in asynchronous_saves[1:]),
         ratio=asynchronous / synchronous,
-        background_seconds=median(save.background for save in later[1:]),
+        background_seconds=median(save.background for save in asynchronous_saves[1:]),
         verify_seconds=verify,
         load_seconds=load,
         read_bytes=read,
@@ -135,7 +137,7 @@ def _trainer(config: str, sizes: dict[str, int]) -> MegatronTrainer:
 
 
 def _verify(folder: Path, files: Sequence[SavedFile]) -> float:
-    """Seconds that it took rank 0."""
+    """Return the seconds that rank 0 takes to compare all files with their checksums."""
     dist.barrier()
     began = time.perf_counter()
     for file in files if dist.get_rank() == 0 else ():
@@ -145,18 +147,18 @@ def _verify(folder: Path, files: Sequence[SavedFile]) -> float:
 
 
 def _load(checkpoint: TrainCheckpoint, folder: Path) -> tuple[float, int]:
-    """Seconds of the slowest rank, and what all of them have read."""
+    """Return the load time of the slowest rank in seconds, and the bytes that all ranks read."""
     dist.barrier()
-    before, began = _read_so_far(), time.perf_counter()
+    before, began = _num_bytes_read(), time.perf_counter()
     checkpoint.load(folder)
     seconds = torch.tensor(time.perf_counter() - began)
-    read = torch.tensor(_read_so_far() - before)
+    read = torch.tensor(_num_bytes_read() - before)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     dist.all_reduce(read)
     return float(seconds), int(read)
 
 
-def _read_so_far() -> int:
+def _num_bytes_read() -> int:
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counts["rchar"])
 
@@ -166,14 +168,14 @@ class _Save:
     bytes: int
     staging_bytes: int
     begin: float
-    held_up: float
+    stall: float
     background: float
     files: tuple[SavedFile, ...]
-    """Of all ranks."""
+    """Files of all ranks."""
 
 
 def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
-    """Into an empty folder; seconds of the rank that was held up longest."""
+    """Save into an empty folder; times in seconds are those of the slowest rank."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
@@ -196,7 +198,7 @@ def _save(saves: TrainCheckpoint, folder: Path, *, asynchronous: bool) -> _Save:
         bytes=int(counts[0]),
         staging_bytes=int(counts[1]),
         begin=float(seconds[0]),
-        held_up=float(seconds[1]),
+        stall=float(seconds[1]),
         background=part.write_seconds,
         files=tuple(file for each in of_ranks for file in each.files),
     )

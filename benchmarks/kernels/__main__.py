@@ -1,4 +1,4 @@
-"""Times vectorised algorithms against loops over tokens.
+"""Compares the speed of the vectorized generalized advantage estimation with loops over tokens.
 
 python -m benchmarks.kernels --tokens 1000000 --json
 """
@@ -16,34 +16,34 @@ import torch
 
 from benchmarks.kernels.measure import LOOPS, KernelReport, measure
 from benchmarks.kernels.show import markdown, print_table
-from benchmarks.kernels.workload import made_up
+from benchmarks.kernels.workload import make_kernel_workloads
 from benchmarks.results_file import write_results
 from megarl.errors import ConfigError, MegarlError
 
 INTRODUCTION = """\
-# Vectorised algorithms against loops over tokens
+# Vectorized generalized advantage estimation compared with loops over tokens
 
-By one process with {threads} PyTorch thread(s) on a machine with {cores} CPU cores:
+Measured in one process with {threads} PyTorch thread(s) on a node with {cores} CPU cores:
 
 ```
 {command}
 ```
 
-Kernel and loop run turn about on the same float32 tensors, {pairs} times each, and return the same ("largest
+Kernel and loop run alternately on the same float32 tensors, {pairs} times each, and their results agree ("largest
 difference" is relative to the largest result). Times are medians; "x loop" is the median over pairs of the loop's time
-over the kernel's, "worst" the smallest.
+divided by the kernel's, "worst" the smallest such ratio.
 
-- `tensors`: the loop as the formula reads, an element at a time. `lists`: the same over Python numbers, conversion from
-  and to tensors included: far faster, and the stricter comparison.
-- `whole`: all tokens count. `holes`: every third turn of 128 tokens is a tool's and does not. `lambdas`: each sequence
-  has its own.
-- Lengths are lognormal, with one sequence of 32,768 tokens where there are as many.
+- `tensors`: the loop follows the formula, one tensor element at a time. `lists`: the same on Python numbers, including
+  the conversion from and to tensors, which is far faster and therefore the stricter comparison.
+- `whole`: all tokens are in the loss mask. `holes`: every third turn of 128 tokens is a tool response and is masked.
+  `lambdas`: each sequence has its own lambda.
+- Lengths are lognormal, with one sequence of 32,768 tokens if the workload has that many.
 
 """
 
 
 def main() -> int:
-    """Reports on stdout."""
+    """Print the reports to stdout."""
     args = _parser().parse_args()
     try:
         reports = list(_run(args))
@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> Iterator[KernelReport]:
     for name in ("tokens", "pairs"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} needs at least 1, got {getattr(args, name)}")
-    for workload in made_up(args.tokens, args.seed):
+    for workload in make_kernel_workloads(args.tokens, args.seed):
         for loop in args.loops:
             report = measure(workload, loop=loop, pairs=args.pairs)
             if args.json:
@@ -78,12 +78,12 @@ def _run(args: argparse.Namespace) -> Iterator[KernelReport]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the pack")
-    parser.add_argument("--pairs", type=int, default=5, help="how often both run")
-    parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=LOOPS, help="what the loop goes over")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="number of packed tokens")
+    parser.add_argument("--pairs", type=int, default=5, help="number of runs of kernel and loop")
+    parser.add_argument("--loops", nargs="+", default=list(LOOPS), choices=LOOPS, help="what the loops iterate over")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table to this file")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Algorithms as loops over tokens: what vectorised ones are compared with. Shapes: T packed tokens, S sequences."""
+"""Generalized advantage estimation as loops over tokens, for comparison. Shapes: T packed tokens, S sequences."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def gae_over_tensors(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `megarl.functional.gae`, token by token, as the formula reads."""
+    """Compute `megarl.functional.gae` one tensor element at a time, following the formula."""
     advantages_T, returns_T = torch.zeros_like(values_T), torch.zeros_like(values_T)
-    _fill(advantages_T, returns_T, (rewards_T, values_T, mask_T), cu_seqlens_S.tolist(), gamma, _listed(lam))
+    _write_gae(advantages_T, returns_T, (rewards_T, values_T, mask_T), cu_seqlens_S.tolist(), gamma, _to_list(lam))
     return advantages_T, returns_T
 
 
@@ -32,21 +32,21 @@ def gae_over_lists(
     gamma: float,
     lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The same loop over Python's own numbers, which it converts from and to tensors: far faster."""
+    """Compute `megarl.functional.gae` on Python numbers, converted from and to tensors; far faster."""
     lists = tuple(x.tolist() for x in (rewards_T, values_T, mask_T))
     advantages, returns = [0.0] * len(values_T), [0.0] * len(values_T)
-    _fill(advantages, returns, lists, cu_seqlens_S.tolist(), gamma, _listed(lam))
+    _write_gae(advantages, returns, lists, cu_seqlens_S.tolist(), gamma, _to_list(lam))
     return torch.tensor(advantages, dtype=values_T.dtype), torch.tensor(returns, dtype=values_T.dtype)
 
 
-def _listed(lam: float | Tensor) -> float | list[float]:
+def _to_list(lam: float | Tensor) -> float | list[float]:
     return lam.tolist() if isinstance(lam, Tensor) else lam
 
 
-def _fill(
+def _write_gae(
     advantages: Any, returns: Any, tokens: tuple[Any, ...], bounds: list[int], gamma: float, lam: float | list[float]
 ) -> None:
-    """Tensors or lists alike."""
+    """Write advantages and returns in place; arguments are tensors or lists."""
     rewards, values, mask = tokens
     for s in range(len(bounds) - 1):
         decay = gamma * (lam if isinstance(lam, float) else lam[s])

@@ -1,4 +1,4 @@
-"""One kernel against its loop, turn about in one process."""
+"""Measures a kernel and its loop alternately in one process."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from time import perf_counter
 from torch import Tensor
 
 from benchmarks.kernels.loops import gae_over_lists, gae_over_tensors
-from benchmarks.kernels.workload import Workload
+from benchmarks.kernels.workload import KernelWorkload
 from megarl.functional import gae
 
 GAMMA = 0.999
 
 LOOPS = {"tensors": gae_over_tensors, "lists": gae_over_lists}
-"""What the loop goes over."""
+"""Loops by what they iterate over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelReport:
-    """One kernel, one loop, one workload."""
+    """Results of one kernel and one loop on one workload."""
 
     kernel: str
     loop: str
-    """What it goes over."""
+    """What the loop iterates over: a key of `LOOPS`."""
     workload: str
     tokens: int
     tokens_in_mask: int
     sequences: int
     longest: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     pairs: int
-    """How often both ran, one after the other."""
+    """Number of times that loop and kernel ran in turn."""
     loop_ms: float
-    """Median, as all times."""
+    """Median time of the loop in milliseconds."""
     vectorised_ms: float
     ratio: float
-    """Median over pairs of the loop's time over the kernel's."""
+    """Median over pairs of the loop's time divided by the kernel's."""
     ratio_worst: float
-    """The smallest of any pair."""
+    """Smallest such ratio."""
     largest_difference: float
-    """Between results, relative to the largest result."""
+    """Largest absolute difference between the results, relative to the largest result."""
 
 
-def measure(workload: Workload, *, loop: str, pairs: int) -> KernelReport:
-    """Times `gae` and one of `LOOPS`, and compares what they return."""
+def measure(workload: KernelWorkload, *, loop: str, pairs: int) -> KernelReport:
+    """Time `gae` and one of `LOOPS`, and compare their results."""
     args = (workload.rewards_T, workload.values_T, workload.mask_T, workload.cu_seqlens_S)
     slow, fast = (partial(f, *args, gamma=GAMMA, lam=workload.lam) for f in (LOOPS[loop], gae))
-    runs = [(_timed(slow), _timed(fast)) for _ in range(pairs)]
+    runs = [(_time_call(slow), _time_call(fast)) for _ in range(pairs)]
     times = [(slow_seconds, fast_seconds) for (slow_seconds, _), (fast_seconds, _) in runs]
     ratios = [slow_seconds / fast_seconds for slow_seconds, fast_seconds in times]
     (_, want), (_, got) = runs[0]
@@ -71,8 +71,8 @@ def measure(workload: Workload, *, loop: str, pairs: int) -> KernelReport:
     )
 
 
-def _timed(function: Callable[[], tuple[Tensor, Tensor]]) -> tuple[float, tuple[Tensor, Tensor]]:
-    """Seconds, and what it returned."""
+def _time_call(function: Callable[[], tuple[Tensor, Tensor]]) -> tuple[float, tuple[Tensor, Tensor]]:
+    """Return the seconds that the call took, and its result."""
     started = perf_counter()
     result = function()
     return perf_counter() - started, result

@@ -1,4 +1,4 @@
-"""Reports as a table, for people and for a file."""
+"""Formats reports as a table for the terminal or a Markdown file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ COLUMNS: tuple[str, ...] = (
     "sequences",
     "longest",
     "loop ms",
-    "vectorised ms",
+    "vectorized ms",
     "x loop",
     "x loop worst",
     "largest difference",
 )
 
-WORDS = 3
-"""Columns that are words."""
+NUM_TEXT_COLUMNS = 3
+"""Number of leading columns that hold text."""
 
 
 def row(r: KernelReport) -> list[str]:
-    """Under `COLUMNS`."""
+    """Return the cells of a report, in the order of `COLUMNS`."""
     return [
         r.kernel,
         r.loop,
@@ -47,16 +47,16 @@ def row(r: KernelReport) -> list[str]:
 
 
 def print_table(reports: Sequence[KernelReport]) -> None:
-    """To stdout."""
+    """Print the table to stdout."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < WORDS else "right")
+        table.add_column(column, justify="left" if i < NUM_TEXT_COLUMNS else "right")
     for report in reports:
         table.add_row(*row(report))
     Console(width=None if Console().is_terminal else 190).print(table)
 
 
 def markdown(reports: Sequence[KernelReport]) -> str:
-    """The table for a file."""
-    lines = [COLUMNS, ["---"] * WORDS + ["---:"] * (len(COLUMNS) - WORDS), *map(row, reports)]
+    """Return the table in Markdown."""
+    lines = [COLUMNS, ["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - NUM_TEXT_COLUMNS), *map(row, reports)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""A step's packed tokens. Shapes: T packed tokens, S sequences."""
+"""Synthetic packed batches. Shapes: T packed tokens, S sequences."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 LONGEST = 32_768
 LIMITS = (16, 16_384)
-"""Shortest and longest of the other sequences, in tokens."""
+"""Shortest and longest length of the other sequences, in tokens."""
 
 TURN = 128
-"""Tokens of one turn, in sequences with holes: every third is a tool's."""
+"""Number of tokens of a turn in workloads with holes, where every third turn is a tool response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What one call of a kernel is given; float32."""
+class KernelWorkload:
+    """Arguments of one kernel call, in float32."""
 
     name: str
     rewards_T: Tensor
@@ -29,10 +29,10 @@ class Workload:
     lam: float | Tensor
 
 
-def made_up(num_tokens: int, seed: int) -> Iterator[Workload]:
-    """Long-tailed lengths, one of them 32,768 where tokens suffice; all tokens count, or two thirds of them.
+def make_kernel_workloads(num_tokens: int, seed: int) -> Iterator[KernelWorkload]:
+    """Yield workloads with long-tailed lengths, one of 32,768 tokens if possible: unmasked, then a third masked, twice.
 
-    The last has a lambda of its own for each sequence.
+    The last workload has a separate lambda for each sequence.
     """
     rng = np.random.default_rng(seed)
     lengths = [min(LONGEST, num_tokens)]
@@ -49,7 +49,7 @@ def made_up(num_tokens: int, seed: int) -> Iterator[Workload]:
         "holes, lambdas": (holes_T, lam_S),
     }
     for name, (mask_T, lam) in masks_and_lambdas.items():
-        yield Workload(
+        yield KernelWorkload(
             name=name,
             rewards_T=rewards_T,
             values_T=values_T,

@@ -1,0 +1,1 @@
+"""Compares algorithms that pack sequences into micro-batches."""

@@ -1,4 +1,4 @@
-"""Compares ways to pack sequences into micro-batches and to split them over ranks.
+"""Compares algorithms that pack sequences into micro-batches and split them over ranks.
 
 python -m benchmarks.packing --gsm8k path/to/gsm8k --json
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.packing.lengths import Gsm8k, Workload, made_up
+from benchmarks.packing.lengths import Gsm8k, PackingWorkload, make_packing_workloads
 from benchmarks.packing.measure import PACK_ALIGN, PackingReport, measure
 from benchmarks.packing.schemes import SCHEMES
 from benchmarks.packing.show import markdown, print_table
@@ -28,39 +28,39 @@ MODELS = {
     ),
     "qwen2.5-7b": QWEN2_5_7B,
 }
-"""Attention costs as much as the rest at 23,000 tokens in the small one, at 70,000 in the other."""
+"""Attention costs as much as the matrix products at 23,000 tokens in the small model, at 70,000 in the large one."""
 
 INTRODUCTION = """\
-# Packing, scheme by scheme
+# Comparison of packing schemes
 
-Planned by one process on a machine with {cores} CPU cores:
+Planned in one process on a node with {cores} CPU cores:
 
 ```
 {command}
 ```
 
-{sequences} sequences a step on {ranks} data-parallel ranks, {seeds} seeds; nothing is trained. Costs are
-floating-point operations by the model's sizes (PaLM, arXiv 2204.02311, appendix B), so "step cost" says how much
-longer than a perfect split a step would take if all operations ran equally fast, and leaves out what a micro-batch
-costs by itself. Each sequence is padded to a multiple of {align}, each micro-batch to one of {pack_align}. Numbers are
-means over seeds; "fullest", "cost max/mean" and "worst" are the largest of any, "plan ms" is the median.
+{sequences} sequences per step on {ranks} data-parallel ranks, {seeds} seeds; nothing is trained. Costs are
+floating-point operations from the model's sizes (PaLM, arXiv 2204.02311, appendix B). "step cost" is therefore the
+duration of a step relative to a perfect split if all operations ran equally fast, without the fixed overhead of a
+micro-batch. Sequences are padded to a multiple of {align}, micro-batches to a multiple of {pack_align}. Numbers are
+means over seeds; "fullest", "cost max/mean" and "worst" are maxima, "plan ms" is the median.
 
-- `padded`: every sequence is padded to the batch's longest, as many rows to a micro-batch as the budget allows.
-- `first_fit`: by token count in arrival order, packs dealt to ranks in turn: plain sequence packing.
+- `padded`: every sequence is padded to the longest of the batch; a micro-batch has as many rows as the budget allows.
+- `first_fit`: plain sequence packing by token count in arrival order; packs are assigned to ranks round-robin.
 - `karmarkar_karp`: largest differencing on token counts over ranks (equally many sequences each), then over each rank's
-  micro-batches, as verl's `get_seqlen_balanced_partitions` does. It aims at the budget and does not keep it: see
-  "fullest". `karmarkar_karp_cost` does the same on costs, as later versions of verl do for one fixed model.
-- `megarl`: `megarl.batch.balance.plan_micro_batches`, on costs. Peers' schemes are written anew here.
-- "at least": all tokens over ranks and budget, rounded up. "fill": tokens over the budgets of all micro-batches.
-- "cost max/mean": over ranks. "step cost": in each micro-batch ranks wait for the costliest; 1 is perfect.
-- Where one sequence costs more than what others make of a full budget, all ranks wait for it, in any scheme.
-- `gsm8k`: questions with answers, a word, a digit or a mark for a token.
+  micro-batches, like verl's `get_seqlen_balanced_partitions`. It targets the budget but may exceed it: see "fullest".
+  `karmarkar_karp_cost` does the same on costs, as later versions of verl do for one fixed model.
+- `megarl`: `megarl.batch.balance.plan_micro_batches`, on costs. The other schemes are reimplemented here.
+- "at least": total tokens divided by ranks times budget, rounded up. "fill": tokens over all budgets.
+- "cost max/mean": over ranks. "step cost": in each micro-batch all ranks wait for the most expensive one; 1 is optimal.
+- If one sequence costs more than a full budget of shorter ones, all ranks wait for it in any scheme.
+- `gsm8k`: questions with answers; every word, digit and punctuation mark counts as one token.
 
 """
 
 
 def main() -> int:
-    """Reports on stdout."""
+    """Print the reports to stdout."""
     args = _parser().parse_args()
     try:
         reports = list(_run(args))
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> Iterator[PackingReport]:
             raise ConfigError(f"--{name} needs at least 1, got {getattr(args, name)}")
     if args.sequences % args.ranks:
         raise ConfigError(
-            f"--sequences needs a multiple of --ranks (largest differencing gives all ranks equally many), got "
+            f"--sequences needs a multiple of --ranks (Karmarkar-Karp gives every rank equally many sequences), got "
             f"{args.sequences} % {args.ranks} = {args.sequences % args.ranks}"
         )
     gsm8k = Gsm8k(args.gsm8k) if args.gsm8k else None
@@ -112,8 +112,11 @@ def _run(args: argparse.Namespace) -> Iterator[PackingReport]:
                     yield report
 
 
-def _workloads(args: argparse.Namespace, gsm8k: Gsm8k | None, seed: int) -> Iterator[Workload]:
-    workloads = [*made_up(args.sequences, seed), *([gsm8k.sample(args.sequences, seed)] if gsm8k else [])]
+def _workloads(args: argparse.Namespace, gsm8k: Gsm8k | None, seed: int) -> Iterator[PackingWorkload]:
+    workloads = [
+        *make_packing_workloads(args.sequences, seed),
+        *([gsm8k.sample(args.sequences, seed)] if gsm8k else []),
+    ]
     for workload in workloads:
         yield replace(workload, max_tokens=args.max_tokens) if args.max_tokens else workload
 
@@ -121,15 +124,19 @@ def _workloads(args: argparse.Namespace, gsm8k: Gsm8k | None, seed: int) -> Iter
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.packing", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sequences", type=int, default=1000, help="in a step")
-    parser.add_argument("--ranks", type=int, default=8, help="data-parallel")
-    parser.add_argument("--max-tokens", type=int, help="of a micro-batch; default: 16384, for GSM8K 4096")
-    parser.add_argument("--align", type=int, default=1, help="pad each sequence to a multiple, as 2 * cp asks for")
-    parser.add_argument("--seeds", type=int, default=5, help="batches of each kind")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="whose sizes give the costs")
+    parser.add_argument("--ranks", type=int, default=8, help="number of data-parallel ranks")
+    parser.add_argument("--max-tokens", type=int, help="token budget of a micro-batch; default: 16384, for GSM8K 4096")
+    parser.add_argument("--align", type=int, default=1, help="pad each sequence to a multiple, such as 2 * cp")
+    parser.add_argument("--seeds", type=int, default=5, help="number of batches of each kind")
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), choices=MODELS, help="models whose sizes give the costs"
+    )
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
-    parser.add_argument("--gsm8k", type=Path, metavar="FOLDER", help="adds its lengths; holds train.jsonl")
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table there")
+    parser.add_argument(
+        "--gsm8k", type=Path, metavar="FOLDER", help="folder with GSM8K's train.jsonl; adds its lengths"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table to this file")
     return parser
 
 

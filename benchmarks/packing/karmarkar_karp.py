@@ -1,7 +1,7 @@
-"""Largest differencing (Karmarkar and Karp 1982) into several parts.
+"""Number partitioning by largest differencing (Karmarkar and Karp 1982) into several parts.
 
-Every partial solution is a tuple of parts; the two whose parts differ most are merged, largest with smallest, until
-one is left.
+Every partial solution is a tuple of parts. The two solutions with the largest differences between their parts are
+merged, largest part with smallest, until one is left.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class _Part(NamedTuple):
 
 
 _Solution: TypeAlias = tuple[float, int, list[_Part]]
-"""Minus the difference of largest and smallest part, the order of making, parts from the smallest."""
+"""(smallest minus largest total, creation number as a tie-breaker, parts in ascending order)."""
 
 
 def partition(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices in `parts` lists of nearly equal total size."""
+    """Return the indices of `sizes` in `parts` lists of nearly equal total size."""
     nothing = [_Part(0, ())] * (parts - 1)
     return _merge([*nothing, _Part(size, (i,))] for i, size in enumerate(sizes))
 
 
 def partition_equally(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """As `partition`, with equally many indices in all lists; needs `parts` to divide their number."""
+    """Partition with equally many indices in each list; `parts` must divide their number."""
     assert len(sizes) % parts == 0, f"{len(sizes)} % {parts} = {len(sizes) % parts}"
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     return _merge([_Part(sizes[i], (i,)) for i in order[k : k + parts]] for k in range(0, len(order), parts))

@@ -1,6 +1,6 @@
-"""What one scheme makes of one batch.
+"""Measures the plan of one scheme for one batch.
 
-Costs are those that the model's sizes give (`SequenceCost`), of everything that is computed: padding too.
+Costs follow from the model's sizes (`SequenceCost`) and include the computation on padding.
 """
 
 from __future__ import annotations
@@ -9,51 +9,51 @@ from dataclasses import dataclass
 from statistics import mean
 from time import perf_counter
 
-from benchmarks.packing.lengths import Workload
+from benchmarks.packing.lengths import PackingWorkload
 from benchmarks.packing.schemes import PADDED, SCHEMES
 from megarl.batch.balance import SequenceCost
 
 PACK_ALIGN = 8
-"""A pack's tokens are padded to a multiple of this."""
+"""The tokens of a pack are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingReport:
-    """One scheme, one batch."""
+    """Results of one scheme on one batch."""
 
     lengths: str
-    """The workload's name."""
+    """Name of the workload."""
     model: str
-    """Whose sizes give the costs."""
+    """Name of the model whose sizes give the costs."""
     seed: int
     sequences: int
     ranks: int
     max_tokens: int
-    """Budget of a micro-batch."""
+    """Token budget of a micro-batch."""
     align: int
     """Each sequence is padded to a multiple of this."""
     scheme: str
     micro_batches: int
-    """Of one rank."""
+    """Number of micro-batches per rank."""
     micro_batches_bound: int
-    """ceil(tokens / (ranks * max_tokens)), tokens aligned."""
+    """Lower bound: ceil(aligned tokens / (ranks * max_tokens))."""
     padding_percent: float
-    """Of the tokens that go through the model."""
+    """Padding in percent of the tokens that the model processes."""
     fill_percent: float
-    """Of ranks * micro_batches * max_tokens: tokens that are not padding."""
+    """Tokens without padding, in percent of ranks * micro_batches * max_tokens."""
     fullest_percent: float
-    """Of max_tokens: the micro-batch with most tokens among those of several sequences."""
+    """Tokens of the fullest micro-batch with several sequences, in percent of max_tokens."""
     cost_max_over_mean: float
-    """Over ranks, of all their micro-batches together."""
+    """Maximum over mean of the ranks' total costs."""
     step_cost: float
-    """Sum over micro-batches of the costliest rank, times ranks, over the cost of the sequences alone; 1: perfect."""
+    """Sum over micro-batches of the largest cost of a rank, times ranks, over the cost without padding; optimum 1."""
     plan_seconds: float
 
 
 def measure(
-    scheme: str, workload: Workload, *, model: str, cost: SequenceCost, ranks: int, align: int, seed: int
+    scheme: str, workload: PackingWorkload, *, model: str, cost: SequenceCost, ranks: int, align: int, seed: int
 ) -> PackingReport:
-    """Plan, and count what the plan computes."""
+    """Plan with `scheme` and measure the plan."""
     lengths = workload.lengths_N.tolist()
     aligned = [_round_up(n, align) for n in lengths]
     started = perf_counter()
@@ -90,7 +90,7 @@ def measure(
 
 
 def _pack_padding(num_tokens: int) -> list[int]:
-    """The sequence of padding that ends a pack; an empty one is nothing else."""
+    """Return the padding sequence that ends a pack of `num_tokens`; an empty pack consists only of padding."""
     padding = PACK_ALIGN if num_tokens == 0 else -num_tokens % PACK_ALIGN
     return [padding] if padding else []
 

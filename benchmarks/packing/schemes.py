@@ -1,7 +1,7 @@
-"""Ways to split one step over ranks and micro-batches: peers', as they describe them, and ours.
+"""Schemes that split one step over ranks and micro-batches: those of other frameworks, reimplemented, and ours.
 
-All plan with token counts alone or with a cost per sequence; all ranks get the same number of micro-batches, some of
-them empty where a scheme has no better.
+A scheme plans with token counts or with a cost per sequence. All ranks get the same number of micro-batches, some of
+which may be empty.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from benchmarks.packing.karmarkar_karp import partition, partition_equally
 from megarl.batch.balance import SequenceCost, plan_micro_batches
 
 Plan: TypeAlias = list[list[list[int]]]
-"""[dp][micro-batch] -> indices of sequences."""
+"""Indices of sequences, as [dp rank][micro-batch][sequence]."""
 
 Scheme: TypeAlias = Callable[[Sequence[int], int, int, SequenceCost], Plan]
-"""Of lengths, ranks, token budget and cost."""
+"""Function of lengths, number of ranks, token budget and cost."""
 
 PADDED = "padded"
 OURS = "megarl"
 
 
 def padded(lengths: Sequence[int], dp: int, max_tokens: int, _: SequenceCost) -> Plan:
-    """Every sequence as long as the batch's longest; rows in arrival order, as many to a micro-batch as fit."""
+    """Pad every sequence to the longest; fill micro-batches with rows in arrival order up to the budget."""
     rows = max(1, max_tokens // max(lengths))
     shares = [list(range(rank, len(lengths), dp)) for rank in range(dp)]
-    return _even([[share[i : i + rows] for i in range(0, len(share), rows)] for share in shares])
+    return _pad_to_equal_count([[share[i : i + rows] for i in range(0, len(share), rows)] for share in shares])
 
 
 def first_fit(lengths: Sequence[int], dp: int, max_tokens: int, _: SequenceCost) -> Plan:
-    """Packs filled in arrival order, each sequence into the first with room; packs go round the ranks."""
+    """Put each sequence, in arrival order, into the first pack with room; assign packs to ranks round-robin."""
     packs: list[list[int]] = []
     rooms: list[int] = []
     for i, length in enumerate(lengths):
@@ -40,21 +40,21 @@ def first_fit(lengths: Sequence[int], dp: int, max_tokens: int, _: SequenceCost)
             rooms.append(max_tokens)
         packs[first].append(i)
         rooms[first] -= length
-    return _even([packs[rank::dp] for rank in range(dp)])
+    return _pad_to_equal_count([packs[rank::dp] for rank in range(dp)])
 
 
 def karmarkar_karp(lengths: Sequence[int], dp: int, max_tokens: int, _: SequenceCost) -> Plan:
-    """Largest differencing on token counts, verl's idea."""
-    return _difference(lengths, lengths, dp, max_tokens)
+    """Partition by largest differencing on token counts, like verl."""
+    return _partition_twice(lengths, lengths, dp, max_tokens)
 
 
 def karmarkar_karp_cost(lengths: Sequence[int], dp: int, max_tokens: int, cost: SequenceCost) -> Plan:
-    """Largest differencing on costs, as later versions of verl do with the cost of one fixed model."""
-    return _difference(lengths, [cost.flops(n) for n in lengths], dp, max_tokens)
+    """Partition by largest differencing on costs, like later versions of verl with the cost of one fixed model."""
+    return _partition_twice(lengths, [cost.flops(n) for n in lengths], dp, max_tokens)
 
 
 def ours(lengths: Sequence[int], dp: int, max_tokens: int, cost: SequenceCost) -> Plan:
-    """`megarl.batch.balance`."""
+    """Plan with `megarl.batch.balance.plan_micro_batches`."""
     return plan_micro_batches(lengths, dp=dp, max_tokens=max_tokens, cost=cost)
 
 
@@ -65,14 +65,14 @@ SCHEMES: Mapping[str, Scheme] = {
     "karmarkar_karp_cost": karmarkar_karp_cost,
     OURS: ours,
 }
-"""In the order of reports."""
+"""Schemes by name, in the order of the reports."""
 
 
-def _difference(lengths: Sequence[int], sizes: Sequence[int], dp: int, max_tokens: int) -> Plan:
-    """Equally many sequences and balanced sizes on all ranks, then balanced sizes in each rank's micro-batches.
+def _partition_twice(lengths: Sequence[int], sizes: Sequence[int], dp: int, max_tokens: int) -> Plan:
+    """Give each rank equally many sequences and balanced sizes, then balance the sizes of each rank's micro-batches.
 
-    There are as many micro-batches as the fullest rank's tokens need, were they to fill them; none is held to it.
-    Each rank's come in the order of their sizes.
+    The number of micro-batches is what the fullest rank needs if it fills them; none is limited to the budget.
+    The micro-batches of a rank are in ascending order of size.
     """
     shares = partition_equally(sizes, dp)
     loads = [sum(lengths[i] for i in share) for share in shares]
@@ -81,9 +81,9 @@ def _difference(lengths: Sequence[int], sizes: Sequence[int], dp: int, max_token
     for share in shares:
         parts = partition([sizes[i] for i in share], min(count, len(share)))
         plan.append([[share[i] for i in part] for part in parts])
-    return _even(plan)
+    return _pad_to_equal_count(plan)
 
 
-def _even(plan: Plan) -> Plan:
+def _pad_to_equal_count(plan: Plan) -> Plan:
     count = max(map(len, plan))
     return [rank + [[] for _ in range(count - len(rank))] for rank in plan]

@@ -1,4 +1,4 @@
-"""Reports as a table, for people and for a file."""
+"""Formats reports as a table for the terminal or a Markdown file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ COLUMNS: tuple[str, ...] = (
     "plan ms",
 )
 
-WORDS = 3
-"""Columns that are words."""
+NUM_TEXT_COLUMNS = 3
+"""Number of leading columns that hold text."""
 
 
 def rows(reports: Sequence[PackingReport]) -> list[list[str]]:
-    """Under `COLUMNS`, over seeds: means; the largest of "fullest", "max/mean" and "worst"; the median time."""
+    """Return rows under `COLUMNS`: means over seeds; maxima for "fullest", "max/mean" and "worst"; median plan time."""
     grouped: dict[tuple[str, str, str], list[PackingReport]] = {}
     for r in reports:
         grouped.setdefault((r.lengths, r.model, r.scheme), []).append(r)
@@ -54,16 +54,16 @@ def rows(reports: Sequence[PackingReport]) -> list[list[str]]:
 
 
 def print_table(reports: Sequence[PackingReport]) -> None:
-    """To stdout."""
+    """Print the table to stdout."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < WORDS else "right")
+        table.add_column(column, justify="left" if i < NUM_TEXT_COLUMNS else "right")
     for row in rows(reports):
         table.add_row(*row)
     Console(width=None if Console().is_terminal else 190).print(table)
 
 
 def markdown(reports: Sequence[PackingReport]) -> str:
-    """The table for a file."""
-    lines = [COLUMNS, ["---"] * WORDS + ["---:"] * (len(COLUMNS) - WORDS), *rows(reports)]
+    """Return the table in Markdown."""
+    lines = [COLUMNS, ["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - NUM_TEXT_COLUMNS), *rows(reports)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""Folders of runs that have never been: as little of each file as the comparison reads, with real checkpoints."""
+"""Writes folders of fake runs: the parts of each file that the comparison reads, with real checkpoints."""
 
 import json
 import shutil
@@ -16,8 +16,8 @@ from megarl.tracking.rollout_log import write_rollouts
 STEPS, PROMPTS, SAMPLES = 4, 3, 2
 
 
-def write_made_up_run(folder: Path) -> Path:
-    """The same bytes every time, times apart."""
+def write_fake_run(folder: Path) -> Path:
+    """Write a run folder; its content is deterministic except times."""
     for step in range(1, STEPS + 1):
         write_step(folder, step, [f"train.jsonl:{(step - 1) * PROMPTS + group}" for group in range(PROMPTS)])
         log_step(folder, step)
@@ -30,7 +30,7 @@ def write_made_up_run(folder: Path) -> Path:
 
 
 def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], step: int = STEPS) -> None:
-    """Of two models' folders, one of them a bfloat16 copy."""
+    """Write a checkpoint with the folders of two models, the second a bfloat16 copy of the first."""
     at = folder / "checkpoints" / f"step-{step:06d}"
     shutil.rmtree(at, ignore_errors=True)
     for name, state in (("policy", tensors), ("copy", {k: v.bfloat16() for k, v in tensors.items()})):
@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], step: int =
 
 
 def write_step(folder: Path, step: int, prompts: list[str], *, shift: float = 0.0) -> None:
-    """The step's trajectories; `shift` is added to the first log-probability."""
+    """Write the step's trajectories; `shift` is added to the first log-probability."""
     trajectories = []
     for group, prompt in enumerate(prompts):
         for sample in range(SAMPLES):
@@ -68,7 +68,7 @@ def write_step(folder: Path, step: int, prompts: list[str], *, shift: float = 0.
 
 
 def log_step(folder: Path, step: int, **metrics: float) -> None:
-    """Its line, behind those that are there."""
+    """Append the step's line to `metrics.jsonl`."""
     line = {"step": step, "loss": 1 / step, "reward/mean": 0.1 * step, "time/rollout_seconds": 0.5}
     times = {"time/train_seconds": 0.25, "time/step_seconds": float(torch.rand(1)) + 0.75}
     with (folder / "metrics.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""The benchmark that kills: whom, when, and that its comparison finds what a kill may break."""
+"""The chaos benchmark: which processes it kills and when, and that its comparison detects every difference."""
 
 import json
 import shutil
@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 
 from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.command import Command
-from benchmarks.chaos.compare import compare, require_whole, same
-from benchmarks.chaos.disturb import Disturbance, Disturbed, Kill
+from benchmarks.chaos.compare import compare, is_bitwise_equal, require_complete
+from benchmarks.chaos.disturb import FaultInjector, InjectionResult, Kill
 from benchmarks.chaos.plan import PlannedKill, plan_kills
 from benchmarks.chaos.read import read_last_checkpoint
 from benchmarks.chaos.report import make_report
 from benchmarks.chaos.show import print_table
-from benchmarks.chaos.targets import USUAL, ProcessRow, by_target
-from benchmarks.chaos.watch import Span, Watch, stretch
+from benchmarks.chaos.targets import DEFAULT_TARGETS, ProcessRow, pids_by_target
+from benchmarks.chaos.watch import RunWatcher, Span, phases_between
 from megarl.errors import DataError
 from tests.benchmarks.chaos_runs import (
     PROMPTS,
@@ -30,7 +30,7 @@ from tests.benchmarks.chaos_runs import (
     STEPS,
     log_step,
     write_checkpoint,
-    write_made_up_run,
+    write_fake_run,
     write_step,
 )
 
@@ -42,7 +42,7 @@ FIELDS = (
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    return write_made_up_run(tmp_path_factory.mktemp("original"))
+    return write_fake_run(tmp_path_factory.mktemp("original"))
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def other(original, tmp_path):
     return Path(shutil.copytree(original, tmp_path / "other"))
 
 
-def test_a_run_written_anew_is_equal(original, tmp_path):
-    found = compare(original, write_made_up_run(tmp_path / "again"))
+def test_identical_runs_are_equal(original, tmp_path):
+    found = compare(original, write_fake_run(tmp_path / "second"))
     assert found.differences == []
     assert found.bitwise_equal
     assert (found.prompts_lost, found.prompts_repeated, found.trajectories_repeated) == (0, 0, 0)
 
 
-def test_a_checkpoint_is_read_whole(original):
+def test_last_checkpoint_is_read_completely(original):
     found = read_last_checkpoint(original)
     generator = torch.Generator().manual_seed(0)
     assert torch.equal(found["policy/optimizer.param"], torch.randn(6, 4, generator=generator))
@@ -65,18 +65,18 @@ def test_a_checkpoint_is_read_whole(original):
     assert found["policy/rng"] == b"seven"
     assert found["policy/common.pt"]["param_groups"][0]["step"] == STEPS
     assert "state.json/samplers" in found
-    assert "state.json/books" not in found
+    assert "state.json/totals" not in found
 
 
 def flipped(tensor):
-    """With the lowest bit of one number turned."""
+    """Return a copy with the lowest bit of one number flipped."""
     bits = tensor.clone().view(torch.int32)
     bits.view(-1)[5] ^= 1
     return bits.view(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["optimizer.param", "optimizer.exp_avg"])
-def test_one_bit_of_a_checkpoint(name, original, other):
+def test_one_flipped_bit_in_a_checkpoint_is_found(name, original, other):
     found = read_last_checkpoint(original)
     tensors = {key: found[f"policy/{key}"] for key in ("optimizer.param", "optimizer.exp_avg")}
     write_checkpoint(other, tensors | {name: flipped(tensors[name])})
@@ -86,25 +86,25 @@ def test_one_bit_of_a_checkpoint(name, original, other):
     assert (result.prompts_lost, result.trajectories_repeated) == (0, 0)
 
 
-def test_one_bit_of_the_exported_model(original, other):
+def test_one_flipped_bit_in_the_exported_model_is_found(original, other):
     weight = read_last_checkpoint(original)["policy/optimizer.param"]
     save_file({"weight": flipped(weight)}, other / "model" / "model.safetensors")
     assert compare(original, other).differences == ["model model.safetensors: differs"]
 
 
-def test_an_older_checkpoint_is_another(original, other):
+def test_older_last_checkpoint_is_a_difference(original, other):
     (other / "checkpoints" / f"step-{STEPS:06d}").rename(other / "checkpoints" / f"step-{STEPS - 1:06d}")
     assert compare(original, other).differences == ["checkpoint name: differs"]
 
 
-def test_a_sampler_that_stands_elsewhere(original, other):
+def test_different_sampler_position_is_found(original, other):
     path = other / "checkpoints" / f"step-{STEPS:06d}" / "state.json"
     path.write_text(path.read_text().replace('"position": 12', '"position": 15'))
     assert compare(original, other).differences == ["checkpoint state.json/samplers: differs"]
 
 
-def test_a_prompt_is_skipped(original, other):
-    # the last step has the prompts from the second on, and one that was not due yet
+def test_skipped_prompt_is_lost(original, other):
+    # the last step omits its first prompt and has one of a later step
     first = (STEPS - 1) * PROMPTS
     write_step(other, STEPS, [f"train.jsonl:{first + 1 + group}" for group in range(PROMPTS)])
     found = compare(original, other)
@@ -112,41 +112,41 @@ def test_a_prompt_is_skipped(original, other):
     assert f"prompts of step {STEPS}: differs" in found.differences
 
 
-def test_a_prompt_is_drawn_twice(original, other):
+def test_prompt_drawn_twice_is_repeated(original, other):
     write_step(other, 2, [f"train.jsonl:{PROMPTS + group}" for group in (0, 0, 2)])
     found = compare(original, other)
     assert (found.prompts_lost, found.prompts_repeated, found.trajectories_repeated) == (1, 1, SAMPLES)
 
 
-def test_a_step_is_missing(original, other):
+def test_prompts_of_a_missing_step_are_lost(original, other):
     (other / "rollouts" / "step-000003.parquet").unlink()
     found = compare(original, other)
     assert (found.prompts_lost, found.prompts_repeated) == (PROMPTS, 0)
     assert "prompts of step 3: missing" in found.differences
 
 
-def test_a_step_is_logged_twice(original, other):
+def test_trajectories_of_a_step_logged_twice_are_repeated(original, other):
     log_step(other, 3)
     found = compare(original, other)
     assert found.trajectories_repeated == PROMPTS * SAMPLES
     assert found.differences == ["metrics of step 3: differs"]
 
 
-def test_a_step_is_written_in_the_place_of_the_next(original, other):
+def test_step_written_in_place_of_the_next_is_repeated(original, other):
     shutil.copyfile(other / "rollouts" / "step-000002.parquet", other / "rollouts" / "step-000003.parquet")
     found = compare(original, other)
     assert (found.prompts_lost, found.prompts_repeated) == (PROMPTS, PROMPTS)
     assert found.trajectories_repeated == PROMPTS * SAMPLES
 
 
-def test_another_sample(original, other):
+def test_different_sample_is_found(original, other):
     write_step(other, 1, [f"train.jsonl:{group}" for group in range(PROMPTS)], shift=1e-6)
     found = compare(original, other)
     assert found.differences == ["trajectories of step 1: differs"]
     assert found.trajectories_repeated == 0
 
 
-def test_times_may_differ_and_losses_may_not(original, other):
+def test_times_may_differ_but_losses_may_not(original, other):
     lines = (other / "metrics.jsonl").read_text()
     (other / "metrics.jsonl").write_text(lines.replace('"time/rollout_seconds": 0.5', '"time/rollout_seconds": 9.5'))
     assert compare(original, other).bitwise_equal
@@ -154,23 +154,23 @@ def test_times_may_differ_and_losses_may_not(original, other):
     assert compare(original, other).differences == ["metrics of step 2: differs"]
 
 
-def test_nothing_at_all_is_lost_and_not_equal(original, tmp_path):
+def test_empty_run_folder_is_not_equal(original, tmp_path):
     found = compare(original, tmp_path)
     assert not found.bitwise_equal
     assert found.prompts_lost == STEPS * PROMPTS
-    require_whole(original)
-    with pytest.raises(DataError, match="nothing of it: checkpoint"):
-        require_whole(tmp_path)
+    require_complete(original)
+    with pytest.raises(DataError, match="is incomplete, it has no checkpoint"):
+        require_complete(tmp_path)
 
 
-def test_same_is_strict():
+def test_bitwise_equality_is_strict():
     nan = float("nan")
-    assert same({"a": [1, (nan, "x")]}, {"a": [1, (nan, "x")]})
-    assert not same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert same(torch.tensor([nan]), torch.tensor([nan]))
-    assert not same(torch.zeros(2, 1), torch.zeros(1, 2))
-    assert not same(1, 1.0)
-    assert not same([1], [1, 2])
+    assert is_bitwise_equal({"a": [1, (nan, "x")]}, {"a": [1, (nan, "x")]})
+    assert not is_bitwise_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert is_bitwise_equal(torch.tensor([nan]), torch.tensor([nan]))
+    assert not is_bitwise_equal(torch.zeros(2, 1), torch.zeros(1, 2))
+    assert not is_bitwise_equal(1, 1.0)
+    assert not is_bitwise_equal([1], [1, 2])
 
 
 def row(pid, parent, title, **fields):
@@ -194,8 +194,8 @@ RUN = [
 ]
 
 
-def test_targets_in_a_process_table():
-    assert by_target(RUN, driver=10) == {
+def test_processes_are_assigned_to_targets():
+    assert pids_by_target(RUN, driver=10) == {
         "driver": [10],
         "controller": [14],
         "trainer": [15, 16],
@@ -203,7 +203,7 @@ def test_targets_in_a_process_table():
         "rollout_worker": [18],
         "scheduler": [19],
     }
-    assert by_target([], driver=10) == {}
+    assert pids_by_target([], driver=10) == {}
 
 
 STEADY = [Span(phase="rollout", begin=0.0, seconds=0.8), Span(phase="train", begin=0.8, seconds=0.4)]
@@ -211,10 +211,10 @@ TIMELINE = {0: [Span(phase="start", begin=0, seconds=20)], **dict.fromkeys(range
 
 
 def plan(seed, count=20, timeline=TIMELINE):
-    return plan_kills(count, seed=seed, targets=USUAL, timeline=timeline)
+    return plan_kills(count, seed=seed, targets=DEFAULT_TARGETS, timeline=timeline)
 
 
-def test_a_seed_decides_all_kills():
+def test_seed_determines_all_kills():
     assert plan(3) == plan(3)
     assert plan(3) != plan(4)
 
@@ -222,12 +222,12 @@ def test_a_seed_decides_all_kills():
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_are_spread_over_steps_targets_and_phases(seed):
     kills = plan(seed)
-    assert sorted(kill.target for kill in kills) == sorted(USUAL * 4)
+    assert sorted(kill.target for kill in kills) == sorted(DEFAULT_TARGETS * 4)
     calm = [kill for kill in kills if kill.recovery_share is None]
     assert len(calm) == 18
     assert kills[0] in calm
     steps = [kill.after_step for kill in calm]
-    # two steps are what a kill takes
+    # a kill affects two steps
     assert all(after - before >= 2 for before, after in pairwise(steps))
     assert steps[0] <= 2
     assert 55 <= steps[-1] <= 60
@@ -238,7 +238,7 @@ def test_kills_are_spread_over_steps_targets_and_phases(seed):
         assert kill.recovery_share is None or 0 <= kill.recovery_share < 1
 
 
-def test_more_kills_than_steps_are_planned_all_the_same():
+def test_more_kills_than_steps_can_be_planned():
     assert len(plan(0, count=10, timeline={0: STEADY, 1: STEADY})) == 10
     assert plan(0, count=1, timeline={0: []})[0].phase == "start"
 
@@ -249,23 +249,23 @@ def beat(folder, phase, since, written=None):
     (folder / "heartbeat.json").write_text(json.dumps(text | {"phase": phase, "step": 0}))
 
 
-def test_a_watch_reads_steps_and_what_is_between_them(tmp_path):
+def test_watcher_reads_steps_and_the_phases_between_them(tmp_path):
     start = time.time() - 30
-    watch = Watch(tmp_path, start)
-    watch.look()
+    watch = RunWatcher(tmp_path, start)
+    watch.poll()
     assert watch.steps_done == 0
     beat(tmp_path, "", start + 1)
-    watch.look()
+    watch.poll()
     beat(tmp_path, "evaluate", start + 20, start + 21)
-    watch.look()
+    watch.poll()
     log_step(tmp_path, 1, **{"time/step_seconds": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "eval/score": 1.0}\n{"step": 2, "half')
-    watch.look()
+    watch.poll()
     assert watch.steps_done == 1
     line = watch.line_times[1]
     beat(tmp_path, "export", line + 2, line + 3)
-    watch.look()
+    watch.poll()
     timeline = watch.timeline(line + 5)
     assert [span.phase for span in timeline[0]] == ["start", "evaluate", "rollout", "train"]
     at, evaluate, rollout, train = timeline[0]
@@ -276,25 +276,25 @@ def test_a_watch_reads_steps_and_what_is_between_them(tmp_path):
     assert [span.phase for span in timeline[1]] == ["export"]
 
 
-def test_a_watch_sees_a_run_go_back(tmp_path):
-    watch = Watch(tmp_path, time.time())
+def test_watcher_follows_a_run_that_resumes_from_an_earlier_step(tmp_path):
+    watch = RunWatcher(tmp_path, time.time())
     for step in (1, 2, 3):
         log_step(tmp_path, step)
-    watch.look()
+    watch.poll()
     assert watch.steps_done == 3
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text(lines[0])
-    watch.look()
+    watch.poll()
     assert watch.steps_done == 1
 
 
-def test_a_stretch_without_anything_has_no_phases():
-    assert stretch(0.0, 5.0, None, None) == []
+def test_interval_without_lines_and_heartbeats_has_no_phases():
+    assert phases_between(0.0, 5.0, None, None) == []
 
 
-def test_a_command_knows_its_processes_also_when_they_are_orphaned(tmp_path, monkeypatch):
+def test_command_finds_its_orphaned_processes(tmp_path, monkeypatch):
     program = tmp_path / "megarl"
-    # a child in a session of its own, whose parent ends: the mark alone tells whose it is
+    # a child in its own session whose parent ends: only the mark identifies it
     program.write_text('#!/bin/sh\nsetsid sleep 60 &\nsetsid sleep 61 >/dev/null &\necho "$@"; exit 3\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -307,7 +307,7 @@ def test_a_command_knows_its_processes_also_when_they_are_orphaned(tmp_path, mon
         while (code := command.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert code == 3
-        assert command.last_words() == "train x.yaml --resume auto"
+        assert command.log_tail() == "train x.yaml --resume auto"
         while len(command.table()) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sorted(row.title for row in command.table()) == ["sleep 60", "sleep 61"]
@@ -316,13 +316,13 @@ def test_a_command_knows_its_processes_also_when_they_are_orphaned(tmp_path, mon
         assert orphan.endswith("sleep 61")
     finally:
         command.end()
-        command.forget()
+        command.remove_temporary()
     assert command.table() == []
     assert not command.temporary.exists()
 
 
-class MadeUpCommand:
-    """Ends a step every 20 ms, and none for a while after a kill; the death of `fatal` ends it with an error."""
+class FakeCommand:
+    """Finishes a step every 20 ms, pauses for 200 ms after a kill, and fails if a pid in `fatal` is killed."""
 
     driver = 10
 
@@ -344,7 +344,7 @@ class MadeUpCommand:
                 self.next = time.time() + 0.02
         return self.code
 
-    def living(self):
+    def find_live_processes(self):
         return []
 
     def table(self):
@@ -359,8 +359,8 @@ class MadeUpCommand:
     def end(self):
         pass
 
-    def last_words(self):
-        return "last words"
+    def log_tail(self):
+        return "log tail"
 
 
 def planned(target, after_step, recovery_share=None, draw=0.0, offset=0.0):
@@ -368,15 +368,15 @@ def planned(target, after_step, recovery_share=None, draw=0.0, offset=0.0):
     return PlannedKill(target=target, after_step=after_step, draw=draw, **more)
 
 
-def test_a_run_is_disturbed_as_planned(tmp_path):
-    command, said = MadeUpCommand(tmp_path, steps=12), []
+def test_processes_are_killed_as_planned(tmp_path):
+    command, messages = FakeCommand(tmp_path, steps=12), []
     kills = [
         planned("engine", 2),
         planned("trainer", 5, draw=0.9),
         planned("controller", 5, 0.0),
         planned("engine", 11),
     ]
-    found = Disturbance(command, tmp_path, kills, said.append).run()
+    found = FaultInjector(command, tmp_path, kills, messages.append).run()
     assert (found.finished, found.restarts, found.failures) == (True, 0, [])
     assert command.killed == [17, 16, 14, 21]
     assert command.started == [()]
@@ -386,33 +386,33 @@ def test_a_run_is_disturbed_as_planned(tmp_path):
     assert third.after_step - second.after_step in (0, 1)
     assert last.recovered_by == 13
     assert all(kill.recovered and 0.2 < kill.seconds < 2 for kill in found.kills)
-    assert len(said) == 8
+    assert len(messages) == 8
 
 
-def test_a_run_that_is_faster_than_planned_is_disturbed_all_the_same(tmp_path):
-    command = MadeUpCommand(tmp_path, steps=12)
-    found = Disturbance(
+def test_kills_are_on_time_if_the_run_is_faster_than_planned(tmp_path):
+    command = FakeCommand(tmp_path, steps=12)
+    found = FaultInjector(
         command, tmp_path, [planned("engine", 0, offset=60), planned("engine", 6, offset=60)], str
     ).run()
     assert [kill.after_step for kill in found.kills] == [1, 7]
 
 
-def test_a_run_that_does_not_recover_is_resumed(tmp_path):
-    command = MadeUpCommand(tmp_path, steps=8, fatal=[14, 10])
+def test_run_that_does_not_recover_is_restarted(tmp_path):
+    command = FakeCommand(tmp_path, steps=8, fatal=[14, 10])
     kills = [planned("controller", 2), planned("driver", 5)]
-    found = Disturbance(command, tmp_path, kills, str).run()
+    found = FaultInjector(command, tmp_path, kills, str).run()
     assert command.started == [(), ("--resume", "auto"), ("--resume", "auto")]
     assert (found.finished, found.restarts) == (True, 2)
-    # the driver cannot come back by itself: whoever kills it starts it again
+    # a killed driver cannot restart itself: the benchmark restarts it
     assert [kill.recovered for kill in found.kills] == [False, True]
     (failure,) = found.failures
-    assert failure.endswith("last words")
+    assert failure.endswith("log tail")
 
 
-def test_a_run_that_cannot_be_resumed_is_given_up(tmp_path):
-    command = MadeUpCommand(tmp_path, steps=8)
+def test_run_that_cannot_resume_is_aborted(tmp_path):
+    command = FakeCommand(tmp_path, steps=8)
     command.exit_code = lambda: 1
-    found = Disturbance(command, tmp_path, [planned("engine", 2)], str).run()
+    found = FaultInjector(command, tmp_path, [planned("engine", 2)], str).run()
     assert (found.finished, len(found.failures), found.kills) == (False, 3, [])
 
 
@@ -427,7 +427,7 @@ def report(original, other, orphans=()):
         Kill(target="trainer", pid=3, phase="train", after_step=7, when=0.0, recovered_by=9),
     ]
     return make_report(
-        Disturbed(kills=kills, restarts=1, failures=["gone"], finished=True, seconds=60.0),
+        InjectionResult(kills=kills, restarts=1, failures=["gone"], finished=True, seconds=60.0),
         compare(original, other),
         orphans=orphans,
         kills_asked=3,
@@ -437,7 +437,7 @@ def report(original, other, orphans=()):
     )
 
 
-def test_a_report_counts(original, other, capsys):
+def test_report_counts_kills_and_recoveries(original, other, capsys):
     made = report(original, other, ["process 9 ray::WorkerHost"])
     assert (made.kills, made.recovered, made.orphans, made.restarts) == (3, 2, 1, 1)
     assert made.by_target == {"engine": 2, "trainer": 1}
@@ -452,9 +452,9 @@ def test_a_report_counts(original, other, capsys):
     assert "process 9 ray::WorkerHost" in shown
 
 
-def test_a_report_is_kept_as_a_table(monkeypatch, original, other, tmp_path):
+def test_report_is_written_as_a_table(monkeypatch, original, other, tmp_path):
     made = report(original, other)
-    monkeypatch.setattr("benchmarks.chaos.__main__._run", lambda args, say: made)
+    monkeypatch.setattr("benchmarks.chaos.__main__._run", lambda args, notify: made)
     assert run(monkeypatch, "--write", tmp_path / "results" / "chaos.md") == 1
     written = (tmp_path / "results" / "chaos.md").read_text()
     assert "\npython -m benchmarks.chaos --write " in written
@@ -470,28 +470,28 @@ def run(monkeypatch, *args):
 
 def test_json_has_stable_fields(monkeypatch, capsys, original, other):
     made = report(original, other)
-    monkeypatch.setattr("benchmarks.chaos.__main__._run", lambda args, say: made)
+    monkeypatch.setattr("benchmarks.chaos.__main__._run", lambda args, notify: made)
     assert run(monkeypatch, "--json") == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert list(json.loads(line))[:11] == FIELDS.split()
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["--kills=0"], "--kills needs at least 1, got 0"),
         (["--set", "tracking.rollouts=false"], "tracking.rollouts and tracking.jsonl need true"),
         (["--set", "checkpoint.every=0"], "checkpoint.every needs at least 1"),
     ],
 )
-def test_refusals(monkeypatch, capsys, tmp_path, args, says):
+def test_invalid_arguments_are_refused(monkeypatch, capsys, tmp_path, args, message):
     assert run(monkeypatch, "--work", tmp_path / "work", *args) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_of_the_demo_lose_nothing(tmp_path):
+def test_hundred_kills_of_the_demo_lose_nothing(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -505,7 +505,7 @@ def test_a_hundred_kills_of_the_demo_lose_nothing(tmp_path):
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     found = json.loads(done.stdout)
     assert (found["kills"], found["recovered"]) == (100, 100), found["failures"]
-    assert set(found["by_target"]) == set(USUAL)
+    assert set(found["by_target"]) == set(DEFAULT_TARGETS)
     assert found["bitwise_equal"], found["differences"]
     assert (found["prompts_lost"], found["prompts_repeated"], found["trajectories_repeated"]) == (0, 0, 0)
     assert found["orphans"] == 0, found["orphan_names"]

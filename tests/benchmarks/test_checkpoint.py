@@ -1,4 +1,4 @@
-"""The benchmark of saves: what it reports, and the table it writes."""
+"""The checkpoint benchmark: its report and its table."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import sys
 from benchmarks.checkpoint.__main__ import COLUMNS, main
 
 
-def test_a_report_and_its_table(tmp_path, monkeypatch, capsys):
+def test_report_and_table(tmp_path, monkeypatch, capsys):
     table = tmp_path / "results" / "checkpoint.md"
     arguments = ["--models", "demo", "--ranks", "1", "--repeats", "1", "--json", "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["benchmarks.checkpoint", *arguments, "--write", str(table)])

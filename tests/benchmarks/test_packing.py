@@ -1,4 +1,4 @@
-"""The packing benchmark: its peers, its counting, and what it shows of megarl's plans."""
+"""The packing benchmark: reference schemes, measurements, and the quality of megarl's plans."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.packing.__main__ import MODELS, main
 from benchmarks.packing.karmarkar_karp import partition, partition_equally
-from benchmarks.packing.lengths import Gsm8k, Workload, made_up
+from benchmarks.packing.lengths import Gsm8k, PackingWorkload, make_packing_workloads
 from benchmarks.packing.measure import measure
 from benchmarks.packing.schemes import OURS, SCHEMES
 from benchmarks.packing.show import COLUMNS
@@ -32,8 +32,8 @@ def reports(workload, model="qwen2.5-0.5b", ranks=8, seed=0):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(5))
-def test_long_tailed_lengths_waste_little_and_are_balanced(model, seed):
-    workload = next(w for w in made_up(1000, seed) if w.name == "lognormal")
+def test_long_tailed_lengths_have_little_padding_and_are_balanced(model, seed):
+    workload = next(w for w in make_packing_workloads(1000, seed) if w.name == "lognormal")
     ours, peers = reports(workload, model, seed=seed)
     assert ours.padding_percent <= 2
     assert ours.cost_max_over_mean <= 1.05
@@ -45,24 +45,24 @@ def test_long_tailed_lengths_waste_little_and_are_balanced(model, seed):
 
 
 @pytest.mark.parametrize("name", ["bimodal", "uniform"])
-def test_other_lengths(name):
-    workload = next(w for w in made_up(1000, 0) if w.name == name)
+def test_bimodal_and_uniform_lengths_are_balanced(name):
+    workload = next(w for w in make_packing_workloads(1000, 0) if w.name == name)
     ours, peers = reports(workload)
     assert ours.micro_batches == ours.micro_batches_bound
     assert 1 <= ours.step_cost <= 1.01
     assert all(ours.step_cost < peer.step_cost for peer in peers.values())
 
 
-def test_every_scheme_runs_every_sequence_once_in_equally_many_micro_batches():
-    for workload in made_up(64, 3):
+def test_every_scheme_plans_each_sequence_once_in_equally_many_micro_batches():
+    for workload in make_packing_workloads(64, 3):
         for scheme in SCHEMES.values():
             plan = scheme(workload.lengths_N.tolist(), 4, workload.max_tokens, LINEAR)
             assert len({len(rank) for rank in plan}) == 1
             assert sorted(i for rank in plan for micro_batch in rank for i in micro_batch) == list(range(64))
 
 
-def test_counts_by_hand():
-    workload = Workload(name="four", max_tokens=16, lengths_N=np.array([9, 3, 1, 5]))
+def test_measurements_match_counts_by_hand():
+    workload = PackingWorkload(name="four", max_tokens=16, lengths_N=np.array([9, 3, 1, 5]))
     common = {"model": "linear", "cost": LINEAR, "ranks": 2, "align": 2, "seed": 0}
     padded = measure("padded", workload, **common)
     # rows of 10 tokens, one to a micro-batch, whose 10 tokens become 16: two micro-batches on each rank
@@ -79,15 +79,15 @@ def test_counts_by_hand():
     assert fit.step_cost == pytest.approx(16 * 2 / 18)
 
 
-def test_an_idle_rank_computes_a_pack_of_padding():
-    workload = Workload(name="one", max_tokens=16, lengths_N=np.array([16]))
+def test_idle_rank_computes_a_pack_of_padding():
+    workload = PackingWorkload(name="one", max_tokens=16, lengths_N=np.array([16]))
     report = measure(OURS, workload, model="linear", cost=LINEAR, ranks=2, align=1, seed=0)
     assert report.padding_percent == pytest.approx(100 * 8 / 24)
     assert report.fullest_percent == 0
 
 
-def test_largest_differencing():
-    # Karmarkar and Karp's result for 4 5 6 7 8 is 14 | 16, where 15 | 15 were possible
+def test_largest_differencing_on_small_inputs():
+    # for 4 5 6 7 8 the algorithm gives 14 | 16, although 15 | 15 is possible
     sizes = [4, 5, 6, 7, 8]
     assert sorted(sum(sizes[i] for i in part) for part in partition(sizes, 2)) == [14, 16]
     assert sorted(map(sorted, partition([1, 1, 1, 9], 2))) == [[0, 1, 2], [3]]
@@ -113,7 +113,7 @@ def gsm8k_folder(tmp_path):
     return tmp_path
 
 
-def test_gsm8k_counts_words_digits_and_marks(gsm8k_folder):
+def test_gsm8k_counts_words_digits_and_punctuation(gsm8k_folder):
     data = Gsm8k(gsm8k_folder)
     workload = data.sample(12, 0)
     # "Has 7 pens." has 4, "Has 12 pens." 5; each "No." 2
@@ -147,13 +147,13 @@ def test_table_and_file(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["--sequences=10", "--ranks=4"], "got 10 % 4 = 2"),
         (["--seeds=0"], "--seeds needs at least 1, got 0"),
         (["--gsm8k=nowhere"], "no such data file"),
     ],
 )
-def test_refusals(monkeypatch, capsys, args, says):
+def test_invalid_arguments_are_refused(monkeypatch, capsys, args, message):
     assert run(monkeypatch, *args) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark itself on four real ranks, and that its verification can fail."""
+"""The reshard benchmark on four real ranks; its verification detects errors."""
 
 import json
 import os
@@ -43,13 +43,13 @@ def done():
 
 @pytest.fixture(scope="module")
 def reports(done):
-    """By layout and strategy."""
+    """Return the reports by layout and strategy."""
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {layout: {r["strategy"]: r for r in found if f"{r['train']} -> {r['gen']}" == layout} for layout in LAYOUTS}
 
 
-def test_json_has_the_fields_of_the_design_and_every_bit_is_right(reports):
+def test_json_has_stable_fields_and_all_bytes_match(reports):
     for of_layout in reports.values():
         for report in of_layout.values():
             assert list(report) == FIELDS.split()
@@ -57,7 +57,7 @@ def test_json_has_the_fields_of_the_design_and_every_bit_is_right(reports):
             assert 0 < report["sync_seconds_p50"] <= report["sync_seconds_max"]
 
 
-def test_what_is_counted_is_what_was_planned(reports):
+def test_counted_traffic_equals_the_plan(reports):
     model = synthetic_model(1)
     for layout, (train, gen) in LAYOUTS.items():
         case = make_scenario(
@@ -77,7 +77,7 @@ def test_what_is_counted_is_what_was_planned(reports):
                 assert {n: report[n] for n in counted} == {n: planned[n] for n in counted}
 
 
-def test_the_peer_receives_at_least_the_bound_and_holds_what_it_receives(reports):
+def test_megatron_core_receives_at_least_the_bound_and_buffers_it(reports):
     peer, ours = (reports["1-4-1 -> 1-2"][name] for name in ("megatron_core", "exact"))
     assert peer["bytes_in_max"] >= peer["bytes_in_bound_max"] > 0
     assert peer["peak_extra_bytes"] >= peer["bytes_in_max"]
@@ -86,14 +86,14 @@ def test_the_peer_receives_at_least_the_bound_and_holds_what_it_receives(reports
     assert 0 < peer["bytes_cross_node"] < peer["bytes_total"]
 
 
-def test_all_leaves_out_what_cannot_serve_and_says_why(done, reports):
+def test_unsupported_strategies_are_skipped_with_a_reason(done, reports):
     first, second = reports.values()
     assert list(first) == list(CONTENDERS)
     assert list(second) == [name for name in CONTENDERS if name != "micro_dp"]
     assert "1-1-4 -> 1-2: micro_dp left out: micro_dp needs the training sizes" in done.stderr
 
 
-def test_refusals_and_a_picture(tmp_path):
+def test_wrong_rank_count_is_refused_and_plot_is_written(tmp_path):
     assert (
         "--train takes 4 ranks, torchrun started 1"
         in run(1, *COMMON, "--skip=megatron_core", "--train=tp=4", "--gen=tp=2").stderr
@@ -121,12 +121,12 @@ NARROW = replace(MODEL, mlp=replace(MODEL.mlp, ffn_size=3))
         (replace(MODEL, tie_embeddings=True), (2, 1, 1, 1, 1), r"does not support tied embeddings"),
     ],
 )
-def test_what_the_peer_does_not_serve(model, layout, why):
+def test_layouts_that_megatron_core_does_not_support_are_refused(model, layout, why):
     with pytest.raises(ConfigError, match=why):
         require_megatron_core_support(model, *megatron_grids(scenario(*layout)))
 
 
-def test_the_peer_serves_what_divides():
+def test_megatron_core_supports_layouts_that_divide():
     train, gen = megatron_grids(scenario(2, 2, 2, 1, 2))
     assert (train, gen) == (RankGrid(pp=2, tp=2, dp=2), RankGrid(tp=2, dp=4))
     require_megatron_core_support(MODEL, train, gen)
@@ -154,7 +154,7 @@ def shard():
     return shard
 
 
-def test_verification_sees_one_bit_an_old_sync_and_poison(shard):
+def test_verification_detects_one_bit_an_old_sync_and_nan(shard):
     assert shard.mismatched_bytes(3) == 0
     total = sum(t.nbytes for t in shard.tensors.values())
     assert shard.mismatched_bytes(2) > 0.99 * total
@@ -166,7 +166,7 @@ def test_verification_sees_one_bit_an_old_sync_and_poison(shard):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_content_is_of_the_global_index_and_never_nan(dtype):
+def test_content_depends_on_the_global_index_and_is_never_nan(dtype):
     whole = content("w", ((0, 60), (0, 40)), dtype, 1)
     assert torch.equal(content("w", ((7, 31), (11, 12)), dtype, 1), whole[7:31, 11:12])
     assert whole.isfinite().all()

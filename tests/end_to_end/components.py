@@ -1,4 +1,4 @@
-"""A run's trainer, engine and rollout worker, driven by the test in the controller's place."""
+"""Builds the trainer, engine and rollout worker of a run, which tests then drive in place of the controller."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Components:
     config: RunConfig
     trainer: TrainerGroup
     engines: EngineGroup
@@ -42,35 +42,35 @@ class Pieces:
     weights: WeightSync
     prompts: Sequence[Prompt]
     pool: SlotPool
-    """The trainer's."""
+    """Slots of the trainer."""
     processes: WorkerProcesses
-    """The trainer's."""
+    """Processes of the trainer."""
 
     def close(self) -> None:
-        """End their processes, and give their slots back: the cluster has few."""
+        """Stop all processes and release their slots, of which the cluster has few."""
         self.engines.shutdown()
         self.processes.stop()
         remove_placement_group(self.pool.group)
 
     def sample(self, label: str, *, temperature: float = 1.0) -> list[FinishedGroup]:
-        """Two completions of each of four prompts."""
+        """Sample two completions of each of four prompts."""
         sampling = Sampling(temperature=temperature, max_new_tokens=self.config.rollout.max_new_tokens)
         return self.rollout.collect(self.prompts[:4], num_samples=2, sampling=sampling, label=label)
 
     def train(self, groups: Sequence[FinishedGroup], trainer: TrainerGroup | None = None) -> TrainStats:
-        """One step on them; rewards being what they are, every second completion is made out to be better."""
+        """Train one step with advantages 1 and -1 for alternating completions, whatever their rewards."""
         batch = RolloutBatch(groups=list(groups), scalars={"advantages": [1.0, -1.0] * 4})
         loss = PolicyLoss(algorithm=self.config.algorithm, length_norm=1)
         work = batch.train_request(self.config, loss, {"advantages": "advantages"})
         return (trainer or self.trainer).train_step(work)
 
     def exported(self, folder: Path) -> dict[str, Tensor]:
-        """The trainer's weights, as it writes them."""
+        """Export the trainer's weights and return them."""
         self.trainer.save_hf(str(folder))
         return load_file(folder / "model.safetensors")
 
     def served(self, folder: Path) -> dict[str, Tensor]:
-        """The engine's parameters."""
+        """Return the engine's parameters."""
         folder.mkdir()
         self.engines.call("read_weights", str(folder))
         parameters: dict[str, Tensor] = torch.load(folder / "rank0.pt")
@@ -81,8 +81,8 @@ def make_config(world: Path, run_dir: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(run_tree(world, run_dir, **SMALL_BUCKETS, **sections))
 
 
-def build(config: RunConfig) -> Pieces:
-    """All of it, up and idle."""
+def build(config: RunConfig) -> Components:
+    """Start all components and wait until they are idle."""
     pools = reserve_pools(config.placement, config.placement.all_pools)
     pool = pools[MAIN_POOL]
     processes = make_rank_processes(pool, "trainer")
@@ -95,4 +95,4 @@ def build(config: RunConfig) -> Pieces:
     rollout.start()
     prompts = load_prompts(config.data, load_tokenizer(config.model.path), path=config.data.path, max_prompt_tokens=100)
     weights = WeightSync(config, trainer, engines, pool)
-    return Pieces(config, trainer, engines, rollout, weights, prompts, pool, processes)
+    return Components(config, trainer, engines, rollout, weights, prompts, pool, processes)

@@ -1,4 +1,4 @@
-"""One tiny world for the session, and commands that are ended with their test."""
+"""Fixtures: a tiny model with data for the session, and commands that end with their test."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.components import Pieces, build, make_config
-from tests.end_to_end.launched import Launched, list_steps
+from tests.end_to_end.components import Components, build, make_config
+from tests.end_to_end.launched import LaunchedCommand, list_steps
 from tests.end_to_end.tiny_world import write_run, write_world
 
-Launch = Callable[..., Launched]
+Launch = Callable[..., LaunchedCommand]
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model/` and `data/`."""
+    """Return a folder with `model/` and `data/`."""
     return write_world(tmp_path_factory.mktemp("world"))
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run that nothing has happened to."""
+class FinishedRun:
+    """A run that has finished undisturbed."""
 
-    command: Launched
+    command: LaunchedCommand
     exit_code: int
     folder: Path
     leftovers: list[str]
 
     def steps(self) -> list[dict[str, Any]]:
-        """One row a step."""
+        """Return the metrics, one row per step."""
         return list_steps(self.folder)
 
     def summary(self) -> dict[str, Any]:
@@ -43,26 +43,26 @@ class Finished:
 
 
 @pytest.fixture(scope="session")
-def fifty_steps(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """`megarl train` on the tiny world, to its end."""
+def fifty_steps(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FinishedRun]:
+    """Run `megarl train` on the tiny model to its end."""
     folder = tmp_path_factory.mktemp("train")
-    command = Launched(folder, "train", write_run(world, folder))
+    command = LaunchedCommand(folder, "train", write_run(world, folder))
     try:
         command.wait_for_step(5)
         exit_code = command.wait(180)
-        command.assert_nothing_lives(5)
-        yield Finished(command, exit_code, folder / "run", command.leftovers())
+        command.assert_no_processes_left(5)
+        yield FinishedRun(command, exit_code, folder / "run", command.find_leftovers())
     finally:
         command.end()
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts a `megarl` command, or another program; its run's folder is `tmp_path`/run."""
-    started: list[Launched] = []
+    """Return a function that starts a `megarl` command or another program; its run folder is `tmp_path`/run."""
+    started: list[LaunchedCommand] = []
 
-    def start(*arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False) -> Launched:
-        started.append(Launched(tmp_path, *arguments, program=program, keeps_ray_address=keeps_ray_address))
+    def start(*arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False) -> LaunchedCommand:
+        started.append(LaunchedCommand(tmp_path, *arguments, program=program, keeps_ray_address=keeps_ray_address))
         return started[-1]
 
     yield start
@@ -71,16 +71,16 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 @pytest.fixture(scope="module")
-def pieces(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pieces]:
-    """Two data-parallel trainer ranks, one engine, one rollout worker."""
-    pieces = build(make_config(world, tmp_path_factory.mktemp("pieces")))
-    yield pieces
-    pieces.close()
+def components(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Components]:
+    """Start two data-parallel trainer ranks, one engine and one rollout worker."""
+    components = build(make_config(world, tmp_path_factory.mktemp("pieces")))
+    yield components
+    components.close()
 
 
 @pytest.fixture
-def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """A cluster that stays; RAY_ADDRESS names it."""
+def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchedCommand]:
+    """Start a Ray cluster that outlives the commands and set RAY_ADDRESS to it."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
     options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=false", "--disable-usage-stats"]
@@ -90,4 +90,4 @@ def head(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     assert found is not None
     monkeypatch.setenv("RAY_ADDRESS", found[1])
     yield head
-    assert head.process.poll() is None  # a run's end is not the cluster's
+    assert head.process.poll() is None  # the cluster outlives the run

@@ -1,4 +1,4 @@
-"""A `megarl` command in a process of its own, every process that descends from it, and what they leave behind."""
+"""Runs a `megarl` command as a subprocess; finds every process of the run, and what outlives it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ MARKER = "MEGARL_TEST_RUN"
 """An environment variable that every process of a run inherits."""
 
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
-"""Where Ray's cluster is killed, these two report it for 60 seconds to a service that has died with it."""
+"""After a Ray cluster has been killed, these two retry for 60 seconds to report it to a service that is gone too."""
 
 
-class Launched:
-    """Runs the command in a session and a temporary folder of its own; its output goes to files, not to pipes."""
+class LaunchedCommand:
+    """A command that runs in its own session and temporary folder, with its output in files."""
 
     def __init__(
         self, folder: Path, *arguments: str | Path, program: str = "megarl", keeps_ray_address: bool = False
     ) -> None:
         self._folder, self._mark = folder, uuid.uuid4().hex
-        # not in `folder`: the names of Ray's sockets begin with it, and may not be long
+        # not in `folder`: Ray's socket paths begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS" or keeps_ray_address}
         environment |= {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
@@ -45,7 +45,7 @@ class Launched:
                 stderr=err,
                 env=environment,
                 start_new_session=True,
-                # a shell's background jobs ignore Ctrl-C, and so would their children
+                # background jobs of a shell ignore SIGINT, and their children inherit that
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
@@ -58,28 +58,28 @@ class Launched:
         return (self._folder / "stderr").read_text()
 
     def steps_done(self) -> int:
-        """The last step in metrics.jsonl."""
+        """Return the last step in metrics.jsonl."""
         file = self._folder / "run" / "metrics.jsonl"
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return max((json.loads(line)["step"] for line in lines), default=0)
 
     def wait_for_step(self, step: int, seconds: float = 120) -> None:
-        """Block until the run has finished `step`, and learn its processes."""
+        """Wait until the run has finished `step`, and record its processes."""
         self.wait_until(lambda: self.steps_done() >= step, seconds)
 
     def wait_until(self, condition: Callable[[], Any], seconds: float) -> None:
-        """Block until the condition holds, and learn the run's processes; the run must go on until then."""
+        """Wait until the condition holds, and record the run's processes; fail if the run ends before."""
         arrived = wait_until(lambda: self.process.poll() is not None or condition(), seconds)
-        assert self.process.poll() is None, f"the run has ended:\n{self.stdout}{self.stderr}"
+        assert self.process.poll() is None, f"the run ended early:\n{self.stdout}{self.stderr}"
         assert arrived, f"not within {seconds} s:\n{self.stdout}{self.stderr}"
-        self.living()
+        self.find_live_processes()
 
-    def living(self) -> list[psutil.Process]:
-        """Processes of the run that have not ended: of its session, its descendants, and those with its mark."""
+    def find_live_processes(self) -> list[psutil.Process]:
+        """Return the live processes of the run: those in its session, their descendants, and those with its mark."""
         for process in psutil.process_iter():
             if process not in self._seen and self._is_ours(process):
                 self._seen.add(process)
-        return [p for p in self._seen if not ended(p)]
+        return [p for p in self._seen if not has_ended(p)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
@@ -88,42 +88,42 @@ class Launched:
             known = {self.process.pid, *(p.pid for p in self._seen if p.is_running())}
             if known & {process.pid, *(p.pid for p in process.parents())}:
                 return True
-            # a process that renames itself, as some of Ray's do, may have overwritten this
+            # a process that renames itself, as some Ray processes do, may have overwritten its environment
             return process.environ().get(MARKER) == self._mark
         except (psutil.Error, OSError):
             return False
 
     def named(self, name: str) -> psutil.Process:
-        """The one living process of that name."""
-        (process,) = (p for p in self.living() if p.name() == name)
+        """Return the only live process of that name."""
+        (process,) = (p for p in self.find_live_processes() if p.name() == name)
         return process
 
     def send(self, number: signal.Signals, *, group: bool = False) -> None:
-        """Signal the driver, or all of its process group as a terminal does."""
+        """Send a signal to the driver, or to its process group as a terminal does."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def wait(self, seconds: float) -> int:
-        """The exit code."""
+        """Wait for the command and return its exit code."""
         return self.process.wait(seconds)
 
-    def assert_nothing_lives(self, seconds: float, *, but: frozenset[str] | set[str] = frozenset()) -> None:
-        """Every process of the run has ended within `seconds`, save those of the names `but`."""
+    def assert_no_processes_left(self, seconds: float, *, but: frozenset[str] | set[str] = frozenset()) -> None:
+        """Check that every process of the run ends within `seconds`, except those with titles in `but`."""
 
         def rest() -> list[psutil.Process]:
-            return [p for p in self.living() if name_of(p) not in but]
+            return [p for p in self.find_live_processes() if process_title(p) not in but]
 
         assert wait_until(lambda: not rest(), seconds), rest()
 
-    def leftovers(self) -> list[str]:
-        """Temporary files save Ray's logs, and new files in shared memory that no process has mapped any more."""
+    def find_leftovers(self) -> list[str]:
+        """Return temporary files other than Ray's logs, and new files in shared memory that no process has mapped."""
         new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
         mapped = "\n".join(_maps(p) for p in psutil.process_iter()) if new else ""
         here = [str(path) for path in self.temporary.iterdir() if path.name != "ray"]
         return here + [path for path in new if path not in mapped]
 
     def end(self) -> None:
-        """Kill whatever is left of the run."""
-        for process in self.living():
+        """Kill all remaining processes of the run and remove its temporary files."""
+        for process in self.find_live_processes():
             process.kill()
         self.process.wait(10)
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -133,7 +133,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def list_steps(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's folder, one row a step."""
+    """Return the metrics in a run folder, one row per step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "loss" in row]
 
@@ -145,16 +145,16 @@ def _maps(process: psutil.Process) -> str:
         return ""
 
 
-def name_of(process: psutil.Process) -> str:
-    """The name that a process gives itself, in full."""
+def process_title(process: psutil.Process) -> str:
+    """Return the title that the process has set, or its command line; empty if it has ended."""
     try:
         return " ".join(process.cmdline()).strip()
     except psutil.Error:
         return ""
 
 
-def ended(process: psutil.Process) -> bool:
-    """True also for zombies: where nobody reaps orphans, they stay."""
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether the process has ended; true also for zombies, which remain where nothing reaps orphans."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -162,7 +162,7 @@ def ended(process: psutil.Process) -> bool:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether it came true in time."""
+    """Poll until the condition is true; return False on timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A reward that says nothing about the answer."""
+"""A reward that is independent of the quality of the answer."""
 
 import zlib
 

@@ -1,4 +1,4 @@
-"""Reward functions: one that fails, by the number of the prompt's row, and a cost."""
+"""Reward functions: one that fails depending on the prompt's row, and a cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EQUATION = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
 
 def capricious(trajectory: Trajectory, text: str, row: Mapping[str, object]) -> float:
-    """Raises on row 1, hangs on row 2, and returns NaN on row 3."""
+    """Raise on row 1, hang on row 2, return NaN on row 3, and 1 otherwise."""
     match trajectory.prompt_id.rpartition(":")[2]:
         case "1":
             raise KeyError("no such column")
@@ -25,7 +25,7 @@ def capricious(trajectory: Trajectory, text: str, row: Mapping[str, object]) -> 
 
 
 def false_equation(trajectory: Trajectory, text: str, row: Mapping[str, object]) -> float:
-    """1 where the work before the answer has an equation that is false, or none."""
+    """Return 1 if the text before the answer has a false equation or none, else 0."""
     found = EQUATION.findall(text.partition(" ####")[0])
     right = [int(a) + int(b) == int(c) if sign == "+" else int(a) - int(b) == int(c) for a, sign, b, c in found]
     return float(not right or not all(right))

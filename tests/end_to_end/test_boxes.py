@@ -1,4 +1,4 @@
-"""Runs whose sizes do not divide: engines are placed by traced layouts, and get boxes from whoever holds them."""
+"""Weight sync with parallel sizes that do not divide: engines are placed by traced layouts and receive boxes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.groups.engine_placement import pool_topology
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
-from tests.end_to_end.components import Pieces, build
+from tests.end_to_end.components import Components, build
 from tests.end_to_end.tiny_world import run_tree
 
 
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def make_pieces(case: Case, world: Path, folder: Path) -> Pieces:
+def make_pieces(case: Case, world: Path, folder: Path) -> Components:
     write_tiny_model(
         folder / "model",
         (world / "data" / "train.jsonl").read_text().splitlines(),
@@ -60,29 +60,29 @@ def make_pieces(case: Case, world: Path, folder: Path) -> Pieces:
 
 
 @pytest.mark.parametrize("name", ["1-3-1 -> 1-2", pytest.param("1-1-2 -> 1-2", marks=pytest.mark.slow)])
-def test_two_steps_leave_every_bit_of_the_trainer_in_the_engine(
+def test_engine_weights_equal_trainer_weights_bitwise_over_two_steps(
     name: str, cluster: None, world: Path, tmp_path: Path
 ) -> None:
     case = CASES[name]
-    pieces = make_pieces(case, world, tmp_path)
-    assert not can_place_strided(pieces.trainer.grid, pool_topology(pieces.pool), gen_tp=2)
-    assert [tuple(ranks) for ranks in pieces.engines.engine_slots] == [case.servers]
+    components = make_pieces(case, world, tmp_path)
+    assert not can_place_strided(components.trainer.grid, pool_topology(components.pool), gen_tp=2)
+    assert [tuple(ranks) for ranks in components.engines.engine_slots] == [case.servers]
     try:
         for version in (0, 1, 2):
-            exported = pieces.exported(tmp_path / f"exported-{version}")
-            pieces.engines.call("randomize_weights")
-            stats = pieces.weights.push(version).stats
-            (by_rank,) = pieces.engines.call("piece_hashes")
+            exported = components.exported(tmp_path / f"exported-{version}")
+            components.engines.call("randomize_weights")
+            stats = components.weights.push(version).stats
+            (by_rank,) = components.engines.call("piece_hashes")
             assert len(by_rank) == 2
             for hashes in by_rank:
                 assert hashes == {key: digest(exported[key[0]][slices(key[1])]) for key in hashes}
             assert {tensor for hashes in by_rank for tensor, _ in hashes} == exported.keys()
             assert (stats.bytes_received == 0) == case.moves_nothing
             assert stats.bytes_received < stats.bytes_delivered
-            groups = pieces.sample(f"version-{version}")
+            groups = components.sample(f"version-{version}")
             if version < 2:
-                assert 0 < pieces.train(groups).metrics["train_infer_mismatch/logprob_abs_max"] <= 1e-4
+                assert 0 < components.train(groups).metrics["train_infer_mismatch/logprob_abs_max"] <= 1e-4
         first, last = (load_file(tmp_path / f"exported-{n}" / "model.safetensors") for n in (0, 2))
         assert not any(digest(first[tensor]) == digest(last[tensor]) for tensor in first)
     finally:
-        pieces.close()
+        components.close()

@@ -1,4 +1,4 @@
-"""Trainer, engine and rollout worker together: weights, log-probabilities, rewards, deaths."""
+"""Trainer, engine and rollout worker together: weights, log-probabilities, rewards, process deaths."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.requests import MiniBatch, SampleRef, TrainRequest
 from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
-from tests.end_to_end.components import Pieces, build, make_config
+from tests.end_to_end.components import Components, build, make_config
 
 LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
 
@@ -36,7 +36,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def fused(exported: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's tensors as SGLang holds them: query, key and value in one, and gate and up in one."""
+    """Return the Hugging Face tensors in SGLang's form, with fused query, key and value, and fused gate and up."""
     out = dict(exported)
     for whole, parts in FUSED.items():
         for first in [name for name in exported if f".{parts[0]}." in name]:
@@ -45,7 +45,7 @@ def fused(exported: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def differing(served: dict[str, Tensor], exported: dict[str, Tensor]) -> list[str]:
-    """Names of parameters that are not the same, bit by bit; rows that the engine pads a vocabulary with are 0."""
+    """Return the names of parameters that differ in any bit; the engine's padding rows of the vocabulary must be 0."""
     want = fused(exported)
     assert served.keys() == want.keys()
     return [name for name in want if not same_bits(served[name], want[name])]
@@ -56,44 +56,44 @@ def same_bits(served: Tensor, exported: Tensor) -> bool:
     return torch.equal(served[:rows].view(torch.int32), exported.view(torch.int32)) and not served[rows:].any()
 
 
-def test_the_engine_serves_what_the_trainer_exports_bit_by_bit(pieces: Pieces, tmp_path: Path) -> None:
+def test_engine_weights_equal_the_export_bitwise(components: Components, tmp_path: Path) -> None:
     for version in (0, 1):
-        exported = pieces.exported(tmp_path / f"exported-{version}")
-        pieces.engines.call("randomize_weights")
-        assert len(differing(pieces.served(tmp_path / f"noise-{version}"), exported)) > len(fused(exported)) / 2
-        report = pieces.weights.push(version)
-        assert pieces.weights.policy_version == version
-        assert differing(pieces.served(tmp_path / f"served-{version}"), exported) == []
-        # both ranks hold everything, so nothing passes between them, and each tensor is delivered once
+        exported = components.exported(tmp_path / f"exported-{version}")
+        components.engines.call("randomize_weights")
+        assert len(differing(components.served(tmp_path / f"noise-{version}"), exported)) > len(fused(exported)) / 2
+        report = components.weights.push(version)
+        assert components.weights.policy_version == version
+        assert differing(components.served(tmp_path / f"served-{version}"), exported) == []
+        # both ranks hold all weights: nothing is sent between them, and each tensor is delivered once
         stats = report.stats
         assert (stats.bytes_sent, stats.bytes_received) == (0, 0)
         assert stats.bytes_delivered == report.bytes_moved == sum(t.nbytes for t in exported.values())
         assert stats.buckets > 2
-        groups = pieces.sample(f"weights-{version}")
+        groups = components.sample(f"weights-{version}")
         versions = {(t.min_policy_version, t.max_policy_version) for g in groups for t in g.summary.trajectories}
         assert versions == {(version, version)}
-        pieces.train(groups)
+        components.train(groups)
     first, second = (load_file(tmp_path / f"exported-{version}" / "model.safetensors") for version in (0, 1))
     assert not any(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_sampled_and_recomputed_log_probabilities_agree(pieces: Pieces) -> None:
-    pieces.weights.push(2)
-    groups = pieces.sample("agree")
-    stats = pieces.train(groups)
+def test_sampled_and_recomputed_log_probabilities_agree(components: Components) -> None:
+    components.weights.push(2)
+    groups = components.sample("agree")
+    stats = components.train(groups)
     assert 0 < stats.metrics[LOGPROB_MISMATCH] <= 1e-4
     assert stats.num_tokens == sum(t.num_tokens for g in groups for t in g.summary.trajectories)
-    # the weights have moved on, and what was sampled with the old ones shows it
-    assert pieces.train(groups).metrics[LOGPROB_MISMATCH] > 1e-3
+    # the weights have changed: log-probabilities sampled with the old ones no longer agree
+    assert components.train(groups).metrics[LOGPROB_MISMATCH] > 1e-3
 
 
 @pytest.fixture(scope="module")
-def failing(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathFactory) -> RolloutGroup:
+def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory) -> RolloutGroup:
     term = {"type": "python", "path": "tests.end_to_end.rewards:capricious", "timeout_seconds": 0.5}
     config = make_config(world, tmp_path_factory.mktemp("rewards"), reward={"terms": {"odd": term}})
-    group = RolloutGroup(config, pieces.engines)
+    group = RolloutGroup(config, components.engines)
     group.start()
-    pieces.weights.push(3)
+    components.weights.push(3)
     return group
 
 
@@ -105,19 +105,19 @@ def failing(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathFactor
         (3, r"returned nan, not a finite number, on "),
     ],
 )
-def test_a_reward_that_fails_is_named_with_its_prompt(
-    row: int, says: str, pieces: Pieces, failing: RolloutGroup
+def test_error_of_a_failing_reward_names_term_and_prompt(
+    row: int, says: str, components: Components, failing: RolloutGroup
 ) -> None:
-    (prompt,) = (p for p in pieces.prompts if p.prompt_id.endswith(f":{row}"))
+    (prompt,) = (p for p in components.prompts if p.prompt_id.endswith(f":{row}"))
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
     label = r"^reward\.terms\.odd \(tests\.end_to_end\.rewards:capricious\) "
     with pytest.raises(RewardError, match=label + says + re.escape(prompt.prompt_id) + ", completion "):
         failing.collect([prompt], num_samples=2, sampling=sampling, label=f"reward-{row}")
 
 
-def test_a_worker_goes_on_after_a_reward_that_failed(pieces: Pieces, failing: RolloutGroup) -> None:
+def test_rollout_worker_continues_after_a_reward_error(components: Components, failing: RolloutGroup) -> None:
     groups = failing.collect(
-        pieces.prompts[3:6], num_samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), label="good"
+        components.prompts[3:6], num_samples=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), label="good"
     )
     assert [g.summary.group_id for g in groups] == [0, 1, 2]
     assert {t.reward for g in groups for t in g.summary.trajectories} == {1.0}
@@ -125,7 +125,7 @@ def test_a_worker_goes_on_after_a_reward_that_failed(pieces: Pieces, failing: Ro
 
 @dataclass(frozen=True)
 class Deadly:
-    """A payload that ends trainer rank 1 when it is read, while rank 0 goes on to the first collective."""
+    """A payload that kills trainer rank 1 when it is read, while rank 0 proceeds to the first collective."""
 
     def fetch(self) -> Sequence[Trajectory]:
         if os.environ["RANK"] == "1":
@@ -145,7 +145,9 @@ A_TRAJECTORY = Trajectory(
 
 
 @pytest.fixture(scope="module")
-def cool_trainer(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerGroup]:
+def cool_trainer(
+    components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainerGroup]:
     """Another trainer of the same model, for samples at temperature 0.7."""
     sampling = {"max_new_tokens": 12, "sampling": {"temperature": 0.7}}
     config = make_config(world, tmp_path_factory.mktemp("cool"), rollout=sampling)
@@ -157,18 +159,18 @@ def cool_trainer(pieces: Pieces, world: Path, tmp_path_factory: pytest.TempPathF
     remove_placement_group(pool.group)
 
 
-def test_they_agree_at_another_temperature_only_if_the_trainer_knows_it(
-    pieces: Pieces, cool_trainer: TrainerGroup
+def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperature(
+    components: Components, cool_trainer: TrainerGroup
 ) -> None:
-    WeightSync(pieces.config, cool_trainer, pieces.engines, pieces.pool).push(4)
-    groups = pieces.sample("cool", temperature=0.7)
-    assert 0 < pieces.train(groups, cool_trainer).metrics[LOGPROB_MISMATCH] <= 1e-4
-    pieces.weights.push(5)
-    assert pieces.train(pieces.sample("wrong", temperature=0.7)).metrics[LOGPROB_MISMATCH] > 1e-2
+    WeightSync(components.config, cool_trainer, components.engines, components.pool).push(4)
+    groups = components.sample("cool", temperature=0.7)
+    assert 0 < components.train(groups, cool_trainer).metrics[LOGPROB_MISMATCH] <= 1e-4
+    components.weights.push(5)
+    assert components.train(components.sample("wrong", temperature=0.7)).metrics[LOGPROB_MISMATCH] > 1e-2
 
 
-def test_a_killed_trainer_rank_is_named_and_its_last_words_are_shown(cool_trainer: TrainerGroup) -> None:
-    """The last one to use this trainer."""
+def test_killed_trainer_rank_is_reported_with_its_log_tail(cool_trainer: TrainerGroup) -> None:
+    """Must be the last test that uses this trainer."""
     sample = SampleRef(payload=0, index=0, num_tokens=3)
     batch = MiniBatch(samples=(sample,), denominators=Denominators(num_tokens=2, num_sequences=1))
     work = TrainRequest(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
@@ -180,7 +182,7 @@ def test_a_killed_trainer_rank_is_named_and_its_last_words_are_shown(cool_traine
 
 
 @pytest.mark.slow
-def test_a_killed_scheduler_ends_a_request_with_its_last_words(cluster: None, world: Path, tmp_path: Path) -> None:
+def test_killed_scheduler_fails_the_request_with_its_log_tail(cluster: None, world: Path, tmp_path: Path) -> None:
     doomed = build(make_config(world, tmp_path, rollout={"max_new_tokens": 120}, recovery={"max_restarts": 0}))
     (health,) = doomed.engines.call("health")
     sampling = Sampling(temperature=1.0, max_new_tokens=100)

@@ -1,4 +1,4 @@
-"""A model there and back by the commands, as transformers sees it."""
+"""Conversion of a model to a Megatron checkpoint and back, compared in transformers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_comes_back_as_it_went(model: Path, tmp_path: Path, launch: Launch) -> None:
+def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, launch: Launch) -> None:
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "parent" / "back"
     sizes = ("trainer.parallel.tp=2", "trainer.parallel.ep=2", "trainer.parallel.etp=1")
     there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, "--set", *sizes)
     assert there.wait(120) == 0, there.stderr
     assert there.stdout.split() == ["checkpoint", str(checkpoint)]
     assert there.stderr.splitlines()[:3] == ["starting 2 ranks", "reading", "writing"]
-    there.assert_nothing_lives(5)
+    there.assert_no_processes_left(5)
     assert {path.name for path in checkpoint.iterdir()} == {"latest_checkpointed_iteration.txt", "release", "hf"}
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "release"
     release = {path.name for path in (checkpoint / "release").iterdir()}
@@ -41,8 +41,8 @@ def test_a_model_comes_back_as_it_went(model: Path, tmp_path: Path, launch: Laun
     assert again.wait(120) == 0, again.stderr
     assert again.stdout.split() == ["model", str(back)]
     assert again.stderr.splitlines()[-1].startswith("converted ")
-    again.assert_nothing_lives(5)
-    assert again.leftovers() == []
+    again.assert_no_processes_left(5)
+    assert again.find_leftovers() == []
     assert {path.name for path in back.iterdir()} == companions | {"model.safetensors"}
     assert {path.name for path in back.parent.iterdir()} == {"back"}
     assert {name: (back / name).read_text() for name in COMPANIONS} == COMPANIONS

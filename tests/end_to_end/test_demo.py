@@ -1,4 +1,4 @@
-"""The demo learns, on a seed that its settings were not chosen on; with a reward that says nothing, it does not."""
+"""The demo learns with a seed that its settings were not tuned on, and does not learn from a random reward."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A run that was left to its Ray cluster: nobody waits for it, and it goes on."""
+"""Detached runs: they continue on a Ray cluster without a client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import Launched, name_of, wait_until
+from tests.end_to_end.launched import LaunchedCommand, process_title, wait_until
 from tests.end_to_end.tiny_world import write_run
 
 pytestmark = pytest.mark.slow
@@ -17,11 +17,15 @@ pytestmark = pytest.mark.slow
 LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}, "checkpoint": {"every": 5}}
 
 
-def ours(head: Launched) -> list[str]:
-    return sorted({name_of(p) for p in head.living() if name_of(p).startswith(("ray::", "sglang::"))})
+def ours(head: LaunchedCommand) -> list[str]:
+    return sorted(
+        {process_title(p) for p in head.find_live_processes() if process_title(p).startswith(("ray::", "sglang::"))}
+    )
 
 
-def test_a_run_needs_no_command(world: Path, tmp_path: Path, launch: Launch, head: Launched) -> None:
+def test_detached_run_continues_without_a_client(
+    world: Path, tmp_path: Path, launch: Launch, head: LaunchedCommand
+) -> None:
     config, folder = write_run(world, tmp_path, **LONG), tmp_path / "run"
     train = launch("train", config, "--detach", keeps_ray_address=True)
     assert train.wait(60) == 0, train.stderr
@@ -32,7 +36,7 @@ def test_a_run_needs_no_command(world: Path, tmp_path: Path, launch: Launch, hea
     follower.wait_until(lambda: "step " in follower.stdout, 60)
     follower.send(signal.SIGKILL)
     follower.wait(10)
-    (controller,) = (p for p in head.living() if name_of(p).startswith("ray::Controller"))
+    (controller,) = (p for p in head.find_live_processes() if process_title(p).startswith("ray::Controller"))
     controller.kill()
     at = train.steps_done()
     head.wait_until(lambda: (folder / "checkpoints").exists() and train.steps_done() >= at + 20, 120)
@@ -49,7 +53,7 @@ def test_a_run_needs_no_command(world: Path, tmp_path: Path, launch: Launch, hea
     assert "last heartbeat at" in late.stderr
 
 
-def test_without_a_cluster_that_stays_it_is_refused(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_detach_without_a_ray_address_is_refused(world: Path, tmp_path: Path, launch: Launch) -> None:
     train = launch("train", write_run(world, tmp_path, **LONG), "--detach")
     assert train.wait(60) == 2
     assert train.stderr.startswith("error: --detach needs RAY_ADDRESS: ")

@@ -1,4 +1,4 @@
-"""Engines on slots of their own, which receive the weights themselves."""
+"""Weight sync to disaggregated engines, which have their own slots."""
 
 from __future__ import annotations
 
@@ -23,58 +23,60 @@ from megarl.groups.weight_sync import make_sync_setup
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.planning.disaggregated import TransferSpec
-from tests.end_to_end.components import Pieces, build
+from tests.end_to_end.components import Components, build
 from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
 
-APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
+DISAGGREGATED = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 TIMEOUT = 8.0
 SLACK = 8.0
-"""Seconds that it takes to find out who has failed, and that it is no engine, on a busy machine."""
+"""Seconds that root-cause detection may take on a busy node, beyond the timeout."""
 
 
 @contextmanager
-def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> Iterator[Pieces]:
-    """Two data-parallel trainer ranks, and an engine on a third slot."""
+def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> Iterator[Components]:
+    """Start two data-parallel trainer ranks, and an engine on a third slot."""
     sections: dict[str, Any] = {
         "weight_sync": {"bucket_bytes": 60_000, "timeout_seconds": timeout_seconds},
-        "placement": APART,
+        "placement": DISAGGREGATED,
         "recovery": {"max_restarts": 0},
     }
-    pieces = build(RunConfig.model_validate(run_tree(world, folder, **sections)))
+    components = build(RunConfig.model_validate(run_tree(world, folder, **sections)))
     try:
-        yield pieces
+        yield components
     finally:
-        pieces.close()
+        components.close()
 
 
-def planned(pieces: Pieces) -> TransferSpec:
-    """From the sizes of both sides alone."""
-    setup = make_sync_setup(pieces.config, pieces.trainer.grid, pieces.engines, pieces.pool)
+def planned(components: Components) -> TransferSpec:
+    """Return the transfer plan computed only from the parallel sizes of both sides."""
+    setup = make_sync_setup(components.config, components.trainer.grid, components.engines, components.pool)
     assert setup.transfer_spec is not None
-    model, _ = load_architecture_and_dtype(pieces.config.model.path)
-    return replace(setup.transfer_spec, sources=trainer_layouts(model, pieces.trainer.grid, "float32"))
+    model, _ = load_architecture_and_dtype(components.config.model.path)
+    return replace(setup.transfer_spec, sources=trainer_layouts(model, components.trainer.grid, "float32"))
 
 
-def test_the_engine_receives_what_the_trainer_exports_bit_by_bit(cluster: None, world: Path, tmp_path: Path) -> None:
-    with started(world, tmp_path / "run", timeout_seconds=60.0) as pieces:
-        assert not {slot.bundle for slot in pieces.pool.slots} & {slot.bundle for slot in pieces.engines.pool.slots}
-        transfer_spec = planned(pieces)
+def test_received_engine_weights_equal_the_export_bitwise(cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run", timeout_seconds=60.0) as components:
+        assert not {slot.bundle for slot in components.pool.slots} & {
+            slot.bundle for slot in components.engines.pool.slots
+        }
+        transfer_spec = planned(components)
         hops = [[hop for r in transfer_spec.plan(rank).rounds for hop in r.hops] for rank in range(3)]
         for version in (0, 1):
-            exported = pieces.exported(tmp_path / f"exported-{version}")
-            pieces.engines.call("randomize_weights")
-            report = pieces.weights.push(version)
-            assert differing(pieces.served(tmp_path / f"served-{version}"), exported) == []
+            exported = components.exported(tmp_path / f"exported-{version}")
+            components.engines.call("randomize_weights")
+            report = components.weights.push(version)
+            assert differing(components.served(tmp_path / f"served-{version}"), exported) == []
             stats, need = report.stats, sum(t.nbytes for t in exported.values())
             assert stats.bytes_sent == stats.bytes_received == stats.bytes_delivered == report.bytes_moved == need
             assert stats.bytes_sent == sum(hop.bytes_sent for of_rank in hops for hop in of_rank)
             assert stats.messages == sum(len(hop.receives) for of_rank in hops for hop in of_rank)
-            # both trainer ranks hold everything, and share the work
+            # both trainer ranks hold all weights and share the sending
             assert max(sum(hop.bytes_sent for hop in of_rank) for of_rank in hops) < 0.6 * need
-            groups = pieces.sample(f"version-{version}")
+            groups = components.sample(f"version-{version}")
             assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
-            assert 0 < pieces.train(groups).metrics[LOGPROB_MISMATCH] <= 1e-4
+            assert 0 < components.train(groups).metrics[LOGPROB_MISMATCH] <= 1e-4
 
 
 def pid_of(actor: Any) -> int:
@@ -83,14 +85,14 @@ def pid_of(actor: Any) -> int:
 
 
 def failing_push(
-    pieces: Pieces, version: int, stopped: int, meanwhile: Callable[[], None]
+    components: Components, version: int, stopped: int, meanwhile: Callable[[], None]
 ) -> tuple[MegarlError, float]:
-    """How a push ends, and when, in which a process stands still while something happens."""
+    """Return error and duration of a push during which process `stopped` hangs and `meanwhile` is called."""
     errors: list[MegarlError] = []
 
     def push() -> None:
         with pytest.raises(MegarlError) as error:
-            pieces.weights.push(version)
+            components.weights.push(version)
         errors.append(error.value)
 
     os.kill(stopped, signal.SIGSTOP)
@@ -108,22 +110,22 @@ def failing_push(
 
 
 @pytest.mark.slow
-def test_a_trainer_rank_that_stalls_is_named_and_one_that_dies(cluster: None, world: Path, tmp_path: Path) -> None:
-    with started(world, tmp_path / "run") as pieces:
-        first, second = map(pid_of, pieces.processes.actors)
-        pieces.weights.push(0)
-        error, seconds = failing_push(pieces, 1, second, lambda: None)
+def test_hung_and_dead_trainer_ranks_are_named(cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run") as components:
+        first, second = map(pid_of, components.processes.actors)
+        components.weights.push(0)
+        error, seconds = failing_push(components, 1, second, lambda: None)
         assert isinstance(error, WeightSyncError)
-        # both other ranks wait in vain, one for this rank and one for the other
+        # both other ranks time out, one waiting for this rank and one for the other
         assert re.search(r"round \d of the weights: .* within 8 s; no answer from trainer rank 1 ", str(error))
         assert "(ranks up to 1 are trainer ranks, those of engine i begin at 2 + 1 * i)" in str(error)
         assert seconds < TIMEOUT + SLACK
         with pytest.raises(WeightSyncError, match="the engine holds parts of version 0 and of an update that failed"):
-            pieces.sample("mixed")
-        exported = pieces.exported(tmp_path / "exported")
-        pieces.weights.push(1)
-        assert differing(pieces.served(tmp_path / "served"), exported) == []
-        error, seconds = failing_push(pieces, 2, first, lambda: os.kill(second, signal.SIGKILL))
+            components.sample("mixed")
+        exported = components.exported(tmp_path / "exported")
+        components.weights.push(1)
+        assert differing(components.served(tmp_path / "served"), exported) == []
+        error, seconds = failing_push(components, 2, first, lambda: os.kill(second, signal.SIGKILL))
         assert isinstance(error, WorkerError)
         assert "trainer rank 1 died. " in str(error)
         assert seconds < TIMEOUT + SLACK
@@ -131,14 +133,14 @@ def test_a_trainer_rank_that_stalls_is_named_and_one_that_dies(cluster: None, wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_an_engine_that_dies_is_named(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
-    with started(world, tmp_path / "run") as pieces:
-        pieces.weights.push(0)
-        (health,) = pieces.engines.call("health")
+def test_dead_engine_is_named(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
+    with started(world, tmp_path / "run") as components:
+        components.weights.push(0)
+        (health,) = components.engines.call("health")
         (scheduler,) = health.scheduler_pids
         doomed = scheduler if victim == "scheduler" else psutil.Process(scheduler).ppid()
         error, seconds = failing_push(
-            pieces, 1, pid_of(pieces.processes.actors[1]), lambda: os.kill(doomed, signal.SIGKILL)
+            components, 1, pid_of(components.processes.actors[1]), lambda: os.kill(doomed, signal.SIGKILL)
         )
         assert isinstance(error, WorkerError)
         says = "the engine's scheduler process of TP rank 0 was ended by SIGKILL"

@@ -1,3 +1,5 @@
+"""`megarl eval`: prints one JSON object and leaves the run folder as it is."""
+
 from __future__ import annotations
 
 import json
@@ -18,6 +20,6 @@ def test_eval_prints_one_json_object(world: Path, tmp_path: Path, launch: Launch
     result = json.loads(command.stdout.splitlines()[-1])
     assert result["eval/one"] in SCORES
     assert result["model"] == str(world / "model")
-    command.assert_nothing_lives(5)
-    assert command.leftovers() == []
-    assert earlier.read_text() == "{}\n", "what an earlier run wrote stays where it is"
+    command.assert_no_processes_left(5)
+    assert command.find_leftovers() == []
+    assert earlier.read_text() == "{}\n", "the files of an earlier run must not be moved"

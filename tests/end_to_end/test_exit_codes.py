@@ -1,4 +1,4 @@
-"""However a run ends, it says why, and none of its processes lives on."""
+"""Exit codes and messages of runs that end early; none of their processes may remain."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
+from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, process_title
 from tests.end_to_end.tiny_world import write_run
 
 LONG = {"trainer": {"steps": 100_000}, "placement": {"slots_per_node": 1}}
-"""On one slot: a trainer rank less to start."""
+"""Sections of a long run on one slot, which starts faster."""
 
 
-def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -> Launched:
+def start_long_run(launch: Launch, world: Path, folder: Path, **sections: Any) -> LaunchedCommand:
     run = launch("train", write_run(world, folder, **LONG, **sections))
     run.wait_for_step(3)
-    assert {"ray::Controller", "sglang::scheduler"} <= {name_of(p) for p in run.living()}
+    assert {"ray::Controller", "sglang::scheduler"} <= {process_title(p) for p in run.find_live_processes()}
     return run
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("SIGTERM", marks=pytest.mark.slow)])
-def test_an_interrupted_run_leaves_nothing(how: str, world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_interrupted_run_leaves_no_processes_or_files(how: str, world: Path, tmp_path: Path, launch: Launch) -> None:
     run = start_long_run(launch, world, tmp_path)
     if how == "Ctrl-C":
         run.send(signal.SIGINT, group=True)
     else:
         run.send(signal.SIGTERM)
     assert run.wait(10) == 130
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
     assert run.stderr == "error: interrupted\n"
     assert json.loads((tmp_path / "run" / "heartbeat.json").read_text())["status"] == "failed"
-    assert run.leftovers() == []
+    assert run.find_leftovers() == []
 
 
-def test_asked_for_an_early_end_a_run_finishes_its_step_and_writes_its_model(
-    world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_sigusr1_finishes_the_step_and_exports_the_model(world: Path, tmp_path: Path, launch: Launch) -> None:
     run = start_long_run(launch, world, tmp_path)
     for _ in range(2):
-        for process in run.living():  # as Slurm does that tracks processes by their parents
+        for process in run.find_live_processes():  # as Slurm does when it tracks processes by their parents
             process.send_signal(signal.SIGUSR1)
     assert run.wait(30) == 75
     ended = re.fullmatch(r"stopped after step (\d+) of 100000 on SIGUSR1; model exported to (.*)\n", run.stderr)
@@ -57,78 +55,78 @@ def test_asked_for_an_early_end_a_run_finishes_its_step_and_writes_its_model(
     exported, initial = ((path / "model.safetensors").read_bytes() for path in (folder / "model", world / "model"))
     assert len(exported) == len(initial)
     assert exported != initial
-    run.assert_nothing_lives(5)
-    assert run.leftovers() == []
+    run.assert_no_processes_left(5)
+    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", ["raylet", "ray::AsyncWorkerHost.build", "sglang::scheduler"])
-def test_asked_for_an_early_end_while_it_starts_a_run_has_no_step(
-    process: str, world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_sigusr1_during_startup_runs_no_step(process: str, world: Path, tmp_path: Path, launch: Launch) -> None:
     run = launch("train", write_run(world, tmp_path, **LONG))
-    run.wait_until(lambda: any(process in name_of(p) for p in run.living()), 60)
-    for each in run.living():
+    run.wait_until(lambda: any(process in process_title(p) for p in run.find_live_processes()), 60)
+    for each in run.find_live_processes():
         each.send_signal(signal.SIGUSR1)
     assert run.wait(60) == 75
     assert run.stderr == "stopped before the first of 100000 steps on SIGUSR1\n"
     assert not (tmp_path / "run" / "model").exists()
-    run.assert_nothing_lives(5)
-    assert run.leftovers() == []
+    run.assert_no_processes_left(5)
+    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", ["ray::AsyncWorkerHost.build", "sglang::scheduler"])
-def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(
+def test_run_interrupted_during_startup_leaves_no_processes_or_files(
     process: str, world: Path, tmp_path: Path, launch: Launch
 ) -> None:
     run = launch("train", write_run(world, tmp_path, **LONG))
-    run.wait_until(lambda: process in {name_of(p) for p in run.living()}, 60)
+    run.wait_until(lambda: process in {process_title(p) for p in run.find_live_processes()}, 60)
     run.send(signal.SIGINT, group=True)
     assert run.wait(15) == 130
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert run.leftovers() == []
+    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_driver(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_processes_end_after_the_driver_is_killed(world: Path, tmp_path: Path, launch: Launch) -> None:
     run = start_long_run(launch, world, tmp_path)
     run.send(signal.SIGKILL)
     assert run.wait(10) == -signal.SIGKILL
-    run.assert_nothing_lives(30, but=RAY_AGENTS)
+    run.assert_no_processes_left(30, but=RAY_AGENTS)
 
 
 @pytest.mark.slow
-def test_nothing_at_all_outlives_a_killed_driver_for_long(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_ray_agents_and_shared_memory_are_gone_90_seconds_after_the_driver_is_killed(
+    world: Path, tmp_path: Path, launch: Launch
+) -> None:
     run = start_long_run(launch, world, tmp_path)
     run.send(signal.SIGKILL)
     run.wait(10)
-    run.assert_nothing_lives(90)
-    assert not [path for path in run.leftovers() if path.startswith("/dev/shm")]
+    run.assert_no_processes_left(90)
+    assert not [path for path in run.find_leftovers() if path.startswith("/dev/shm")]
 
 
-def test_a_killed_engine_ends_a_run_that_may_restart_none_with_its_last_words(
+def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(
     world: Path, tmp_path: Path, launch: Launch
 ) -> None:
     run = start_long_run(launch, world, tmp_path, recovery={"max_restarts": 0})
-    scheduler = next(p for p in run.living() if name_of(p) == "sglang::scheduler")
+    scheduler = next(p for p in run.find_live_processes() if process_title(p) == "sglang::scheduler")
     scheduler.kill()
     assert run.wait(30) == 1
     log = tmp_path / "run" / "logs" / "engine-0" / f"scheduler-{scheduler.pid}.log"
-    # in whatever phase it was killed: a weight sync names the engine first
+    # contained anywhere: during a weight sync the error begins with the name of the engine
     assert run.stderr.startswith("error: ")
     assert f"the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of {log}:\n" in run.stderr
     assert log.read_text().splitlines()[-1] in run.stderr
-    run.assert_nothing_lives(5)
-    assert run.leftovers() == []
+    run.assert_no_processes_left(5)
+    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
-def test_a_passed_limit_is_exit_code_3(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_exceeded_limit_gives_exit_code_3(world: Path, tmp_path: Path, launch: Launch) -> None:
     run = launch("train", write_run(world, tmp_path, **LONG, limits={"logprob_abs_max": 1e-12}))
     assert run.wait(120) == 3
     assert run.stderr.startswith("error: step 1: train_infer_mismatch/logprob_abs_max = ")
     assert "passed limits.logprob_abs_max = 1e-12: trainer and engine disagree" in run.stderr
-    run.assert_nothing_lives(5)
-    assert run.leftovers() == []
+    run.assert_no_processes_left(5)
+    assert run.find_leftovers() == []

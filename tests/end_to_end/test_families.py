@@ -1,4 +1,4 @@
-"""Two steps of `megarl train` with other families than Qwen3: what engines sampled, as the trainer scores it.
+"""Two steps of `megarl train` with families other than Qwen3: sampled and recomputed log-probabilities agree.
 
 The second step samples with weights that the trainer has changed and pushed.
 """
@@ -22,17 +22,17 @@ STEPS = 2
 TOLERANCE = 1e-4
 HEAD = "lm_head.weight"
 REWARD = {"terms": {"a_to_m": {"type": "format", "pattern": "[a-m]"}}}
-"""A random model is right about every other time."""
+"""A reward that a random model earns in about half of its completions."""
 
 
 @pytest.fixture(scope="session")
 def models(world: Path) -> Path:
-    """Where models are saved, beside the data of `world`."""
+    """Return the folder where models are saved."""
     return world / "families"
 
 
 def save_with_tokenizer(name: str, models: Path, world: Path) -> Path:
-    """The folder of model `name`, with a tokenizer whose padding and end are the model's."""
+    """Save model `name` with a tokenizer that has the same pad and eos tokens; return its folder."""
     folder = Path(save_model(name, models))
     rows = map(json.loads, (world / "data/train.jsonl").read_text().splitlines())
     train_tokenizer([row["prompt"] for row in rows], vocab_size=300, context_length=4096).save_pretrained(folder)
@@ -54,11 +54,13 @@ SLOW = {
     "deepseek_v3, pp 2, gather_hf": ("deepseek_v3", {"pp": 2}, {}, "gather_hf"),
 }
 CASES = QUICK | SLOW
-"""Model, sizes of the trainer, sizes of the engines, strategy."""
+"""Name -> model, parallel sizes of the trainer, parallel sizes of the engines, strategy."""
 
 
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
-def test_trainer_and_engines_agree(case: str, models: Path, world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_trainer_and_engine_log_probabilities_agree(
+    case: str, models: Path, world: Path, tmp_path: Path, launch: Launch
+) -> None:
     name, parallel, rollout, strategy = CASES[case]
     folder = save_with_tokenizer(name, models, world)
     config = write_run(
@@ -82,7 +84,7 @@ def test_trainer_and_engines_agree(case: str, models: Path, world: Path, tmp_pat
 
 
 def require_trained(before: Path, after: Path) -> None:
-    """All of the model has changed, and nothing of its layers that predict further tokens."""
+    """Check that all weights have changed, except those of multi-token-prediction layers."""
     old, new = load_file(before / "model.safetensors"), load_file(after / "model.safetensors")
     assert new.keys() == old.keys()
     num_layers = json.loads((before / "config.json").read_text())["num_hidden_layers"]
@@ -92,6 +94,6 @@ def require_trained(before: Path, after: Path) -> None:
         if name in copies:
             assert torch.equal(new[name], new[copies[name]]), name
         else:
-            # the bias by which experts are chosen has no gradient
+            # the router's correction bias has no gradient
             kept = name.startswith(further) or name.endswith("e_score_correction_bias")
             assert torch.equal(new[name], old[name]) == kept, name

@@ -1,4 +1,4 @@
-"""Every algorithm learns: on arithmetic problems, from a model that stops early in most answers."""
+"""Every algorithm learns arithmetic, starting from a model that ends most answers too early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {
 }
 ALWAYS = ("grpo",)
 MARGIN = 0.05
-"""Mean reward of the last 5 steps over that of the first 5: of answers that are right, by the strict rule."""
+"""Smallest increase of strict accuracy from the mean of the first 5 steps to that of the last 5."""
 
 
 def megarl(*arguments):
@@ -39,7 +39,7 @@ def megarl(*arguments):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """A folder with the demo's data and its fine-tuned model."""
+    """Create the demo's data and fine-tuned model; return their folder."""
     folder = tmp_path_factory.mktemp("demo")
     megarl("demo", "--data-only", "--out", folder)
     places = [f"data.path={folder}/data/sft.jsonl", f"model.path={folder}/base", f"run_dir={folder}/sft"]
@@ -48,7 +48,7 @@ def demo(tmp_path_factory):
 
 
 def train(demo, folder, kind, *settings):
-    """The metrics of each step."""
+    """Train and return the metrics of each step."""
     places = [f"data.path={demo}/data/train.jsonl", "data.eval_path=null", f"model.path={demo}/sft/model"]
     algorithm = f"algorithm={{type: {kind}, prompts_per_step: 32, group_size: 8, num_mini_batches: 2}}"
     megarl(
@@ -66,19 +66,19 @@ def train(demo, folder, kind, *settings):
 
 
 def gained(values):
-    """Mean of the last 5 less that of the first 5."""
+    """Return the mean of the last 5 values minus the mean of the first 5."""
     return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
 @pytest.mark.parametrize("kind", [k if k in ALWAYS else pytest.param(k, marks=pytest.mark.slow) for k in SETTINGS])
-def test_more_answers_are_right(kind, demo, tmp_path):
+def test_accuracy_rises(kind, demo, tmp_path):
     steps = train(demo, tmp_path, kind, *SETTINGS[kind])
-    # what dynamic sampling leaves out counts as well
+    # includes the groups that dynamic sampling discards
     assert gained([step.get("reward/sampled_mean", step["reward/accuracy"]) for step in steps]) > MARGIN
 
 
 @pytest.mark.slow
-def test_a_student_comes_closer_to_its_teacher(demo, tmp_path):
+def test_distillation_reduces_divergence_from_the_teacher(demo, tmp_path):
     train(demo, tmp_path / "teacher", "grpo", "trainer.steps=40")
     teacher = f"algorithm.teacher.path={tmp_path}/teacher/model"
     steps = train(demo, tmp_path / "student", "distillation", teacher)
@@ -88,8 +88,8 @@ def test_a_student_comes_closer_to_its_teacher(demo, tmp_path):
 
 
 @pytest.mark.slow
-def test_cost_is_held_while_reward_rises(demo, tmp_path):
-    """The cost is a false equation, which second steps bring with them: without a limit it comes to .28 and more."""
+def test_safe_rlhf_keeps_cost_below_its_limit_while_reward_rises(demo, tmp_path):
+    """The cost is a false equation, which solutions in two steps make likely: without a limit it exceeds 0.28."""
     limit = 0.2
     steps = train(
         demo,

@@ -1,4 +1,4 @@
-"""Engines and rollout workers that die or stand still: the same completions, weights and requests as without."""
+"""Engines and rollout workers that die or hang: completions and weights are the same as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,78 +23,80 @@ from megarl.groups.rollout_group import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
 from megarl.supervision.restart_budget import RestartBudget
-from tests.end_to_end.components import SMALL_BUCKETS, Pieces, build
+from tests.end_to_end.components import SMALL_BUCKETS, Components, build
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
 
 LONG = Sampling(temperature=1.0, max_new_tokens=100)
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 100}
-APART = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
+DISAGGREGATED = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 
 
 @dataclass(frozen=True)
-class Undertaking:
-    """A run's parts, and what it has said."""
+class StartedRun:
+    """Components of a run and the messages that it has sent to the user."""
 
-    pieces: Pieces
-    said: list[str]
+    components: Components
+    messages: list[str]
 
     def collect(self, label: str) -> list[FinishedGroup]:
-        """The same prompts with the same seed each time."""
-        prompts = self.pieces.prompts[:8]
-        groups = self.pieces.rollout.collect(prompts, num_samples=4, sampling=LONG, label=label, seed=(1, 2))
-        assert [group.summary.group_id for group in groups] == list(range(8))  # none lost, none twice
+        """Sample the same prompts with the same seed each time."""
+        prompts = self.components.prompts[:8]
+        groups = self.components.rollout.collect(prompts, num_samples=4, sampling=LONG, label=label, seed=(1, 2))
+        assert [group.summary.group_id for group in groups] == list(range(8))  # no group is lost or duplicated
         return groups
 
     def scheduler(self, replica: int = 0) -> int:
-        (health,) = self.pieces.engines.select([replica]).call("health")
+        (health,) = self.components.engines.select([replica]).call("health")
         (pid,) = health.scheduler_pids
         return int(pid)
 
     def retry_counts(self) -> RetryCounts:
-        (worker,) = self.pieces.rollout._workers
+        (worker,) = self.components.rollout._workers
         found: RetryCounts = ray.get(worker.invoke.remote("retry_counts"))
         return found
 
-    def assert_whole(self, folder: Path, version: int) -> None:
-        """All engines hold the trainer's weights, bit by bit, as `version`."""
+    def assert_engines_hold_weights(self, folder: Path, version: int) -> None:
+        """Check that all engines hold the trainer's weights bitwise, as policy version `version`."""
         folder.mkdir()
-        exported = self.pieces.exported(folder / "exported")
-        engines = self.pieces.engines
+        exported = self.components.exported(folder / "exported")
+        engines = self.components.engines
         for replica in range(len(engines.engines)):
-            pieces = Pieces(**{**vars(self.pieces), "engines": engines.select([replica])})
-            assert differing(pieces.served(folder / f"served-{replica}"), exported) == []
+            components = Components(**{**vars(self.components), "engines": engines.select([replica])})
+            assert differing(components.served(folder / f"served-{replica}"), exported) == []
         assert [health.policy_version for health in engines.call("health")] == [version] * len(engines.engines)
 
 
 @contextmanager
-def undertaking(world: Path, folder: Path, **sections: Any) -> Iterator[Undertaking]:
+def started_run(world: Path, folder: Path, **sections: Any) -> Iterator[StartedRun]:
     config = RunConfig.model_validate(run_tree(world, folder, **(SMALL_BUCKETS | {"rollout": ROLLOUT} | sections)))
-    pieces, said = build(config), []
+    components, messages = build(config), []
 
-    def say(text: str) -> None:
+    def notify(text: str) -> None:
         logging.getLogger(__name__).info(text)
-        said.append(text)
+        messages.append(text)
 
     try:
-        pieces.engines.supervisor.restart_budget = RestartBudget(config.recovery, say)
-        pieces.weights.push(0)
-        pieces.train(pieces.sample("train"))  # so that the model's folder is not what is to be served
-        pieces.weights.push(1)
-        yield Undertaking(pieces, said)
+        components.engines.supervisor.restart_budget = RestartBudget(config.recovery, notify)
+        components.weights.push(0)
+        components.train(
+            components.sample("train")
+        )  # so that the weights to serve differ from those in the model's folder
+        components.weights.push(1)
+        yield StartedRun(components, messages)
     finally:
-        pieces.close()
+        components.close()
 
 
 @pytest.fixture(scope="module")
-def undertaken(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undertaking]:
-    with undertaking(world, tmp_path_factory.mktemp("lost") / "run") as one:
+def shared_run(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedRun]:
+    with started_run(world, tmp_path_factory.mktemp("lost") / "run") as one:
         yield one
 
 
 @contextmanager
-def soon(disturb: Callable[[], None], seconds: float = 0.4) -> Iterator[None]:
-    """`disturb` happens during the block."""
+def happening_during(disturb: Callable[[], None], seconds: float = 0.4) -> Iterator[None]:
+    """Call `disturb` after `seconds`, during the block."""
     timer = threading.Timer(seconds, disturb)
     timer.start()
     yield
@@ -106,12 +108,12 @@ def kill(pid: int) -> Callable[[], None]:
     return lambda: os.kill(pid, signal.SIGKILL)
 
 
-def fetched(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
+def fetch_trajectories(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.payload.fetch()]
 
 
 def assert_same(first: Sequence[FinishedGroup], second: Sequence[FinishedGroup]) -> None:
-    pairs = list(zip(fetched(first), fetched(second), strict=True))
+    pairs = list(zip(fetch_trajectories(first), fetch_trajectories(second), strict=True))
     assert len(pairs) == 32
     for a, b in pairs:
         for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
@@ -124,94 +126,98 @@ def assert_same(first: Sequence[FinishedGroup], second: Sequence[FinishedGroup])
         )
 
 
-def gone(*pids: int, within: float = 10) -> None:
+def assert_processes_gone(*pids: int, within: float = 10) -> None:
     end = time.monotonic() + within
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < end, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         time.sleep(0.05)
 
 
-def test_a_killed_scheduler_costs_time_and_nothing_else(undertaken: Undertaking, tmp_path: Path) -> None:
-    undisturbed, scheduler = undertaken.collect("undisturbed"), undertaken.scheduler()
+def test_killed_scheduler_is_restarted_without_changing_results(shared_run: StartedRun, tmp_path: Path) -> None:
+    undisturbed, scheduler = shared_run.collect("undisturbed"), shared_run.scheduler()
     host = psutil.Process(scheduler).ppid()
-    before = undertaken.retry_counts()
-    with soon(kill(scheduler)):
-        disturbed = undertaken.collect("disturbed")
+    before = shared_run.retry_counts()
+    with happening_during(kill(scheduler)):
+        disturbed = shared_run.collect("disturbed")
     assert_same(undisturbed, disturbed)
-    assert undertaken.retry_counts().num_retried > before.num_retried
-    lost, back = undertaken.said[-2:]
+    assert shared_run.retry_counts().num_retried > before.num_retried
+    lost, back = shared_run.messages[-2:]
     assert lost == (
         "engine 0 was lost (the engine's scheduler process of TP rank 0 was ended by SIGKILL); "
         "restarting it (restart 1 of 20)"
     )
     assert back.startswith("engine 0 is serving again, ")
-    undertaken.assert_whole(tmp_path / "whole", 1)
-    gone(scheduler, host)
+    shared_run.assert_engines_hold_weights(tmp_path / "weights", 1)
+    assert_processes_gone(scheduler, host)
 
 
 @pytest.mark.slow
-def test_a_killed_rollout_worker_costs_time_and_nothing_else(undertaken: Undertaking) -> None:
-    undisturbed = undertaken.collect("with-a-worker")
-    (worker,) = undertaken.pieces.rollout._workers
+def test_killed_rollout_worker_is_restarted_without_changing_results(shared_run: StartedRun) -> None:
+    undisturbed = shared_run.collect("with-a-worker")
+    (worker,) = shared_run.components.rollout._workers
     pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
-    with soon(kill(pid)):
-        disturbed = undertaken.collect("without")
+    with happening_during(kill(pid)):
+        disturbed = shared_run.collect("without")
     assert_same(undisturbed, disturbed)
-    assert undertaken.said[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
-    assert undertaken.said[-1].endswith("); restarting it (restart 1 of 20)")
-    gone(pid)
+    assert shared_run.messages[-1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
+    assert shared_run.messages[-1].endswith("); restarting it (restart 1 of 20)")
+    assert_processes_gone(pid)
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_that_stands_still_is_replaced(cluster: None, world: Path, tmp_path: Path) -> None:
-    with undertaking(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
+def test_hung_rollout_worker_is_replaced(cluster: None, world: Path, tmp_path: Path) -> None:
+    with started_run(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed = one.collect("undisturbed")
-        (worker,) = one.pieces.rollout._workers
+        (worker,) = one.components.rollout._workers
         pid: int = ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
-        with soon(lambda: os.kill(pid, signal.SIGSTOP)):
+        with happening_during(lambda: os.kill(pid, signal.SIGSTOP)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.said[0].startswith("rollout worker 0 has not answered a ping for 4 s (recovery.engine_stall_secon")
-        assert one.said[1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
-        gone(pid)
+        assert one.messages[0].startswith(
+            "rollout worker 0 has not answered a ping for 4 s (recovery.engine_stall_secon"
+        )
+        assert one.messages[1].startswith("rollout worker 0 was lost (rollout: rollout worker 0 died. ")
+        assert_processes_gone(pid)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_another_replica_does_what_a_killed_one_had(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
+def test_another_replica_takes_the_requests_of_a_killed_one(
+    victim: str, cluster: None, world: Path, tmp_path: Path
+) -> None:
     rollout = ROLLOUT | {"replicas": 2}
-    with undertaking(world, tmp_path / "run", rollout=rollout) as one:
+    with started_run(world, tmp_path / "run", rollout=rollout) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler(1)
         host = psutil.Process(scheduler).ppid()
-        with soon(kill(scheduler if victim == "scheduler" else host)):
+        with happening_during(kill(scheduler if victim == "scheduler" else host)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.pieces.engines.supervisor.serving == [0]
+        assert one.components.engines.supervisor.serving == [0]
         assert one.retry_counts().num_retried > 0
-        one.pieces.weights.push(1)  # the one that is up gets it
-        while one.pieces.engines.supervisor.serving != [0, 1]:
+        one.components.weights.push(1)  # only the serving replica receives it
+        while one.components.engines.supervisor.serving != [0, 1]:
             assert_same(undisturbed, one.collect("meanwhile"))
         assert_same(undisturbed, one.collect("both"))
-        one.pieces.weights.push(2)
-        one.assert_whole(tmp_path / "whole", 2)
-        gone(scheduler, host)
+        one.components.weights.push(2)
+        one.assert_engines_hold_weights(tmp_path / "weights", 2)
+        assert_processes_gone(scheduler, host)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["scheduler", "host"])
-def test_an_engine_that_stands_still_is_replaced(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
-    with undertaking(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
+def test_hung_engine_is_replaced(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
+    with started_run(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
         host = psutil.Process(scheduler).ppid()
         stopped = scheduler if victim == "scheduler" else host
-        with soon(lambda: os.kill(stopped, signal.SIGSTOP)):
+        with happening_during(lambda: os.kill(stopped, signal.SIGSTOP)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
-        assert one.said[0].startswith(
+        assert one.messages[0].startswith(
             "engine 0 was lost (engine 0 has not answered a ping for 4 s (recovery.engine_stall_seconds)); "
         )
-        one.assert_whole(tmp_path / "whole", 1)
-        gone(scheduler, host)
+        one.assert_engines_hold_weights(tmp_path / "weights", 1)
+        assert_processes_gone(scheduler, host)
 
 
 @pytest.mark.slow
@@ -219,18 +225,18 @@ def test_an_engine_that_stands_still_is_replaced(victim: str, cluster: None, wor
     ("strategy", "sections"),
     [
         ("exact", {}),
-        ("exact", {"placement": APART}),
+        ("exact", {"placement": DISAGGREGATED}),
         ("gather_hf", {"trainer": {"steps": 50, "optimizer": {"lr": 1e-3}, "parallel": {"tp": 2}}}),
     ],
-    ids=["beside", "apart", "whole tensors of two ranks"],
+    ids=["colocated", "disaggregated", "full tensors of two ranks"],
 )
-def test_a_push_is_made_again_when_an_engine_dies_in_it(
+def test_push_is_retried_if_an_engine_dies_during_it(
     strategy: str, sections: dict[str, Any], cluster: None, world: Path, tmp_path: Path
 ) -> None:
     sections = sections | {"weight_sync": {"strategy": strategy, "bucket_bytes": 60_000, "timeout_seconds": 20}}
-    with undertaking(world, tmp_path / "run", **sections) as one:
+    with started_run(world, tmp_path / "run", **sections) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
-        rank: int = ray.get(one.pieces.processes.actors[1].__ray_call__.remote(lambda _: os.getpid()))
+        rank: int = ray.get(one.components.processes.actors[1].__ray_call__.remote(lambda _: os.getpid()))
 
         def disturb() -> None:
             os.kill(scheduler, signal.SIGKILL)
@@ -238,13 +244,13 @@ def test_a_push_is_made_again_when_an_engine_dies_in_it(
             os.kill(rank, signal.SIGCONT)
 
         os.kill(rank, signal.SIGSTOP)
-        with soon(disturb):
-            one.pieces.weights.push(2)
-        assert len([text for text in one.said if text.startswith("engine 0 was lost")]) == 1
-        assert one.pieces.weights.policy_version == 2
-        one.assert_whole(tmp_path / "whole", 2)
+        with happening_during(disturb):
+            one.components.weights.push(2)
+        assert len([text for text in one.messages if text.startswith("engine 0 was lost")]) == 1
+        assert one.components.weights.policy_version == 2
+        one.assert_engines_hold_weights(tmp_path / "weights", 2)
         again = one.collect("again")
         assert {t.max_policy_version for g in again for t in g.summary.trajectories} == {2}
-        tokens = [[t.token_ids.tolist() for t in fetched(groups)] for groups in (undisturbed, again)]
+        tokens = [[t.token_ids.tolist() for t in fetch_trajectories(groups)] for groups in (undisturbed, again)]
         assert tokens[0] == tokens[1]
-        gone(scheduler)
+        assert_processes_gone(scheduler)

@@ -1,4 +1,4 @@
-"""A trainer that loses a machine waits for another one, and goes on there."""
+"""A run that loses a node waits for a replacement and resumes on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import Launched, name_of
+from tests.end_to_end.launched import LaunchedCommand, process_title
 from tests.end_to_end.tiny_world import write_run
 
 pytestmark = pytest.mark.slow
@@ -21,24 +21,22 @@ TWO: dict[str, Any] = {
 }
 
 
-def join(launch: Launch) -> Launched:
-    """A further machine of the cluster, as far as Ray can tell."""
+def join(launch: Launch) -> LaunchedCommand:
+    """Start another Ray node of the cluster on this machine."""
     options = ["--block", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
     node = launch("start", f"--address={os.environ['RAY_ADDRESS']}", *options, program="ray")
     node.wait_until(lambda: "Ray runtime started" in node.stdout + node.stderr, 60)
     return node
 
 
-def lose(node: Launched) -> None:
-    for process in node.living():
-        if Path(name_of(process).split(" ")[0]).name == "raylet":
+def lose(node: LaunchedCommand) -> None:
+    for process in node.find_live_processes():
+        if Path(process_title(process).split(" ")[0]).name == "raylet":
             process.kill()
     node.end()
 
 
-def test_another_machine_takes_the_place_of_one_that_is_lost(
-    world: Path, tmp_path: Path, launch: Launch, head: Launched
-) -> None:
+def test_run_resumes_on_a_replacement_node(world: Path, tmp_path: Path, launch: Launch, head: LaunchedCommand) -> None:
     second = join(launch)
     run = launch("train", write_run(world, tmp_path, **TWO), keeps_ray_address=True)
     run.wait_for_step(6)
@@ -50,8 +48,8 @@ def test_another_machine_takes_the_place_of_one_that_is_lost(
     run.wait_until(lambda: run.steps_done() > at + 5, 90)
 
 
-def test_a_run_that_waits_in_vain_ends_with_its_own_code(
-    world: Path, tmp_path: Path, launch: Launch, head: Launched
+def test_run_without_replacement_node_ends_with_exit_code_4(
+    world: Path, tmp_path: Path, launch: Launch, head: LaunchedCommand
 ) -> None:
     second = join(launch)
     recovery = {"node_wait_seconds": 3.0}

@@ -1,4 +1,4 @@
-"""Reward models and direct preference optimisation, through Ray."""
+"""Reward models and direct preference optimization on Ray and under torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_PAIRS, NUM_HELD_OUT = 256, 32
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths of pairs whose rejected answers break off, which is easily told, and of held-out ones."""
+    """Return paths of training and held-out pairs whose rejected answers are truncated, which is easy to recognize."""
     folder = tmp_path_factory.mktemp("pairs")
     files = write_arithmetic(folder, seed=0, num_train=NUM_PAIRS, num_heldout=NUM_HELD_OUT)
     for path in (files.preferences, files.heldout_preferences):
@@ -37,7 +37,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def stage_tree(world: Path, run_dir: Path, pairs: dict[str, str], **sections: Any) -> dict[str, Any]:
-    """The content of a YAML file: 30 steps of 32 pairs on two ranks, evaluated three times."""
+    """Return a configuration with 30 steps of 32 pairs on two ranks, evaluated three times."""
     return {
         "run_dir": str(run_dir),
         "model": {"path": str(world / "model")},
@@ -52,7 +52,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def by_transformers(folder: Path, pairs: dict[str, str]) -> list[float]:
-    """What the exported model says of the held-out answers, a pair's two after one another."""
+    """Return the exported model's scores of the held-out answers, as chosen, rejected, chosen, rejected, ..."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -67,7 +67,7 @@ def by_transformers(folder: Path, pairs: dict[str, str]) -> list[float]:
     return scores
 
 
-def test_a_reward_model_learns_to_tell_answers_apart_and_transformers_reads_it(
+def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(
     world: Path, pairs: dict[str, str], launch: Launch, tmp_path: Path
 ) -> None:
     config = tmp_path / "rm.yaml"
@@ -77,7 +77,7 @@ def test_a_reward_model_learns_to_tell_answers_apart_and_transformers_reads_it(
     rows = metrics(tmp_path / "run")
     evaluations = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert evaluations.keys() == {0, 15, 30}
-    # the head starts from zeros: all are alike
+    # the head is initialized to zero: all scores are equal
     assert evaluations[0] == 0.5
     assert evaluations[30] > 0.9
     assert f"held-out accuracy 0.500 -> {evaluations[30]:.3f} on {NUM_HELD_OUT} pairs" in command.stdout
@@ -95,7 +95,7 @@ def test_a_reward_model_learns_to_tell_answers_apart_and_transformers_reads_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["rm", "dpo"])
-def test_torchruns_ranks_do_what_rays_do(
+def test_torchrun_and_ray_give_the_same_results(
     stage: str, world: Path, pairs: dict[str, str], launch: Launch, tmp_path: Path
 ) -> None:
     trainer = {"steps": 3, "batch_size": 8, "eval_every": 2}

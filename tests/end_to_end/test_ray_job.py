@@ -1,4 +1,4 @@
-"""A run that is submitted to a Ray cluster which is there already, and stays there."""
+"""A run that is submitted as a job to an existing Ray cluster, which remains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import Launched, name_of, wait_until
+from tests.end_to_end.launched import LaunchedCommand, process_title, wait_until
 from tests.end_to_end.tiny_world import run_tree
 
 pytestmark = pytest.mark.slow
@@ -31,8 +31,8 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, str]]:
-    """The head of a cluster with a token, and where it takes jobs."""
+def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LaunchedCommand, str]]:
+    """Start a cluster with token authentication; return its head and the address of its job server."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-token-that-every-node-has")
     port = free_port()
@@ -40,7 +40,7 @@ def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     head = launch("start", *options, f"--dashboard-port={port}", "--object-store-memory=268435456", program="ray")
     head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout, 60)
     yield head, f"http://127.0.0.1:{port}"
-    assert head.process.poll() is None  # a job's end is not the cluster's
+    assert head.process.poll() is None  # the cluster outlives the job
 
 
 def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -49,8 +49,8 @@ def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProc
     return subprocess.run([ray, *where, *command], capture_output=True, text=True, check=False, timeout=200)
 
 
-def test_a_submitted_run_finds_its_folder_and_leaves_the_cluster(
-    world: Path, tmp_path: Path, job_server: tuple[Launched, str]
+def test_submitted_run_uses_its_working_dir_and_keeps_the_cluster(
+    world: Path, tmp_path: Path, job_server: tuple[LaunchedCommand, str]
 ) -> None:
     head, server = job_server
     sent = tmp_path / "sent"
@@ -64,7 +64,7 @@ def test_a_submitted_run_finds_its_folder_and_leaves_the_cluster(
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    assert wait_until(lambda: "sglang::scheduler" not in map(name_of, head.living()), 10)
+    assert wait_until(lambda: "sglang::scheduler" not in map(process_title, head.find_live_processes()), 10)
 
     shutil.rmtree(tmp_path / "run")
     done = submit(server, sent, sys.executable, "-m", "megarl", "train", "run.yaml", "--set", "rollout.tp=2")

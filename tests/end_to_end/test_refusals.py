@@ -1,4 +1,4 @@
-"""A configuration that cannot work ends a command before it starts anything."""
+"""Invalid configurations end a command before it starts any process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.end_to_end.conftest import Launch
 from tests.end_to_end.tiny_world import write_run
 
 
-def test_an_unknown_key_is_refused_at_once(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_unknown_key_is_refused_immediately(world: Path, tmp_path: Path, launch: Launch) -> None:
     path = write_run(world, tmp_path)
     started = time.monotonic()
     command = launch("train", path, "--set", "trainer.optimiser.lr=1")
@@ -25,9 +25,9 @@ def test_an_unknown_key_is_refused_at_once(world: Path, tmp_path: Path, launch: 
 
 
 @pytest.mark.skipif(bool(visible_gpu_names()), reason="this machine has a GPU")
-def test_cuda_is_refused_where_there_is_none(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_cuda_is_refused_without_gpus(world: Path, tmp_path: Path, launch: Launch) -> None:
     command = launch("train", write_run(world, tmp_path), "--set", "placement.device=cuda")
     assert command.wait(60) == 2
     assert command.stderr.startswith("error: ")
     assert "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2 GPUs, this machine has 0" in command.stderr
-    command.assert_nothing_lives(5)
+    command.assert_no_processes_left(5)

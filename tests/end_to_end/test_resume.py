@@ -1,4 +1,4 @@
-"""A run that loses a trainer rank, its command and its layout is the run that it would have been."""
+"""Runs that lose a process, the command or their parallel layout resume with the same results."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ import pytest
 
 from benchmarks.chaos.compare import compare
 from megarl.checkpoint.store import CheckpointStore
-from tests.end_to_end.conftest import Finished, Launch
-from tests.end_to_end.launched import RAY_AGENTS, Launched, list_steps, name_of, wait_until
+from tests.end_to_end.conftest import FinishedRun, Launch
+from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, process_title, wait_until
 from tests.end_to_end.tiny_world import STEPS, write_run
 
 
-def processes(run: Launched, name: str) -> list[psutil.Process]:
-    return [process for process in run.living() if name_of(process).startswith(name)]
+def processes(run: LaunchedCommand, name: str) -> list[psutil.Process]:
+    return [process for process in run.find_live_processes() if process_title(process).startswith(name)]
 
 
-def assert_same(run: Path, undisturbed: Finished) -> None:
+def assert_same(run: Path, undisturbed: FinishedRun) -> None:
     found = compare(undisturbed.folder, run)
     assert found.differences == []
     assert (found.prompts_lost, found.prompts_repeated, found.trajectories_repeated) == (0, 0, 0)
 
 
-def test_killed_as_a_part_and_as_a_whole_a_run_comes_to_the_same(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: Finished
+def test_run_with_killed_trainer_and_driver_has_the_same_results(
+    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
 ) -> None:
     config = write_run(world, tmp_path)
     run = launch("train", config)
     run.wait_for_step(12)
     processes(run, "ray::WorkerHost")[-1].kill()
-    said: Callable[[], bool] = lambda: "resuming from step 10" in run.stdout  # noqa: E731
-    run.wait_until(said, 60)
+    has_resumed: Callable[[], bool] = lambda: "resuming from step 10" in run.stdout  # noqa: E731
+    run.wait_until(has_resumed, 60)
     run.wait_for_step(23)
     run.send(signal.SIGKILL)
     run.wait(10)
-    run.assert_nothing_lives(30, but=RAY_AGENTS)
+    run.assert_no_processes_left(30, but=RAY_AGENTS)
     assert run.stdout.count("the trainer was lost (") == 1
 
     again = launch("train", config, "--resume", "auto")
     assert again.wait(120) == 0, again.stderr
     assert_same(tmp_path / "run", fifty_steps)
-    again.assert_nothing_lives(5, but=RAY_AGENTS)
+    again.assert_no_processes_left(5, but=RAY_AGENTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ray::Controller", "sglang::scheduler"])
-def test_other_processes_are_replaced_too(
-    name: str, world: Path, tmp_path: Path, launch: Launch, fifty_steps: Finished
+def test_killed_controller_and_scheduler_are_replaced(
+    name: str, world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
 ) -> None:
     run = launch("train", write_run(world, tmp_path))
     run.wait_for_step(15)
     processes(run, name)[0].kill()
     assert run.wait(120) == 0, run.stderr
     assert_same(tmp_path / "run", fifty_steps)
-    run.assert_nothing_lives(5)
-    assert run.leftovers() == []
+    run.assert_no_processes_left(5)
+    assert run.find_leftovers() == []
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on_with_the_same_loss_and_prompts(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: Finished
+def test_resume_in_another_layout_continues_with_the_same_loss_and_prompts(
+    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
 ) -> None:
     rows = {row["step"]: row for row in fifty_steps.steps()}
     saved = [saved for saved in CheckpointStore(fifty_steps.folder).entries() if saved.step < STEPS]
@@ -81,8 +81,8 @@ def test_another_layout_goes_on_with_the_same_loss_and_prompts(
 
 
 @pytest.mark.slow
-def test_told_to_end_a_run_saves_its_step_within_its_grace(
-    world: Path, tmp_path: Path, launch: Launch, fifty_steps: Finished
+def test_sigterm_saves_a_checkpoint_within_the_grace_period(
+    world: Path, tmp_path: Path, launch: Launch, fifty_steps: FinishedRun
 ) -> None:
     config = write_run(world, tmp_path, checkpoint={"every": 1000})
     run = launch("train", config)
@@ -92,20 +92,20 @@ def test_told_to_end_a_run_saves_its_step_within_its_grace(
     step = run.steps_done()
     assert run.stderr.startswith(f"stopped after step {step} of {STEPS} on SIGTERM; model exported to ")
     assert [saved.step for saved in CheckpointStore(tmp_path / "run").entries()] == [step]
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
     again = launch("train", write_run(world, tmp_path), "--resume", "auto")
     assert again.wait(120) == 0, again.stderr
     assert_same(tmp_path / "run", fifty_steps)
 
 
 @pytest.mark.slow
-def test_a_folder_in_use_is_refused_and_left_alone(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_run_folder_in_use_is_refused_and_unchanged(world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_run(world, tmp_path, trainer={"steps": 100_000})
     run = launch("train", config)
     run.wait_for_step(4)
     other = tmp_path / "other"
     other.mkdir()
-    second = Launched(other, "train", config)
+    second = LaunchedCommand(other, "train", config)
     try:
         assert second.wait(60) == 2
         assert f"is in use by pid {run.process.pid} on host {os.uname().nodename}" in second.stderr

@@ -1,4 +1,4 @@
-"""Fine-tuning and learning from pairs, killed in earnest, are the runs that they would have been."""
+"""SFT, reward-model and DPO runs that are killed or stopped resume with the same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 
 from megarl.checkpoint.store import CheckpointStore
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import RAY_AGENTS, Launched, name_of
+from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, process_title
 from tests.megatron.ranks import run_ranks
 from tests.stages.stage_ranks import (
     assert_same_results,
@@ -37,19 +37,19 @@ TORCHRUN = ("--standalone", "--nproc-per-node", "2", "-m", "megarl")
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model/` and `data/`."""
+    """Return a folder with `model/` and `data/`."""
     return write_data(tmp_path_factory.mktemp("small"))
 
 
 def write(stage: str, small: Path, folder: Path, **sections: Any) -> Path:
-    """The YAML file of a run that writes into `folder`/run."""
+    """Write the YAML file of a run with the folder `folder`/run, and return its path."""
     path = folder / f"{stage}.yaml"
     path.write_text(yaml.safe_dump(stage_tree(stage, small, folder / "run", **(SECTIONS | sections))))
     return path
 
 
 def undisturbed(stage: str, small: Path, folder: Path) -> Path:
-    """The folder of a run that nothing happens to."""
+    """Train without a disturbance; return the run folder."""
     run_ranks(train_uninterrupted, 2, folder, stage, stage_config(stage, small, folder / "undisturbed", **SECTIONS))
     return folder / "undisturbed"
 
@@ -58,27 +58,27 @@ def steps_saved(folder: Path) -> list[int]:
     return [saved.step for saved in CheckpointStore(folder / "run").entries()]
 
 
-def rank(number: int, run: Launched) -> psutil.Process:
-    """Of torchrun's."""
-    (process,) = (p for p in run.living() if p.environ().get("RANK") == str(number))
+def rank(number: int, run: LaunchedCommand) -> psutil.Process:
+    """Return the process of one of torchrun's ranks."""
+    (process,) = (p for p in run.find_live_processes() if p.environ().get("RANK") == str(number))
     return process
 
 
-def finish(command: Launched, stopped_at: int) -> None:
-    """Have it go on from a checkpoint up to step `stopped_at`, and end."""
+def finish(command: LaunchedCommand, stopped_at: int) -> None:
+    """Wait until the command has finished, and check that it resumed from a checkpoint up to step `stopped_at`."""
     assert command.wait(180) == 0, command.stderr
-    said = re.search(r"^resuming from step (\d+): ", command.stdout, re.MULTILINE)
-    assert said is not None, command.stdout
-    assert 0 < int(said[1]) <= stopped_at < STEPS
+    resumed = re.search(r"^resuming from step (\d+): ", command.stdout, re.MULTILINE)
+    assert resumed is not None, command.stdout
+    assert 0 < int(resumed[1]) <= stopped_at < STEPS
 
 
-def test_a_fine_tuning_that_loses_a_rank_of_torchruns_goes_on(small: Path, tmp_path: Path, launch: Launch) -> None:
+def test_sft_resumes_after_losing_a_torchrun_rank(small: Path, tmp_path: Path, launch: Launch) -> None:
     config = write("sft", small, tmp_path)
     run = launch(*TORCHRUN, "sft", config, program="torchrun")
     run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 60)
     rank(1, run).kill()
     assert run.wait(30) == 1  # torchrun's
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
     again = launch(*TORCHRUN, "sft", config, "--resume", "auto", program="torchrun")
     finish(again, run.steps_done())
     assert_same_results(tmp_path / "run", undisturbed("sft", small, tmp_path))
@@ -86,7 +86,7 @@ def test_a_fine_tuning_that_loses_a_rank_of_torchruns_goes_on(small: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "victim"), [("sft", "command"), ("rm", "rank"), ("dpo", "command")])
-def test_killed_on_ray_a_run_goes_on(stage: str, victim: str, small: Path, tmp_path: Path, launch: Launch) -> None:
+def test_stage_killed_on_ray_resumes(stage: str, victim: str, small: Path, tmp_path: Path, launch: Launch) -> None:
     config = write(stage, small, tmp_path)
     run = launch(stage, config)
     run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 90)
@@ -94,9 +94,9 @@ def test_killed_on_ray_a_run_goes_on(stage: str, victim: str, small: Path, tmp_p
         run.send(signal.SIGKILL)
         run.wait(10)
     else:
-        next(p for p in run.living() if name_of(p).startswith("ray::WorkerHost")).kill()
+        next(p for p in run.find_live_processes() if process_title(p).startswith("ray::WorkerHost")).kill()
         assert run.wait(60) == 1
-    run.assert_nothing_lives(30, but=RAY_AGENTS)
+    run.assert_no_processes_left(30, but=RAY_AGENTS)
     stopped_at = run.steps_done()
     finish(launch(stage, config, "--resume", "auto"), stopped_at)
     assert_same_results(tmp_path / "run", undisturbed(stage, small, tmp_path))
@@ -104,7 +104,7 @@ def test_killed_on_ray_a_run_goes_on(stage: str, victim: str, small: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM on Ray", "SIGUSR1 in torchrun"])
-def test_told_to_end_a_run_saves_its_step(how: str, small: Path, tmp_path: Path, launch: Launch) -> None:
+def test_stop_signal_saves_a_checkpoint(how: str, small: Path, tmp_path: Path, launch: Launch) -> None:
     arguments: Sequence[Any] = (*TORCHRUN, "sft") if "torchrun" in how else ("sft",)
     program = "torchrun" if "torchrun" in how else "megarl"
     config = write("sft", small, tmp_path, checkpoint={"every": 1000})
@@ -124,8 +124,8 @@ def test_told_to_end_a_run_saves_its_step(how: str, small: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_one_rank_goes_on_where_two_were(small: Path, tmp_path: Path, launch: Launch) -> None:
-    """From torchrun's ranks to Ray's, and in another folder."""
+def test_dpo_resumes_with_one_rank_instead_of_two(small: Path, tmp_path: Path, launch: Launch) -> None:
+    """Resumes on Ray what torchrun ranks saved, in another folder."""
     whole = undisturbed("dpo", small, tmp_path)
     saved = whole / "checkpoints/step-000020"
     run = launch("dpo", write("dpo", small, tmp_path, placement={"slots_per_node": 1}), "--resume", saved)
@@ -137,8 +137,8 @@ def test_one_rank_goes_on_where_two_were(small: Path, tmp_path: Path, launch: La
 
 
 @pytest.mark.slow
-def test_what_cannot_be_gone_on_from_is_refused_once(small: Path, tmp_path: Path, launch: Launch) -> None:
-    """By torchrun's ranks, of which one looks."""
+def test_incompatible_checkpoint_is_refused_with_one_error(small: Path, tmp_path: Path, launch: Launch) -> None:
+    """Under torchrun only rank 0 checks and reports."""
     undisturbed("dpo", small, tmp_path)
     saved = tmp_path / "undisturbed/checkpoints/step-000040"
     other = trainer(steps=STEPS, batch_size=4, eval_every=20)

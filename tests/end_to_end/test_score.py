@@ -1,4 +1,4 @@
-"""Scores of a file against transformers' log-softmax, whatever the layout."""
+"""`megarl score` compared with transformers' log-softmax in several layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.end_to_end.launched import RAY_AGENTS
 from tests.megatron.fidelity.models import save_model
 
 LENGTHS = (1, 2, 200, 3, 40, 1, 700, 5, 90, 17, 64, 33, 2, 128, 129, 9, 310, 25, 6, 80) * 2
-"""In tokens: several chunks of the 16 * 64 tokens that a replica gets, and sequences longer than a micro-batch."""
+"""Sequence lengths: several chunks of 16 * 64 tokens per replica, and sequences longer than a micro-batch."""
 
 LAYOUTS = {
     "tp2": ("trainer.parallel.tp=2", "temperature=0.7"),
@@ -40,7 +40,7 @@ def rows() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def logits(model: str, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
-    """By row, float32 [T - 1, V]: what transformers says of tokens 1 to T - 1."""
+    """Return transformers' float32 logits [T - 1, V] of tokens 1 to T - 1 for each row."""
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -51,7 +51,7 @@ def logits(model: str, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[] if layout == QUICK else pytest.mark.slow) for layout in LAYOUTS]
 )
-def test_scores_are_those_of_transformers(
+def test_scores_equal_those_of_transformers(
     layout: str, model: str, rows: list[dict[str, Any]], logits: list[torch.Tensor], tmp_path: Path, launch: Launch
 ) -> None:
     source, output = tmp_path / "tokens.jsonl", tmp_path / "scores.jsonl"
@@ -69,8 +69,8 @@ def test_scores_are_those_of_transformers(
         entropy = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
         assert np.abs(np.array(line["logprobs"]) - want.numpy()).max(initial=0) <= 1e-5, row["id"]
         assert np.abs(np.array(line["entropy"]) - entropy.numpy()).max(initial=0) <= 1e-5, row["id"]
-    command.assert_nothing_lives(5)
-    assert command.leftovers() == []
+    command.assert_no_processes_left(5)
+    assert command.find_leftovers() == []
 
     again, slots = tmp_path / "again.jsonl", make_score_config(model, overrides).sized_placement.slots
     ranks = ("--standalone", "--nproc-per-node", str(slots), "-m", "megarl")
@@ -90,7 +90,7 @@ def test_scores_are_those_of_transformers(
         ("nothing", '{"token_ids": [1]}', "model.path: needs a folder in Hugging Face format"),
     ],
 )
-def test_of_torchruns_ranks_the_first_says_what_is_wrong(
+def test_only_the_first_torchrun_rank_reports_an_error(
     folder: str | None, line: str, message: str, model: str, tmp_path: Path, launch: Launch
 ) -> None:
     source, output = tmp_path / "tokens.jsonl", tmp_path / "scores.jsonl"
@@ -103,12 +103,14 @@ def test_of_torchruns_ranks_the_first_says_what_is_wrong(
     assert error.startswith("error: " + message.replace("{source}", str(source)))
     assert "exitcode  : 2" in run.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.jsonl", "stdout", "stderr"}
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_what_is_cut_short_leaves_no_output(number: signal.Signals, model: str, tmp_path: Path, launch: Launch) -> None:
+def test_interrupted_scoring_leaves_no_output(
+    number: signal.Signals, model: str, tmp_path: Path, launch: Launch
+) -> None:
     source, output, partial = (tmp_path / name for name in ("tokens.jsonl", "scores.jsonl", "scores.jsonl.partial"))
     source.write_text('{"token_ids": [5, 6, 7, 8, 9, 10, 11, 12]}\n' * 500_000)
     command = launch("score", "--model", model, "--input", source, "--output", output)
@@ -116,11 +118,11 @@ def test_what_is_cut_short_leaves_no_output(number: signal.Signals, model: str, 
     command.send(number)
     if number == signal.SIGKILL:
         assert command.wait(15) == -signal.SIGKILL
-        command.assert_nothing_lives(30, but=RAY_AGENTS)
+        command.assert_no_processes_left(30, but=RAY_AGENTS)
     else:
         assert command.wait(15) == 130
-        command.assert_nothing_lives(5)
+        command.assert_no_processes_left(5)
         assert command.stderr.endswith("error: interrupted\n")
-        assert command.leftovers() == []
+        assert command.find_leftovers() == []
         assert not partial.exists()
     assert not output.exists()

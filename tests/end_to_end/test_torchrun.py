@@ -1,4 +1,4 @@
-"""Fine-tuning in torchrun's processes, without Ray."""
+"""SFT under torchrun, without Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.end_to_end.conftest import Launch
-from tests.end_to_end.launched import Launched
+from tests.end_to_end.launched import LaunchedCommand
 from tests.end_to_end.tiny_world import write_sft
 
 TWO_RANKS = ("--standalone", "--nproc-per-node", "2", "-m")
@@ -20,14 +20,14 @@ OPTIMIZER = {"lr": 3e-3, "warmup_steps": 2}
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
-    """Of every step, what does not depend on time."""
+    """Return the metrics of every step that do not depend on time."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     timed = ("tokens_per_second", "time/step_seconds")
     return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
 
 
-def test_it_does_what_it_does_on_ray(world: Path, tmp_path: Path, launch: Launch) -> None:
-    """On a pipeline, whose answering rank is not the one that writes."""
+def test_torchrun_and_ray_give_the_same_results(world: Path, tmp_path: Path, launch: Launch) -> None:
+    """With pipeline parallelism, where the rank with the results is not the one that writes files."""
     sections: dict[str, Any] = {"trainer": {"steps": 3, "batch_size": 8, "optimizer": OPTIMIZER, "parallel": {"pp": 2}}}
     spmd = launch(*TWO_RANKS, "megarl", "sft", write_sft(world, tmp_path, **sections), program="torchrun")
     assert spmd.wait(120) == 0, spmd.stderr
@@ -45,11 +45,11 @@ def test_it_does_what_it_does_on_ray(world: Path, tmp_path: Path, launch: Launch
     assert seen == metrics(tmp_path)
     assert weights == (tmp_path / "run/model/model.safetensors").read_bytes()
     assert resolved == (tmp_path / "run/sft.yaml").read_text()
-    assert (tmp_path / "run/metrics.jsonl.1").exists()  # the first run's, set aside by the second
+    assert (tmp_path / "run/metrics.jsonl.1").exists()  # the first run's metrics, rotated by the second
 
 
-def errors(run: Launched) -> list[str]:
-    """What the ranks have said on stderr, without torchrun's own report."""
+def errors(run: LaunchedCommand) -> list[str]:
+    """Return the error lines of the ranks on stderr, without torchrun's own report."""
     return [line for line in run.stderr.splitlines() if line.startswith("error: ")]
 
 
@@ -64,7 +64,7 @@ def errors(run: Launched) -> list[str]:
         ({"trainer": {"stepz": 3}}, "{config}: trainer.stepz: unknown key"),
     ],
 )
-def test_a_mistake_that_all_ranks_find_is_said_once(
+def test_configuration_error_of_all_ranks_is_reported_once(
     sections: dict[str, Any], message: str, world: Path, tmp_path: Path, launch: Launch
 ) -> None:
     config = write_sft(world, tmp_path, **sections)
@@ -76,7 +76,7 @@ def test_a_mistake_that_all_ranks_find_is_said_once(
 
 
 @pytest.mark.slow
-def test_what_preflight_finds_is_said_once(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_preflight_error_is_reported_once(world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_sft(world, tmp_path, data={"path": str(tmp_path / "nothing.jsonl")})
     run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
     assert run.wait(60) == 1
@@ -88,21 +88,21 @@ def test_what_preflight_finds_is_said_once(world: Path, tmp_path: Path, launch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "exception", "SIGKILL"])
-def test_a_rank_that_fails_ends_the_others(how: str, world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_failing_rank_ends_the_others(how: str, world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_sft(world, tmp_path)
     run = launch(*TWO_RANKS, "tests.end_to_end.torchrun_stage", "sft", config, how, program="torchrun")
     assert run.wait(60) == 1
-    said = errors(run)
+    found = errors(run)
     match how:
         case "error":
-            assert said == ["error: rank 1 has read something bad"]
+            assert found == ["error: rank 1 has read something bad"]
         case "exception":
-            assert said == ["error: the run failed on rank 1:"]
+            assert found == ["error: the run failed on rank 1:"]
             assert "ZeroDivisionError: of no use" in run.stderr
         case "SIGKILL":
-            assert len(said) <= 1
+            assert len(found) <= 1
             assert "Signal 9 (SIGKILL)" in run.stderr
-    run.assert_nothing_lives(10)
+    run.assert_no_processes_left(10)
 
 
 def rank_of(process: psutil.Process) -> str | None:
@@ -110,25 +110,23 @@ def rank_of(process: psutil.Process) -> str | None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_asked_for_an_early_end_ends_all_after_the_same_step(
-    world: Path, tmp_path: Path, launch: Launch
-) -> None:
+def test_sigusr1_to_one_rank_ends_all_ranks_after_the_same_step(world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
     run = launch(*TWO_RANKS, "megarl", "sft", config, program="torchrun")
     run.wait_for_step(3)
-    (second,) = (p for p in run.living() if rank_of(p) == "1")
+    (second,) = (p for p in run.find_live_processes() if rank_of(p) == "1")
     second.send_signal(signal.SIGUSR1)
     assert run.wait(30) == 1  # torchrun's
-    (said,) = (line for line in run.stderr.splitlines() if "SIGUSR1" in line)
+    (message,) = (line for line in run.stderr.splitlines() if "SIGUSR1" in line)
     where = tmp_path / "run/model"
-    assert said == f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to {where}"
+    assert message == f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to {where}"
     assert set(re.findall(r"exitcode  : (\S+)", run.stderr)) == {"75"}
     assert (where / "model.safetensors").exists()
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
 
 
 @pytest.mark.slow
-def test_torchrun_can_be_told_to_pass_the_signal_on(world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_torchrun_can_forward_sigusr1(world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
     signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout", "60")
     run = launch(*TWO_RANKS[:-1], *signals, "-m", "megarl", "sft", config, program="torchrun")
@@ -137,12 +135,12 @@ def test_torchrun_can_be_told_to_pass_the_signal_on(world: Path, tmp_path: Path,
     assert run.wait(30) == 1  # torchrun's
     assert f"stopped after step {run.steps_done()} of 100000 on SIGUSR1; model exported to " in run.stderr
     assert (tmp_path / "run/model/model.safetensors").exists()
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_so_once(number: signal.Signals, world: Path, tmp_path: Path, launch: Launch) -> None:
+def test_interrupt_is_reported_once(number: signal.Signals, world: Path, tmp_path: Path, launch: Launch) -> None:
     config = write_sft(world, tmp_path, trainer={"steps": 100_000, "batch_size": 8})
     logs = tmp_path / "logs"
     arguments = (*TWO_RANKS[:-1], "--log-dir", logs, "--redirects", "3", "-m", "megarl", "sft", config)
@@ -150,7 +148,7 @@ def test_an_interrupted_run_says_so_once(number: signal.Signals, world: Path, tm
     run.wait_for_step(3)
     run.send(number, group=number == signal.SIGINT)
     run.wait(20)
-    run.assert_nothing_lives(5)
+    run.assert_no_processes_left(5)
     first, second = (next(logs.glob(f"*/*/{rank}/stderr.log")).read_text() for rank in (0, 1))
     assert first == "error: interrupted\n"
     assert second == ""

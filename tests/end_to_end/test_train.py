@@ -1,4 +1,4 @@
-"""Fifty steps of `megarl train`, and everything that they leave in the run's folder."""
+"""Fifty steps of `megarl train`: everything that they write to the run folder."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.conftest import Finished
+from tests.end_to_end.conftest import FinishedRun
 from tests.end_to_end.tiny_world import NUM_HELD_OUT, STEPS
 
 GROUPS, SAMPLES = 4, 2
 MAX_GROWTH = 8 * 2**20
-"""Bytes that the controller may grow by in 40 steps: a step's metrics are kept, its tokens are not."""
+"""Largest growth of the controller's memory in 40 steps in bytes: it keeps metrics of a step, but no tokens."""
 
 
 @pytest.fixture
-def run(fifty_steps: Finished) -> Finished:
+def run(fifty_steps: FinishedRun) -> FinishedRun:
     return fifty_steps
 
 
-def test_it_ends_well_and_leaves_no_process_and_no_temporary_file(run: Finished) -> None:
+def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run: FinishedRun) -> None:
     assert run.exit_code == 0, run.command.stderr
     assert run.command.stderr == ""
-    assert run.leftovers == []
+    assert run.find_leftovers == []
     assert f"step   {STEPS}/{STEPS}" in run.command.stdout or f"step {STEPS}/{STEPS}" in run.command.stdout
 
 
-def test_the_summary_says_what_happened(run: Finished, world: Path) -> None:
+def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
     summary = run.summary()
     assert summary["steps"] == STEPS
     assert 0.0 <= summary["eval_before"] <= 1.0
@@ -49,7 +49,7 @@ def test_the_summary_says_what_happened(run: Finished, world: Path) -> None:
     assert rate / 3 < summary["tokens_per_second"] < rate * 3
 
 
-def test_the_start_is_shown_by_phase(run: Finished) -> None:
+def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
     start = json.loads((run.folder / "startup.json").read_text())
     phases = {phase["name"]: phase for phase in start["phases"]}
     assert list(phases)[:2] == ["command", "checks"]
@@ -73,7 +73,7 @@ def test_the_start_is_shown_by_phase(run: Finished) -> None:
     )
 
 
-def test_every_step_is_measured(run: Finished) -> None:
+def test_every_step_has_metrics(run: FinishedRun) -> None:
     rows = run.steps()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
@@ -85,16 +85,16 @@ def test_every_step_is_measured(run: Finished) -> None:
         assert all(isinstance(value, int | float) for value in row.values()), row
 
 
-def test_most_of_a_step_is_not_the_controllers(run: Finished) -> None:
+def test_controller_overhead_is_small(run: FinishedRun) -> None:
     assert np.median([row["controller/own_fraction"] for row in run.steps()]) < 0.1
 
 
-def test_the_controller_does_not_grow(run: Finished) -> None:
+def test_controller_memory_does_not_grow(run: FinishedRun) -> None:
     memory = {row["step"]: row["controller/rss_bytes"] for row in run.steps()}
     assert memory[STEPS] - memory[10] <= MAX_GROWTH
 
 
-def test_rewards_were_learnt_from(run: Finished) -> None:
+def test_only_informative_groups_have_a_gradient(run: FinishedRun) -> None:
     rows = run.steps()
     informative = [row for row in rows if row["reward/informative_groups"] > 0]
     assert informative
@@ -103,7 +103,7 @@ def test_rewards_were_learnt_from(run: Finished) -> None:
     assert all(0 <= row["reward/mean"] <= 1 and row["reward/mean"] == row["reward/one"] for row in rows)
 
 
-def test_rollouts_are_written_down_whole(run: Finished, world: Path) -> None:
+def test_rollout_files_are_complete(run: FinishedRun, world: Path) -> None:
     files = sorted((run.folder / "rollouts").iterdir())
     assert [file.name for file in files] == [f"step-{step:06d}.parquet" for step in range(1, STEPS + 1)]
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
@@ -120,17 +120,17 @@ def test_rollouts_are_written_down_whole(run: Finished, world: Path) -> None:
             assert tokenizer.decode(sampled, clean_up_tokenization_spaces=False) == row["response"]
             assert row["reward"] == float("1" in row["response"].replace("<eos>", "")) == dict(row["rewards"])["one"]
             assert all(value < 0 for value, mine in zip(row["logprobs"], row["loss_mask"], strict=True) if mine)
-        assert_advantages_are_of_groups(rows)
+        assert_advantages_are_normalized_by_group(rows)
 
 
-def assert_advantages_are_of_groups(rows: list[dict[str, Any]]) -> None:
+def assert_advantages_are_normalized_by_group(rows: list[dict[str, Any]]) -> None:
     for start in range(0, len(rows), SAMPLES):
         rewards = np.array([row["reward"] for row in rows[start : start + SAMPLES]])
         want = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         assert [row["advantage"] for row in rows[start : start + SAMPLES]] == pytest.approx(want.tolist(), rel=1e-5)
 
 
-def test_tensorboard_has_every_step(run: Finished) -> None:
+def test_tensorboard_has_every_step(run: FinishedRun) -> None:
     events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     for tag in ("reward/mean", "loss", "weight_sync/seconds", "train_infer_mismatch/logprob_abs_max"):
@@ -138,7 +138,7 @@ def test_tensorboard_has_every_step(run: Finished) -> None:
     assert [event.step for event in events.Scalars("eval/one")] == [0, STEPS]
 
 
-def test_the_exported_model_is_one_that_transformers_loads_and_that_has_learnt(run: Finished, world: Path) -> None:
+def test_exported_model_is_trained_and_loads_in_transformers(run: FinishedRun, world: Path) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(run.folder / "model", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before = load_file(world / "model" / "model.safetensors")
@@ -149,10 +149,10 @@ def test_the_exported_model_is_one_that_transformers_loads_and_that_has_learnt(r
     assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token == "<eos>"
 
 
-def test_the_last_sign_of_life_is_of_the_end(run: Finished) -> None:
+def test_last_heartbeat_reports_the_end(run: FinishedRun) -> None:
     beat = json.loads((run.folder / "heartbeat.json").read_text())
     assert (beat["status"], beat["step"], beat["last_checkpoint_step"]) == ("ended", STEPS, STEPS)
 
 
-def test_the_configuration_is_kept(run: Finished) -> None:
+def test_configuration_is_saved(run: FinishedRun) -> None:
     assert f"steps: {STEPS}" in (run.folder / "train.yaml").read_text()

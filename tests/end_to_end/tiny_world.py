@@ -1,4 +1,4 @@
-"""A model that steps in a tenth of a second, arithmetic problems, and configurations of runs on them."""
+"""Writes a tiny model, arithmetic problems, and configurations of runs on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 NUM_HELD_OUT = 6
 
 STEPS = 50
-"""Of a run, unless it is told otherwise; each takes a quarter of a second."""
+"""Default number of steps of a run; each takes a quarter of a second."""
 
 
 def write_world(folder: Path) -> Path:
@@ -38,9 +38,9 @@ def write_world(folder: Path) -> Path:
 
 
 def run_tree(world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    """The content of a YAML file: two trainer ranks, one engine, 4 prompts x 2 samples; `sections` replace whole ones.
+    """Return a configuration with two trainer ranks, one engine, 4 prompts x 2 samples; `sections` replace sections.
 
-    The reward is whether the completion holds a 1: a random model is not always right, and not always wrong.
+    The reward is whether the completion contains a 1, which some completions of a random model do and others do not.
     """
     tree = {
         "run_dir": str(run_dir),
@@ -58,14 +58,14 @@ def run_tree(world: Path, run_dir: Path, **sections: Any) -> dict[str, Any]:
 
 
 def write_run(world: Path, folder: Path, **sections: Any) -> Path:
-    """The YAML file of a run that writes into `folder`/run."""
+    """Write the YAML file of a run with the folder `folder`/run, and return its path."""
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run_tree(world, folder / "run", **sections)))
     return path
 
 
 def write_sft(world: Path, folder: Path, **sections: Any) -> Path:
-    """The YAML file of a fine-tuning that writes into `folder`/run; `sections` replace whole ones, and add others."""
+    """Write the YAML file of an SFT run with the folder `folder`/run, and return its path."""
     tree: dict[str, Any] = {
         "run_dir": str(folder / "run"),
         "model": {"path": str(world / "model")},

@@ -1,4 +1,4 @@
-"""A stage that fails on one rank, while the other waits for it in native code."""
+"""Runs `megarl sft` with a stage that fails on rank 1 while rank 0 waits in a collective."""
 
 from __future__ import annotations
 
