@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -23,7 +23,7 @@ class LimitConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_number(cls, data: Any) -> Any:
+    def _accept_number(cls, data: object) -> object:
         return {"max": data} if isinstance(data, int | float) and not isinstance(data, bool) else data
 
     @model_validator(mode="after")
@@ -69,7 +69,7 @@ class LimitsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_reward_limit(cls, data: Any) -> Any:
+    def _check_reward_limit(cls, data: object) -> object:
         reward = data.get("reward") if isinstance(data, dict) else None
         if isinstance(reward, int | float) and not isinstance(reward, bool):
             raise ValueError(f"reward needs max or min, as in {{min: {reward:g}}}, got {reward:g}")  # noqa: TRY004 -- pydantic's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -19,8 +19,8 @@ C = TypeVar("C", bound=Section)
 class _Loader(yaml.SafeLoader):
     """SafeLoader that reads 1e-6 as a number (YAML 1.1 requires a dot) and rejects duplicate keys."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
             if not isinstance(key, Hashable):
@@ -60,7 +60,7 @@ def load_config(
     return make_config(kind, read_tree(path), overrides, origin=str(path), slots=slots)
 
 
-def read_tree(path: str | Path) -> dict[str, Any]:
+def read_tree(path: str | Path) -> dict[str, object]:
     """Read a YAML file with a mapping at the top; an empty file is an empty mapping.
 
     Raises:
@@ -83,7 +83,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 
 def make_config(
     kind: type[C],
-    tree: dict[str, Any],
+    tree: dict[str, object],
     overrides: Sequence[str] | None = None,
     *,
     origin: str | None = None,
@@ -117,7 +117,7 @@ def dump_config(config: Section) -> str:
     return text
 
 
-def _parse(text: str, origin: str) -> Any:
+def _parse(text: str, origin: str) -> object:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 -- a SafeLoader
     except yaml.MarkedYAMLError as e:
@@ -127,7 +127,7 @@ def _parse(text: str, origin: str) -> Any:
         raise ConfigError(f"{origin}: not valid YAML: {str(e).splitlines()[0]}") from e
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def _apply_override(tree: dict[str, object], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: needs the form key.path=value")
@@ -145,14 +145,14 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     node[leaf] = _parse(value, f"--set {override}")
 
 
-def _set_default_slots(tree: dict[str, Any], slots: tuple[int, int]) -> None:
+def _set_default_slots(tree: dict[str, object], slots: tuple[int, int]) -> None:
     placement = tree.get("placement", {})
     if isinstance(placement, dict) and not placement.keys() & {"nodes", "slots_per_node"}:
         nodes, per_node = slots
         tree["placement"] = {**placement, "nodes": nodes, "slots_per_node": per_node}
 
 
-def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, Any]) -> list[str]:
+def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, object]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         missing = problem["type"] == "missing"
@@ -174,10 +174,10 @@ def _format_errors(error: ValidationError, kind: type[Section], tree: dict[str, 
     return lines
 
 
-def _yaml_path(loc: tuple[int | str, ...], tree: dict[str, Any], *, missing: bool) -> list[str]:
+def _yaml_path(loc: tuple[int | str, ...], tree: dict[str, object], *, missing: bool) -> list[str]:
     """Return the path `loc` as it is in the file, without the union tags that pydantic inserts after a union's key."""
     path: list[str] = []
-    node: Any = tree
+    node: object = tree
     for i, part in enumerate(loc):
         absent_key = missing and i == len(loc) - 1
         if isinstance(node, dict) and part not in node and not absent_key:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Hashable, Mapping
+from typing import cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, model_validator
 
@@ -17,7 +17,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_partial_sections(cls, data: Any) -> Any:
+    def _fill_partial_sections(cls, data: object) -> object:
         """Fill subsections that are given in part with the field's own default, which may differ from the class's."""
         if not isinstance(data, dict):
             return data
@@ -28,19 +28,19 @@ class Section(BaseModel):
         return out
 
 
-def merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge(defaults: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
     """Merge two trees recursively; the values of `given` win."""
     out = {**defaults, **given}
     for key in defaults.keys() & given.keys():
         if isinstance(defaults[key], dict) and isinstance(given[key], dict):
-            out[key] = merge(cast("Mapping[str, Any]", defaults[key]), cast("Mapping[str, Any]", given[key]))
+            out[key] = merge(cast("Mapping[str, object]", defaults[key]), cast("Mapping[str, object]", given[key]))
     return out
 
 
 def discriminate_by_type(default: str) -> Discriminator:
     """Make a discriminator that chooses a union's member by the key `type`; a missing `type` means `default`."""
 
-    def tag(value: Any) -> Any:
+    def tag(value: object) -> Hashable:
         return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
 
     return Discriminator(tag)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -32,7 +31,7 @@ def detached_options(config: StageConfig) -> dict[str, str]:
     return {"name": _name(config.run_dir), "namespace": NAMESPACE, "lifetime": "detached"}
 
 
-def detach_run(config: StageConfig, controller: Any) -> None:
+def detach_run(config: StageConfig, controller: ray.actor.ActorHandle) -> None:
     """Wait until the controller responds, then write its address to CONTROLLER_FILE in the run folder.
 
     Raises:
@@ -74,7 +73,7 @@ def acquire_when_free(lock: RunLock) -> Iterator[None]:
         lock.release()
 
 
-def find_controller(run_dir: str | Path) -> Any:
+def find_controller(run_dir: str | Path) -> ray.actor.ActorHandle:
     """Connect to the Ray cluster of the folder's detached run and return its controller actor.
 
     Raises:

@@ -61,7 +61,7 @@ STOP_SECONDS = 4.0
 
 def run_stage(
     config: C,
-    method: Callable[..., Any],
+    method: Callable[..., object],
     *,
     begins_run: bool = True,
     startup: Startup | None = None,
@@ -127,7 +127,7 @@ def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitS
 
 
 def _run_on_cluster(
-    config: C, method: Callable[..., Any], arguments: tuple[Any, ...], startup: Startup, *, detach: bool
+    config: C, method: Callable[..., object], arguments: tuple[object, ...], startup: Startup, *, detach: bool
 ) -> Any:
     # installed twice: connecting to a cluster replaces the first handler by Ray's own
     with sigterm_as_interrupt(), _cluster(config, startup), sigterm_as_interrupt():
@@ -157,8 +157,8 @@ def _run_on_cluster(
 
 
 def _start_controller(
-    config: StageConfig, startup: Startup, *, autostart: tuple[Any, ...] | None = None, **options: Any
-) -> Any:
+    config: StageConfig, startup: Startup, *, autostart: tuple[object, ...] | None = None, **options: object
+) -> ray.actor.ActorHandle:
     """Create the controller actor on this node. Ray restarts it on failure and re-invokes the running method.
 
     Args:
@@ -223,7 +223,7 @@ def with_absolute_paths(config: C) -> C:
             "eval_path": None if config.data.eval_path is None else _absolute(config.data.eval_path),
         }
     )
-    update: dict[str, Any] = {
+    update: dict[str, object] = {
         "run_dir": _absolute(config.run_dir),
         "export_dir": _absolute(config.export_path),
         "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
@@ -234,7 +234,7 @@ def with_absolute_paths(config: C) -> C:
 
 def _with_absolute_model_paths(section: S) -> S:
     """Return the section with absolute paths of the auxiliary models configured in it and below."""
-    update: dict[str, Any] = {}
+    update: dict[str, object] = {}
     for name, value in section:
         if isinstance(value, Section):
             update[name] = _with_absolute_model_paths(value)
@@ -275,7 +275,9 @@ def _grace_seconds(config: StageConfig) -> float:
     return recovery.grace_seconds if config.checkpoint.every else 0.0
 
 
-def follow(actor: Any, has_ended: Callable[[], bool], progress: RunProgress, stop_request: StopRequest) -> None:
+def follow(
+    actor: ray.actor.ActorHandle, has_ended: Callable[[], bool], progress: RunProgress, stop_request: StopRequest
+) -> None:
     """Show the controller's events until the run has ended, and forward requests to end early.
 
     Args:

@@ -35,7 +35,7 @@ SHUTDOWN_SECONDS = 3.0
 class StartedEngine:
     """The Ray actor of an engine and its name in messages."""
 
-    handle: Any
+    handle: ray.actor.ActorHandle
     name: str
 
 
@@ -66,11 +66,11 @@ class EngineHandles:
         """Return a sink for each engine, for the trainer rank that sends full tensors to it."""
         return tuple(EngineSink(engine.handle, engine.name, self._timeout) for engine in self.engines)
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: str, *arguments: object) -> list[Any]:
         """Call `method` on every engine and return the results in order; raises as `wait_all` does."""
         return self.begin(method, *arguments).result(self._timeout)
 
-    def begin(self, method: str, *arguments: Any) -> RemoteCall[list[Any]]:
+    def begin(self, method: str, *arguments: object) -> RemoteCall[list[Any]]:
         """Begin `call`; returns at once."""
         return self._begin(method, [arguments] * len(self.engines))
 
@@ -79,7 +79,7 @@ class EngineHandles:
         ref = ray.put(transfer_spec)
         self._begin("prepare_receive", [(ref, number) for number in range(len(self.engines))]).result(self._timeout)
 
-    def _begin(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> RemoteCall[list[Any]]:
+    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> RemoteCall[list[Any]]:
         """Begin a call of `method` on every engine; `arguments`: those of each engine."""
         refs = [engine.handle.invoke.remote(method, *own) for engine, own in zip(self.engines, arguments, strict=True)]
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
@@ -125,7 +125,7 @@ class EngineGroup(EngineHandles):
         names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
         return wait_all(refs, what="start", names=names, timeout=self._timeout)
 
-    def actors(self) -> dict[str, Any]:
+    def actors(self) -> dict[str, ray.actor.ActorHandle]:
         """Return the Ray actors by their names in messages."""
         return {engine.name: engine.handle for engine in self.engines}
 
@@ -156,7 +156,7 @@ class EngineGroup(EngineHandles):
         """Return the engine's name for messages."""
         return f"engine {replica}"
 
-    def handle(self, replica: int) -> Any:
+    def handle(self, replica: int) -> ray.actor.ActorHandle:
         """Return the engine's Ray actor, an AsyncShell."""
         return self.engines[replica].handle
 
@@ -165,7 +165,7 @@ class EngineGroup(EngineHandles):
         alive = {node.id for node in cluster_nodes()}
         return all(self.pool.slots[slot].node in alive for slot in self.engine_slots[replica])
 
-    def start(self, replica: int) -> Any:
+    def start(self, replica: int) -> ray.ObjectRef:
         """Start a new process for the engine; return a Ray reference that resolves when it has started or failed."""
         started, ref = self._launch(replica)
         self.engines[replica : replica + 1] = [started]  # appends at the first start, replaces at a restart
@@ -177,7 +177,7 @@ class EngineGroup(EngineHandles):
         refs = [engine.handle.stop.remote() for engine in self.engines]
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
 
-    def _launch(self, replica: int) -> tuple[StartedEngine, Any]:
+    def _launch(self, replica: int) -> tuple[StartedEngine, ray.ObjectRef]:
         config, device = self._config, self.pool.device
         slots = [self.pool.slots[rank] for rank in self.engine_slots[replica]]
         environment = make_engine_environment(device, config.rollout.tp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ class EstimateJob:
     """An estimator call for a rollout worker."""
 
     estimator: Estimator
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     rewards: tuple[float, ...]
     """Reward of each completion, N values."""
     columns: Mapping[Column, Payload[TokenColumn]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
@@ -13,6 +13,10 @@ from megarl.errors import LostEngineError, MegarlError, WeightSyncError
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.workers.failures import to_megarl_error, wait_all
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 RETRY_SECONDS = 1.0
 """Delay before a call whose answer was lost is retried."""
@@ -22,7 +26,7 @@ RETRY_SECONDS = 1.0
 class RemoteEngine:
     """A `GenerationEngine` in a Ray actor (an AsyncShell)."""
 
-    handle: Any
+    handle: ActorHandle
     name: str
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -39,7 +43,7 @@ class RemoteEngine:
         """End the request early, with finish_reason `abort`."""
         await self._invoke("abort", request_id)
 
-    async def _invoke(self, method: str, argument: Any) -> Any:
+    async def _invoke(self, method: str, argument: object) -> Any:
         """Call the engine; retry if the answer is lost, because the engine drops running requests with the same ids."""
         while True:
             try:
@@ -56,7 +60,7 @@ class RemoteEngine:
 class EngineRankSink:
     """A `ShardSink` that sends boxes to one tensor rank of an engine on the same node."""
 
-    handle: Any
+    handle: ActorHandle
     name: str
     tp_rank: int
     timeout_seconds: float
@@ -72,7 +76,7 @@ class EngineRankSink:
 class EngineSink:
     """A `WeightSink` that sends buckets to an engine on the same node."""
 
-    handle: Any
+    handle: ActorHandle
     name: str
     timeout_seconds: float
 
@@ -82,7 +86,7 @@ class EngineSink:
         return lambda: _wait_loaded(ref, "load_weights", self.name, self.timeout_seconds)
 
 
-def _wait_loaded(ref: Any, what: str, name: str, timeout_seconds: float) -> None:
+def _wait_loaded(ref: ObjectRef, what: str, name: str, timeout_seconds: float) -> None:
     try:
         wait_all([ref], what=what, names={ref: name}, timeout=timeout_seconds)
     except WeightSyncError as error:

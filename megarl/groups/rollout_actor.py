@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.estimation import EstimateJob, estimate
+from megarl.groups.estimation import EstimateJob, EstimateSummary, estimate
+from megarl.megatron.requests import TokenColumn
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.engine import GenerationEngine
 from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_step
@@ -71,7 +71,9 @@ class RolloutActor(RolloutWorker):
         path = self._folder / f"step-{step:06d}.parquet"
         await asyncio.to_thread(write_rollouts, path, known, advantages, step=step, decode=self._decode)
 
-    async def estimate(self, job: EstimateJob, *groups: Sequence[Trajectory]) -> Any:
+    async def estimate(
+        self, job: EstimateJob, *groups: Sequence[Trajectory]
+    ) -> EstimateSummary | tuple[EstimateSummary | TokenColumn, ...]:
         """Run the estimator; return its `EstimateSummary`, followed by one value for each column of `job.outputs`."""
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary

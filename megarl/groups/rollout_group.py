@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
@@ -51,7 +50,7 @@ class _InFlightJob:
 
     job: GroupJob
     worker: int
-    payload: Any
+    payload: ray.ObjectRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +58,8 @@ class _PendingRecord:
     """A call that writes rollouts to disk and has not finished."""
 
     index: int
-    worker: Any
-    arguments: tuple[Any, ...]
+    worker: ray.actor.ActorHandle
+    arguments: tuple[object, ...]
 
 
 class RolloutGroup:
@@ -82,7 +81,7 @@ class RolloutGroup:
         self._last_check = time.monotonic()
         self._known_engines: list[RemoteEngine | None] = []
         """Handle of each engine that the workers currently use, by replica; None for an engine that does not serve."""
-        self._records: dict[Any, _PendingRecord] = {}
+        self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
 
     def start(self) -> None:
@@ -96,7 +95,7 @@ class RolloutGroup:
         refs = [worker.startup_timing.remote() for worker in self._workers]
         return wait_all(refs, what="start", names=self._names(refs))
 
-    def actors(self) -> dict[str, Any]:
+    def actors(self) -> dict[str, ray.actor.ActorHandle]:
         """Return the Ray actors by their names in messages."""
         return {f"rollout worker {index}": worker for index, worker in enumerate(self._workers)}
 
@@ -120,7 +119,7 @@ class RolloutGroup:
                 first error ends the stream.
         """
         self._poll_engines()
-        in_flight: dict[Any, _InFlightJob] = {}
+        in_flight: dict[ray.ObjectRef, _InFlightJob] = {}
         for group_id, prompt in enumerate(prompts):
             job = GroupJob(
                 prompt=prompt,
@@ -145,7 +144,7 @@ class RolloutGroup:
             )
 
     def _iter_finished(
-        self, in_flight: dict[Any, _InFlightJob], label: str
+        self, in_flight: dict[ray.ObjectRef, _InFlightJob], label: str
     ) -> Iterator[tuple[GroupSummary, StoredPayload[list[Trajectory]]]]:
         """Yield the groups of `in_flight` as they finish, and remove them from it; raises as `stream` does."""
         idle = _IdleTimeout(self._timeout)
@@ -163,11 +162,11 @@ class RolloutGroup:
                 raise_failure(summary, what="rollout", name=f"rollout worker {in_flight[summary].worker}")
                 yield ray.get(summary), StoredPayload(in_flight.pop(summary).payload)
 
-    def _submit(self, job: GroupJob, worker: int, in_flight: dict[Any, _InFlightJob]) -> None:
+    def _submit(self, job: GroupJob, worker: int, in_flight: dict[ray.ObjectRef, _InFlightJob]) -> None:
         summary, payload = self._workers[worker].invoke.options(num_returns=2).remote("rollout_group", job)
         in_flight[summary] = _InFlightJob(job, worker, payload)
 
-    def _wait_any(self, in_flight: Mapping[Any, _InFlightJob]) -> list[Any]:
+    def _wait_any(self, in_flight: Mapping[ray.ObjectRef, _InFlightJob]) -> list[ray.ObjectRef]:
         """Return one finished job in a list; empty after a timeout or if the state of an engine may have changed."""
         done, _ = ray.wait([*in_flight, *self._supervisor.refs()], num_returns=1, timeout=POLL_INTERVAL_SECONDS)
         found = [ref for ref in done if ref in in_flight]
@@ -175,7 +174,7 @@ class RolloutGroup:
             self._kill_hung_workers({each.worker for each in in_flight.values()})
         return found
 
-    def _wait_for(self, ref: Any, worker: int) -> None:
+    def _wait_for(self, ref: ray.ObjectRef, worker: int) -> None:
         """Block until this call to the worker has returned or failed."""
         while not ray.wait([ref], timeout=POLL_INTERVAL_SECONDS)[0]:
             self._kill_hung_workers({worker})
@@ -214,7 +213,7 @@ class RolloutGroup:
                     worker.invoke.remote("replace_engine", number, engine)
         return changed or not self._supervisor.serving
 
-    def _replace_worker(self, index: int, failed: Any, in_flight: dict[Any, _InFlightJob]) -> None:
+    def _replace_worker(self, index: int, failed: ray.ObjectRef, in_flight: dict[ray.ObjectRef, _InFlightJob]) -> None:
         """Restart a worker whose death the call `failed` has reported, and submit its jobs to the new one."""
         self._restart(index, failed)
         for ref, old in list(in_flight.items()):
@@ -222,7 +221,7 @@ class RolloutGroup:
                 del in_flight[ref]
                 self._submit(old.job, index, in_flight)
 
-    def _restart(self, index: int, call: Any) -> None:
+    def _restart(self, index: int, call: ray.ObjectRef) -> None:
         """Wait for `call`, and restart the worker as long as calls fail because of its death.
 
         Raises:
@@ -250,7 +249,7 @@ class RolloutGroup:
             self._probes[index] = self._make_probe(self._workers[index])
             call = self._build(self._workers[index])
 
-    def _launch(self, index: int) -> Any:
+    def _launch(self, index: int) -> ray.actor.ActorHandle:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
         nodes = nodes_for_light_workers()
         here = NodeAffinitySchedulingStrategy(nodes[index % len(nodes)].id, soft=False)
@@ -262,10 +261,10 @@ class RolloutGroup:
         )  # imports take seconds and overlap with the start of the engines
         return worker
 
-    def _make_probe(self, worker: Any) -> WorkerLivenessProbe:
+    def _make_probe(self, worker: ray.actor.ActorHandle) -> WorkerLivenessProbe:
         return WorkerLivenessProbe(worker, self._config.recovery.engine_stall_seconds)
 
-    def _build(self, worker: Any) -> Any:
+    def _build(self, worker: ray.actor.ActorHandle) -> ray.ObjectRef:
         return worker.build.remote(RolloutActor, (self._config, self._known_engines), {}, time.time())
 
     def collect(
@@ -311,11 +310,11 @@ class RolloutGroup:
                 self._restart(index, ref)
             self._record(index, recording.arguments)
 
-    def _record(self, index: int, arguments: tuple[Any, ...]) -> None:
+    def _record(self, index: int, arguments: tuple[object, ...]) -> None:
         worker = self._workers[index]
         self._records[worker.invoke.remote("record", *arguments)] = _PendingRecord(index, worker, arguments)
 
-    def _is_worker_dead(self, ref: Any) -> bool:
+    def _is_worker_dead(self, ref: ray.ObjectRef) -> bool:
         """Return whether the finished call `ref` failed because its worker's process died."""
         try:
             ray.get(ref)
@@ -325,7 +324,7 @@ class RolloutGroup:
             return False
         return False
 
-    def _names(self, refs: Sequence[Any]) -> dict[Any, str]:
+    def _names(self, refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, str]:
         return {ref: f"rollout worker {i}" for i, ref in enumerate(refs)}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError
@@ -31,6 +31,7 @@ from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.tracking.phases import PhaseTimer
 from megarl.workers.group import RemoteCall, WorkerFuture
 
+E = TypeVar("E")
 T = TypeVar("T")
 
 REPORT_GRACE_SECONDS = 15.0
@@ -157,8 +158,8 @@ class WeightSync:
         return sum_sync_stats([sent, *chain.from_iterable(received)])
 
     def _wait_both(
-        self, rendezvous_info: RendezvousInfo, engines: RemoteCall[list[Any]], trainer: WorkerFuture[T]
-    ) -> tuple[list[Any], T]:
+        self, rendezvous_info: RendezvousInfo, engines: RemoteCall[E], trainer: WorkerFuture[T]
+    ) -> tuple[E, T]:
         try:
             return engines.joined_with(trainer).result(self._timeout_seconds + REPORT_GRACE_SECONDS)
         except WeightSyncError as e:

@@ -1,8 +1,8 @@
-"""The safetensors format: what its header says, and writing one. No tensor is touched and torch is not imported.
+"""Read and write headers of the safetensors format. No tensor data is read and torch is not imported.
 
     8 bytes      length of the header, little-endian
     header       JSON, padded with spaces to a multiple of 8: name -> dtype, shape, data_offsets from the header's end
-    data         tensors row-major, one after another, without holes
+    data         row-major tensors, contiguous, without gaps
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import DataError
+from megarl.model_files.json_object import JsonObject
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum header length that the format allows."""
 
 _TORCH_NAMES = {
     "F64": ("float64", 8),
@@ -41,43 +41,43 @@ _TORCH_NAMES = {
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
 }
-"""The format's name of a dtype -> torch's, and bytes of an element."""
+"""Dtype name in the format -> dtype name in torch, bytes per element."""
 
 _FORMAT_NAMES = {torch: (name, size) for name, (torch, size) in _TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file."""
+    """Location, shape and dtype of a tensor in a safetensors file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """As torch names it: `float32`."""
+    """Dtype name in torch, such as `float32`."""
     offset: int
-    """Bytes from the start of the file."""
+    """Offset of the first byte from the start of the file."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes per element."""
         return itemsize(self.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Of all elements."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * self.itemsize
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element of a dtype as torch names it."""
+    """Return the bytes per element of a dtype, given by its name in torch."""
     return _FORMAT_NAMES[dtype][1]
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file.
+    """Read the header of a safetensors file; return its tensors by name.
 
     Raises:
-        DataError: the file is missing, cut short, or no safetensors.
+        DataError: the file is missing, truncated, or not in safetensors format.
     """
     try:
         with file.open("rb") as f:
@@ -97,11 +97,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def encode_header(
     tensors: Mapping[str, tuple[tuple[int, ...], str]], file: Path
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """How a file of these tensors (shape and torch's dtype) begins, and where they lie in it.
+    """Return the header bytes of a file with these tensors (shape and torch dtype name), and their locations.
 
-    Wide elements come first, so that every tensor is aligned to its elements.
+    Dtypes with more bytes per element come first, so that every tensor is aligned to its element size.
     """
-    tree: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    tree: JsonObject = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors, key=lambda name: (-itemsize(tensors[name][1]), name)):
         shape, dtype = tensors[name]
@@ -123,17 +123,17 @@ def encode_header(
 
 
 class _MalformedError(ValueError):
-    """What is wrong with a file, without its name."""
+    """Describes what is wrong with a file, without its name."""
 
 
 def _header_length(start: bytes, size: int) -> int:
     if len(start) < 8:
-        raise _MalformedError(f"the length of its header needs 8 bytes, got {len(start)}")
+        raise _MalformedError(f"its header length needs 8 bytes, got {len(start)}")
     (length,) = struct.unpack("<Q", start)
     if length > MAX_HEADER_BYTES:
         raise _MalformedError(f"its header has at most {MAX_HEADER_BYTES} bytes, got {length}")
     if 8 + length > size:
-        raise _MalformedError(f"it is cut short, its header needs 8 + {length} = {8 + length} bytes, got {size}")
+        raise _MalformedError(f"it is truncated, its header needs 8 + {length} = {8 + length} bytes, got {size}")
     return int(length)
 
 
@@ -150,8 +150,8 @@ def _parse(file: Path, text: bytes, data_start: int, size: int) -> dict[str, Sto
     if needs > size:
         cut = min((t.offset, name) for name, t in tensors.items() if t.offset + t.num_bytes > size)[1]
         raise _MalformedError(
-            f"it is cut short, its tensors need {needs} bytes, got {size}, {needs - size} less; the first that is cut "
-            f"is {cut}"
+            f"it is truncated, its tensors need {needs} bytes, got {size}, {needs - size} less; the first truncated "
+            f"tensor is {cut}"
         )
     return tensors
 

@@ -1,17 +1,26 @@
+"""Read JSON files that hold one object."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.errors import DataError
 
+JsonObject: TypeAlias = dict[str, Any]
+"""A parsed JSON object, such as a config.json."""
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The content of a JSON file that holds one object.
+JsonMapping: TypeAlias = Mapping[str, Any]
+"""A parsed JSON object that is only read."""
+
+
+def read_json_object(file: Path) -> JsonObject:
+    """Read a JSON file that holds one object.
 
     Raises:
-        DataError: there is no such file, or it is no JSON object.
+        DataError: the file cannot be read, or its content is not a JSON object.
     """
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megarl.config.preference import DpoConfig
 from megarl.config.run import RunConfig, StageConfig
@@ -18,10 +17,11 @@ from megarl.megatron.families.model_folder import (
     load_architecture_from_folder,
     model_head,
 )
+from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.rollout.unsupported_options import find_engine_problems
 
 
-def find_model_problems(config: StageConfig, hf_config: dict[str, Any], device: str | None) -> Iterator[str]:
+def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str | None) -> Iterator[str]:
     """Find problems of the model in `model.path`: architecture, weights, parallel sizes, support by the engine.
 
     Args:
@@ -74,6 +74,6 @@ def _find_engine_tp_problems(model: ModelArchitecture, tp: int) -> Iterator[str]
             yield f"rollout.tp: {units.description} that do not divide, {units.total} % {tp} = {units.total % tp}"
 
 
-def find_token_limit(config: StageConfig, hf_config: Mapping[str, Any]) -> int:
+def find_token_limit(config: StageConfig, hf_config: JsonMapping) -> int:
     """Return the most tokens allowed in a prompt; for stages without engines, in a prompt with its answer."""
     return prompt_budget(config, hf_config) if isinstance(config, RunConfig) else hf_config["max_position_embeddings"]

@@ -66,7 +66,7 @@ def _is_module_or_parent(missing: str | None, name: str) -> bool:
     return missing is not None and f"{name}.".startswith(f"{missing}.")
 
 
-def _check_signature(function: Callable[..., Any], path: str, key: str) -> None:
+def _check_signature(function: Callable[..., object], path: str, key: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-ins have no signature

@@ -30,7 +30,7 @@ from megarl.reward.rules import fast_numeric_reward, format_reward, numeric_rewa
 
 RewardTerm: TypeAlias = Callable[[Trajectory, str, Prompt], Awaitable[float]]
 
-CallOutcome: TypeAlias = tuple[Any, BaseException | None]
+CallOutcome: TypeAlias = tuple[object, BaseException | None]
 """The return value of a user's function, or the exception that it raised."""
 
 MAX_THREADS = 32
@@ -153,14 +153,14 @@ class _PythonRewardTerm:
             return await asyncio.wait_for(_run_in_thread(call), self._timeout_seconds)
 
 
-async def _await_outcome(coroutine: Awaitable[Any]) -> CallOutcome:
+async def _await_outcome(coroutine: Awaitable[object]) -> CallOutcome:
     try:
         return await coroutine, None
     except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
         return None, e
 
 
-async def _run_in_thread(call: Callable[[], Any]) -> CallOutcome:
+async def _run_in_thread(call: Callable[[], object]) -> CallOutcome:
     """Run `call` in a new daemon thread: a hung call in an executor would keep the process from exiting."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[CallOutcome] = loop.create_future()

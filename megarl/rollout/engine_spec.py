@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.config import RunConfig
 from megarl.errors import DataError
+from megarl.model_files.json_object import JsonObject
 from megarl.rollout.unsupported_options import check_engine_support
 
 CPU_MAX_TOTAL_TOKENS = 65_536
@@ -49,7 +49,7 @@ class EngineSpec:
     """How long the boxes of one TP rank wait for the other ranks' boxes of the same round."""
     answer_timeout_seconds: float = 60.0
     """Timeout for one step of a weight update."""
-    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    extra_args: Mapping[str, object] = field(default_factory=dict)
     """Additional keyword arguments of `sglang.Engine`."""
 
 
@@ -114,7 +114,7 @@ def read_stop_token_ids(model_path: str) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _token_id(tokenizer: dict[str, Any], token: str) -> list[int]:
+def _token_id(tokenizer: JsonObject, token: str) -> list[int]:
     added = [entry["id"] for entry in tokenizer.get("added_tokens", []) if entry.get("content") == token]
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
     if not added and isinstance(vocabulary, dict) and token in vocabulary:
@@ -122,7 +122,7 @@ def _token_id(tokenizer: dict[str, Any], token: str) -> list[int]:
     return added
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> JsonObject:
     if not file.exists():
         return {}
     try:

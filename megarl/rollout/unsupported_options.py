@@ -7,14 +7,14 @@ trains.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.model_files.json_object import JsonMapping
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
 
 
-def find_engine_problems(config: Mapping[str, Any], device: str, *, origin: str) -> list[str]:
+def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
     """Return one message, beginning with a YAML key, for each model option that the engines would not respect.
 
     Args:
@@ -38,7 +38,7 @@ def find_engine_problems(config: Mapping[str, Any], device: str, *, origin: str)
     return list(problems)
 
 
-def check_engine_support(config: Mapping[str, Any], device: str, *, origin: str) -> None:
+def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> None:
     """Check that engines on `device` run the model as its config.json describes it.
 
     Raises:
@@ -49,7 +49,7 @@ def check_engine_support(config: Mapping[str, Any], device: str, *, origin: str)
         raise ConfigError("\n".join(problems))
 
 
-def _gemma2(config: Mapping[str, Any], device: str, origin: str) -> Iterator[str]:
+def _gemma2(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     cap = config.get("attn_logit_softcapping", 50.0)  # Hugging Face's default
     if cap and device == "cpu":
         yield (
@@ -62,13 +62,13 @@ def _gemma2(config: Mapping[str, Any], device: str, origin: str) -> Iterator[str
     yield from _required(config, dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"), origin)
 
 
-def _mixtral(config: Mapping[str, Any], origin: str) -> Iterator[str]:
+def _mixtral(config: JsonMapping, origin: str) -> Iterator[str]:
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     yield from _unread(config, {"head_dim": head_dim, "tie_word_embeddings": False}, origin)
     yield from _plain_rope(config, origin)
 
 
-def _deepseek_v3(config: Mapping[str, Any], device: str, origin: str) -> Iterator[str]:
+def _deepseek_v3(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
     # transformers does not write these three keys
     needed = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     yield from _required(config, needed, origin)
@@ -82,14 +82,14 @@ def _deepseek_v3(config: Mapping[str, Any], device: str, origin: str) -> Iterato
         yield f"model.path: {origin}: SGLang needs rope type default or yarn, it runs any other as yarn, got {kind}"
 
 
-def _unread(config: Mapping[str, Any], served: Mapping[str, object], origin: str) -> Iterator[str]:
+def _unread(config: JsonMapping, served: Mapping[str, object], origin: str) -> Iterator[str]:
     for key, value in served.items():
         got = config.get(key)
         if got is not None and got != value:
             yield f"model.path: {origin}: SGLang does not read {key}, it needs to be {value}, got {got}"
 
 
-def _required(config: Mapping[str, Any], needed: Mapping[str, object], origin: str) -> Iterator[str]:
+def _required(config: JsonMapping, needed: Mapping[str, object], origin: str) -> Iterator[str]:
     """Yield a message for each key that SGLang reads without a default and that lacks the needed value."""
     for key, value in needed.items():
         got = config.get(key)
@@ -97,12 +97,12 @@ def _required(config: Mapping[str, Any], needed: Mapping[str, object], origin: s
             yield f"model.path: {origin}: SGLang needs {key} {value}, got {got}"
 
 
-def _plain_rope(config: Mapping[str, Any], origin: str) -> Iterator[str]:
+def _plain_rope(config: JsonMapping, origin: str) -> Iterator[str]:
     kind = _rope_type(config)
     if kind != "default":
         yield f"model.path: {origin}: SGLang does not read how rope is scaled, its type needs to be default, got {kind}"
 
 
-def _rope_type(config: Mapping[str, Any]) -> str:
+def _rope_type(config: JsonMapping) -> str:
     stated = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     return stated.get("rope_type") or stated.get("type") or "default"

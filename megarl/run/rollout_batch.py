@@ -5,19 +5,19 @@ Shapes: N completions of all groups, numbered group after group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
-from typing import Any
 
 from megarl.batch.pack import Column
+from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
 from megarl.groups.rollout_group import FinishedGroup
 from megarl.megatron.loss_specs import LossSpec
 from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleKey, SampleRef, TokenColumn, TrainRequest
 from megarl.rollout.rollout_worker import TrajectorySummary
-from megarl.workers.payload import Payload
+from megarl.workers.payload import Payload, StoredPayload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,10 +146,10 @@ class RolloutBatch:
         )
 
     @property
-    def _payloads(self) -> tuple[Any, ...]:
+    def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
-    def _sample(self, sample_index: int, key: SampleKey, columns: Any) -> SampleRef:
+    def _sample(self, sample_index: int, key: SampleKey, columns: Iterable[tuple[Column, Column]]) -> SampleRef:
         payload, index = key
         return SampleRef(
             payload=payload,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,7 +30,7 @@ class RunState:
     policy_version: int = 0
     samplers: Mapping[str, SamplerState] = field(default_factory=dict)
     """Position of each data sampler, in rows."""
-    algorithm_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    algorithm_state: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Fields of each state registered with `RLRun.register_state`, by name."""
     skips_in_a_row: int = 0
     """Consecutive steps without a policy update, see `limits.max_skips_in_a_row`."""

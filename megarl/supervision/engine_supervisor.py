@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -46,7 +46,7 @@ class EngineProcesses(Protocol):
         """Return the engine's name for messages."""
         ...
 
-    def handle(self, replica: int) -> Any:
+    def handle(self, replica: int) -> ray.actor.ActorHandle:
         """Return the engine's Ray actor, an AsyncShell."""
         ...
 
@@ -54,7 +54,7 @@ class EngineProcesses(Protocol):
         """Return whether the node of the engine's slots is alive."""
         ...
 
-    def start(self, replica: int) -> Any:
+    def start(self, replica: int) -> ray.ObjectRef:
         """Start a new process for the engine; return a Ray reference that resolves when it has started or failed."""
         ...
 
@@ -62,15 +62,15 @@ class EngineProcesses(Protocol):
 class EngineLivenessProbe:
     """Liveness of one engine, from a call that returns when the engine ends and from periodic pings."""
 
-    def __init__(self, handle: Any, name: str, timeout_seconds: float) -> None:
+    def __init__(self, handle: ray.actor.ActorHandle, name: str, timeout_seconds: float) -> None:
         self._handle, self._name, self._timeout = handle, name, timeout_seconds
         self._ping_interval = min(timeout_seconds / 4, 5.0)
         self.watch = handle.invoke.remote("watch")
         self._last_poll = self._last_answer = time.monotonic()
         self._silent_seconds = 0.0
-        self._pending_ping: Any = None
+        self._pending_ping: ray.ObjectRef | None = None
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references that become ready when the engine ends or answers."""
         return [self.watch] if self._pending_ping is None else [self.watch, self._pending_ping]
 
@@ -119,7 +119,7 @@ class EngineReplica:
         self.restart_budget = restart_budget
         self.state: State = "backoff"
         self.probe: EngineLivenessProbe | None = None
-        self._start_ref: Any = None
+        self._start_ref: ray.ObjectRef | None = None
         self._deadline = self._lost_at = time.monotonic()
         self._has_served = False
 
@@ -136,7 +136,7 @@ class EngineReplica:
         if self.state == "ready":
             self.state, self._has_served = "serving", True
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references that become ready when the replica's state may change."""
         return self.probe.refs() if self.probe is not None else [] if self._start_ref is None else [self._start_ref]
 
@@ -254,7 +254,7 @@ class EngineSupervisor:
         for index in replicas:
             self.replicas[index].mark_serving()
 
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references to wait for between two calls of `poll`, at most `POLL_INTERVAL_SECONDS` apart."""
         return [ref for replica in self.replicas for ref in replica.refs()]
 
@@ -327,7 +327,7 @@ class EngineSupervisor:
         return self.ready != before
 
 
-def _get_error(ref: Any, name: str) -> MegarlError | None:
+def _get_error(ref: ray.ObjectRef, name: str) -> MegarlError | None:
     """Return the error that the finished call `ref` has returned or raised, or None."""
     try:
         found: MegarlError | None = ray.get(ref)

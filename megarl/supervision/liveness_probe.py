@@ -7,7 +7,6 @@ elsewhere.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import ray
 
@@ -20,12 +19,12 @@ LIVENESS_GROUP = "liveness"
 class WorkerLivenessProbe:
     """Liveness of one rollout worker: a Ray actor (an AsyncShell) with the concurrency group `LIVENESS_GROUP`."""
 
-    def __init__(self, worker: Any, timeout_seconds: float) -> None:
+    def __init__(self, worker: ray.actor.ActorHandle, timeout_seconds: float) -> None:
         self._worker, self._timeout = worker, timeout_seconds
         self._ping_interval = min(timeout_seconds / 4, 5.0)
         self._last_poll = self._last_answer = time.monotonic()
         self._silent_seconds = 0.0
-        self._pending_ping: Any = None
+        self._pending_ping: ray.ObjectRef | None = None
 
     def is_hung(self) -> bool:
         """Return whether the worker has not answered for `timeout_seconds`; a worker that has died is not hung.

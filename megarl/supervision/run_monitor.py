@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
@@ -16,6 +16,9 @@ from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
 from megarl.workers.group import WorkerProcesses
 from megarl.workers.stack_collector import collect_stacks, query_processes
 from megarl.workers.stragglers import StragglerMonitor
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 LOCATE_TIMEOUT_SECONDS = 10.0
 """Time allowed for a process to report its host and pid."""
@@ -37,8 +40,8 @@ class RunMonitor:
         self._start_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)
         self._trainer: WorkerProcesses | None = None
         self._stragglers: StragglerMonitor | None = None
-        self._actors: Callable[[], Mapping[str, Any]] = dict
-        self._located: dict[str, Any] = {}
+        self._actors: Callable[[], Mapping[str, ActorHandle]] = dict
+        self._located: dict[str, ActorHandle] = {}
         """Actors whose entry in `_processes` is current."""
         self._processes: dict[str, ProcessInfo] = {}
 
@@ -51,7 +54,7 @@ class RunMonitor:
         with self._start_watchdog.phase(step, "start"):
             yield
 
-    def watch(self, trainer: WorkerProcesses, grid: RankGrid, actors: Callable[[], Mapping[str, Any]]) -> None:
+    def watch(self, trainer: WorkerProcesses, grid: RankGrid, actors: Callable[[], Mapping[str, ActorHandle]]) -> None:
         """Monitor these processes from now on; the trainer must have started and be idle.
 
         Args:

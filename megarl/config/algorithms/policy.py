@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -137,7 +137,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_preset(cls, data: Any) -> Any:
+    def _from_preset(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
         kind = cls.model_fields["type"].default

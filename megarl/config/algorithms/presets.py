@@ -7,18 +7,23 @@ those of the recipe that it ships for the algorithm. Differences that no field c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.config.section import merge
 
 Preset = Literal["default", "paper", "compat:verl", "compat:slime", "compat:nemo-rl"]
 
 # verl, trainer/config/actor/actor.yaml: clip_ratio_low/high 0.2, clip_ratio_c 3, loss_agg_mode token-mean
-_VERL: dict[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
+_VERL: dict[str, object] = {
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
+    "dual_clip": 3.0,
+    "aggregation": "token-mean",
+}
 
 # slime, utils/arguments.py: eps-clip 0.2, no eps-clip-c, kl-coef and kl-loss-coef 0; without calculate-per-token-loss
 # it takes the mean of each sample's mean
-_SLIME: dict[str, Any] = {
+_SLIME: dict[str, object] = {
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.2,
     "dual_clip": None,
@@ -28,7 +33,7 @@ _SLIME: dict[str, Any] = {
 }
 
 # NeMo-RL, examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml and ppo_math_1B.yaml, under loss_fn
-_NEMO_DAPO: dict[str, Any] = {
+_NEMO_DAPO: dict[str, object] = {
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
     "dual_clip": 10.0,
@@ -38,9 +43,9 @@ _NEMO_DAPO: dict[str, Any] = {
 }
 
 # PKU-Alignment/safe-rlhf, scripts/ppo-lag.sh: clip_range_value 5, critic_lr and cost_critic_lr 5e-6
-_SAFE_RLHF_CRITIC: dict[str, Any] = {"clip": 5.0, "optimizer": {"lr": 5e-6}}
+_SAFE_RLHF_CRITIC: dict[str, object] = {"clip": 5.0, "optimizer": {"lr": 5e-6}}
 
-PRESETS: dict[tuple[str, str], dict[str, Any]] = {
+PRESETS: dict[tuple[str, str], dict[str, object]] = {
     # arXiv 2402.03300: coefficient 0.04 (section 4.2), estimator k3 (equation 4), mean of means (equation 3)
     ("grpo", "paper"): {"kl_loss": {"kind": "k3", "coefficient": 0.04}, "aggregation": "seq-mean-token-mean"},
     # docs/algo/grpo.md asks for use_kl_loss: low_var_kl with kl_loss_coef 0.001 by default
@@ -208,7 +213,7 @@ PRESETS: dict[tuple[str, str], dict[str, Any]] = {
 """(type, preset) -> default values of fields."""
 
 
-def apply_preset(kind: str, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def apply_preset(kind: str, preset: str, given: Mapping[str, object]) -> dict[str, object]:
     """Merge `given` over the values of the preset. Sections are merged key by key; a null in `given` wins.
 
     Raises:

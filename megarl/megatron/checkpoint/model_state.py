@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.parameter_map import ParameterMap
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+
     from megarl.megatron.modeling.megatron_model import MegatronModel
 
 CONTENT_METADATA = {"singleton_local_shards": False, "non_homogeneous_layers": True}
@@ -64,7 +66,7 @@ def save_model(model: MegatronModel, folder: str | Path) -> None:
         DataError: a rank could not write; the message names the rank.
     """
     folder = Path(folder)
-    state: dict[str, Any] = {"checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
+    state: ShardedStateDict = {"checkpoint_version": CHECKPOINT_VERSION, "iteration": 0}
     state |= sharded_state_dict(model, CONTENT_METADATA)
     try:
         if dist.get_rank() == 0:
@@ -103,7 +105,7 @@ def load_model(model: MegatronModel, folder: str | Path) -> None:
     assert {_address(tensor) for tensor in nested_values(parameters)} <= held, "megatron-core loaded into new tensors"
 
 
-def sharded_state_dict(model: MegatronModel, content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def sharded_state_dict(model: MegatronModel, content: Mapping[str, object]) -> dict[str, ShardedStateDict]:
     """Return megatron-core's sharded state dict of this rank's parameters, with Megatron-LM's keys.
 
     Args:
@@ -186,7 +188,7 @@ class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
         return True
 
     @override
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         for sharded in nested_values(by_key):
             if isinstance(sharded, ShardedTensor):
@@ -198,7 +200,7 @@ class _StreamingSave(SaveShardedStrategy):  # type: ignore[misc]
         )
 
 
-def _read_content_metadata(folder: Path) -> Mapping[str, Any]:
+def _read_content_metadata(folder: Path) -> Mapping[str, object]:
     """Read the content metadata of the checkpoint in `folder`."""
     try:
         return dist_checkpointing.load_content_metadata(str(folder)) or {}
@@ -207,7 +209,7 @@ def _read_content_metadata(folder: Path) -> Mapping[str, Any]:
 
 
 def _require_stored(
-    folder: Path, index: Mapping[str, IndexedTensor], state: Any, architecture: ModelArchitecture
+    folder: Path, index: Mapping[str, IndexedTensor], state: ShardedStateDict, architecture: ModelArchitecture
 ) -> None:
     """Raise DataError on all ranks if the checkpoint lacks a tensor that any rank needs."""
     problems = []
@@ -236,7 +238,7 @@ def _require_stored(
         )
 
 
-def _drop_extra_state(state: dict[str, dict[str, Any]]) -> None:
+def _drop_extra_state(state: dict[str, ShardedStateDict]) -> None:
     """Remove Transformer Engine's FP8 extra state, which is not a tensor."""
     for chunk in state.values():
         for key in [key for key in chunk if key.endswith("_extra_state")]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -28,7 +31,7 @@ class OptimizerShard:
     """State tensors of `stop - start` values: `MOMENTS`, and `MAIN_PARAM` for a 16-bit parameter."""
 
 
-def collect_optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
+def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, OptimizerShard]:
     """Return the optimizer shard of each parameter, by the parameter's `id`.
 
     State that the first step would create is initialized with zeros.
@@ -56,7 +59,7 @@ def collect_optimizer_shards(optimizer: Any) -> dict[int, OptimizerShard]:
     return shards
 
 
-def read_step(optimizer: Any) -> int:
+def read_step(optimizer: ChainedOptimizer) -> int:
     """Return the number of optimizer steps taken, which determines Adam's bias correction."""
     steps = set()
     for member in _sub_optimizers(optimizer):
@@ -67,7 +70,7 @@ def read_step(optimizer: Any) -> int:
     return steps.pop() if steps else 0
 
 
-def write_step(optimizer: Any, step: int) -> None:
+def write_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the step count of all parameters to `step`."""
     for member in _sub_optimizers(optimizer):
         _require_state(member)
@@ -80,7 +83,7 @@ def write_step(optimizer: Any, step: int) -> None:
                 group["step"] = step
 
 
-def sync_parameters(optimizer: Any) -> None:
+def sync_parameters(optimizer: ChainedOptimizer) -> None:
     """All-gather the parameter ranges that other data-parallel ranks step, as after every step."""
     chunks = {
         id(chunk): chunk
@@ -92,24 +95,24 @@ def sync_parameters(optimizer: Any) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def _sub_optimizers(optimizer: Any) -> list[Any]:
+def _sub_optimizers(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
     """Return the chained optimizers that hold parameters: one for dense parameters, one for experts."""
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
 
 
-def _require_state(member: Any) -> None:
+def _require_state(member: MegatronOptimizer) -> None:
     member.init_state_fn(member.optimizer, member.config)
     if _has_step_per_parameter(member.optimizer):
         for state in member.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
 
 
-def _has_step_per_parameter(inner: Any) -> bool:
+def _has_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
     """Return whether the step count is per parameter, as in torch; fused optimizers count per parameter group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _stepped_parameters(member: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _stepped_parameters(member: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield (parameter, tensor that the optimizer steps, its offset in the flattened parameter)."""
     if isinstance(member, DistributedOptimizer):
         for parameter, (group, order) in member.model_param_group_index_map.items():
@@ -124,7 +127,7 @@ def _stepped_parameters(member: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
             yield parameters.get(id(main), main), main, 0
 
 
-def _parameters_by_main(member: Any) -> dict[int, Tensor]:
+def _parameters_by_main(member: MegatronOptimizer) -> dict[int, Tensor]:
     """Return the 16-bit parameters by the `id` of their float32 main parameter."""
     pairs = zip(getattr(member, "float16_groups", ()), getattr(member, "fp32_from_float16_groups", ()), strict=True)
     return {id(main): parameter for group in pairs for parameter, main in zip(*group, strict=True)}

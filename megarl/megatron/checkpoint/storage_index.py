@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
@@ -78,7 +77,7 @@ def make_index(shards: Iterable[StoredShard]) -> bytes:
     return pickle.dumps(index)
 
 
-def serialize(value: Mapping[str, Any]) -> bytes:
+def serialize(value: Mapping[str, object]) -> bytes:
     """Return `value` in the format of `torch.save`."""
     out = io.BytesIO()
     torch.save(dict(value), out)

@@ -50,6 +50,9 @@ from megarl.megatron.runtime import platform
 from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     from megarl.megatron.modeling.megatron_model import MegatronModel
     from megarl.megatron.runtime.offload import TrainerMemory
 
@@ -73,7 +76,13 @@ class _PendingSave:
 class TrainCheckpoint:
     """Saves and loads one rank's training state. `TrainerWorker` documents the order of calls."""
 
-    def __init__(self, model: MegatronModel, optimizer: Any, scheduler: Any, memory: TrainerMemory) -> None:
+    def __init__(
+        self,
+        model: MegatronModel,
+        optimizer: ChainedOptimizer,
+        scheduler: OptimizerParamScheduler,
+        memory: TrainerMemory,
+    ) -> None:
         self._model, self._optimizer, self._scheduler, self._memory = model, optimizer, scheduler, memory
         self._shards: list[CheckpointShard] = []
         """Shards that this rank writes; the same in every save."""
@@ -242,7 +251,7 @@ class TrainCheckpoint:
         found = {number: (file, *location) for number, file, location in written}
         return tuple(found[number] for number in range(len(self._shards)))
 
-    def _problems(self, folder: Path, common: Mapping[str, Any], tensor_problems: list[str]) -> list[str]:
+    def _problems(self, folder: Path, common: Mapping[str, object], tensor_problems: list[str]) -> list[str]:
         """Return the reasons why the checkpoint cannot be loaded; empty if it can."""
         if "megarl" not in common:
             return [f"{folder} holds only a model, needs a training state"]
@@ -280,7 +289,7 @@ def _rng_state_file() -> str:
     return f"generators_{dist.get_rank()}.pt"
 
 
-def _serialize_lazily(value: Mapping[str, Any]) -> Iterator[bytes]:
+def _serialize_lazily(value: Mapping[str, object]) -> Iterator[bytes]:
     yield serialize(value)
 
 

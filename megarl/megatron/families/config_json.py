@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention
 from megarl.megatron.families.feed_forward import GatedMlp
 from megarl.megatron.families.rope import Rope
+from megarl.model_files.json_object import JsonMapping, JsonObject
 
 
 class HfConfig(BaseModel):
@@ -30,9 +31,9 @@ class HfConfig(BaseModel):
     rms_norm_eps: PositiveFloat
     tie_word_embeddings: bool = False
     rope_theta: PositiveFloat | None = None
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: JsonObject | None = None
     """RoPE scaling as transformers 4 writes it."""
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: JsonObject | None = None
     """RoPE parameters as transformers 5 writes them, `rope_theta` included."""
 
     # Options that change what layers compute or hold: any other value raises an error that names the key.
@@ -42,7 +43,7 @@ class HfConfig(BaseModel):
     use_sliding_window: Literal[False] = False
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], *, origin: str) -> Self:
+    def read(cls, config: JsonMapping, *, origin: str) -> Self:
         """Validate the content of a config.json; `origin` is its name in error messages.
 
         Raises:
@@ -103,7 +104,7 @@ class HfConfig(BaseModel):
         )
 
 
-def _error_message(error: Any) -> str:
+def _error_message(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"])
     match error["type"]:
         case "missing":

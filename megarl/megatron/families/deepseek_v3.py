@@ -7,9 +7,8 @@ the parameter maps leave the copies out, and an export writes them (`ModelArchit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -17,6 +16,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import LatentAttention
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
+from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
@@ -50,7 +50,7 @@ class _Config(HfConfig):
         return self
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     return replace(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
+from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
@@ -32,7 +32,7 @@ class _Config(HfConfig):
         return tuple((self.sliding_window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     plain = c.to_architecture("Gemma2ForCausalLM", origin=origin)

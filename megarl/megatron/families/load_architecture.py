@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families import (
@@ -17,13 +17,13 @@ from megarl.megatron.families import (
     qwen3_moe,
 )
 from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 
 
 class FamilyReader(Protocol):
     """Reader of one family's config.json."""
 
-    def __call__(self, config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+    def __call__(self, config: JsonMapping, *, origin: str) -> ModelArchitecture:
         """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
 
 
@@ -39,7 +39,7 @@ FAMILY_READERS: Mapping[str, FamilyReader] = {
 """Reader by architecture name in config.json; value models use the reader of the language model."""
 
 
-def read_config(path: str) -> tuple[dict[str, Any], Path]:
+def read_config(path: str) -> tuple[JsonObject, Path]:
     """Return the content of a config.json and its path; `path` is the file or its folder.
 
     Raises:
@@ -49,7 +49,7 @@ def read_config(path: str) -> tuple[dict[str, Any], Path]:
     return read_json_object(file), file
 
 
-def load_architecture(config: Mapping[str, Any], *, origin: str, head: Head | None = "lm") -> ModelArchitecture:
+def load_architecture(config: JsonMapping, *, origin: str, head: Head | None = "lm") -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is the file's name in errors.
 
     Args:
@@ -76,7 +76,7 @@ def load_architecture(config: Mapping[str, Any], *, origin: str, head: Head | No
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
 
 
-def _require_value_head(config: Mapping[str, Any], architecture: str, head: Head | None, *, origin: str) -> None:
+def _require_value_head(config: JsonMapping, architecture: str, head: Head | None, *, origin: str) -> None:
     if head == "lm":
         raise ConfigError(
             f"{origin}: {architecture} has a value head and no logits; a language model is needed, "

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pydantic import PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import HfExpertNames, MixtureOfExperts, Routing
+from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
@@ -19,7 +18,7 @@ class _Config(HfConfig):
     sliding_window: None = None
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     experts = MixtureOfExperts(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import DataError
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import JsonObject, read_json_object
 from megarl.model_files.weight_index import derived_tensors, problems
 
 REQUIRED_SIZES = (
@@ -24,7 +23,7 @@ REQUIRED_SIZES = (
 """Keys of config.json that every supported model requires."""
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
+def read_hf_config(folder: Path) -> JsonObject:
     """Return the content of `folder`/config.json after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
+from megarl.model_files.json_object import JsonMapping
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = HfConfig.read(config, origin=origin)
     attention = replace(c.grouped_query_attention(), qk_norm=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt
 
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
+from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
@@ -23,7 +22,7 @@ class _Config(HfConfig):
     mlp_only_layers: tuple[NonNegativeInt, ...] | None = None
 
 
-def read(config: Mapping[str, Any], *, origin: str) -> ModelArchitecture:
+def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
     c = _Config.read(config, origin=origin)
     without, step = c.mlp_only_layers or (), c.decoder_sparse_step

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.model_files.json_object import JsonMapping
 
 REQUIRED_PARAMETERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -35,7 +35,7 @@ class Rope:
     """Scaling parameters of config.json as (name, value) pairs; empty for type "default"."""
 
     @classmethod
-    def read(cls, parameters: Mapping[str, Any], *, theta: float, max_positions: int, origin: str) -> Rope:
+    def read(cls, parameters: JsonMapping, *, theta: float, max_positions: int, origin: str) -> Rope:
         """Parse `rope_parameters` or `rope_scaling` of a config.json.
 
         Raises:

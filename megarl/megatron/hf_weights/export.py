@@ -17,7 +17,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
 from megarl.megatron.hf_weights.file_sink import FileSink
 from megarl.model_files.file_plan import PlannedFile
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import FileWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
@@ -113,7 +113,7 @@ def _on_all_ranks(target: Path, step: Callable[[], _T]) -> _T:
     return result
 
 
-def _prepare(source: Path, target: Path) -> dict[str, Any]:
+def _prepare(source: Path, target: Path) -> JsonObject:
     target.mkdir(parents=True, exist_ok=True)
     return read_json_object(source / "config.json")
 
@@ -135,7 +135,7 @@ def _write(context: SyncContext, model: MegatronModel, writer: FileWriter) -> No
     sink.finish()
 
 
-def _publish(files: Sequence[PlannedFile], config: Mapping[str, Any], source: Path, target: Path) -> None:
+def _publish(files: Sequence[PlannedFile], config: JsonMapping, source: Path, target: Path) -> None:
     (target / "config.json").unlink(missing_ok=True)
     publish(target, files)
     for pattern in COPIED_PATTERNS:
@@ -148,7 +148,7 @@ def _publish(files: Sequence[PlannedFile], config: Mapping[str, Any], source: Pa
     partial.rename(target / "config.json")
 
 
-def _set_dtype(config: dict[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
+def _set_dtype(config: JsonObject, tensors: Mapping[str, TensorSpec]) -> None:
     """Set the dtype of most bytes, under the key that the config uses."""
     bytes_of: dict[str, int] = defaultdict(int)
     for spec in tensors.values():
@@ -157,7 +157,7 @@ def _set_dtype(config: dict[str, Any], tensors: Mapping[str, TensorSpec]) -> Non
     config.update(dict.fromkeys(names, max(bytes_of, key=lambda dtype: bytes_of[dtype])))
 
 
-def _set_head(config: dict[str, Any], model: ModelArchitecture) -> None:
+def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
     """Describe a value model as transformers does; the config may be that of the initial language model."""
     if model.head == "lm":
         return

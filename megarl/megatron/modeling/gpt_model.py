@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -20,6 +20,9 @@ from megarl.megatron.modeling.layer_spec import torch_block_spec
 from megarl.megatron.modeling.rotary_embedding import inverse_frequencies
 from megarl.megatron.modeling.torch_layers import ValueHead
 from megarl.megatron.runtime import platform
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 PADDED_LOGIT = -1e9
 """Logit of vocabulary padding, masked out of the softmax (three unmasked columns cost 5e-3 in log-probability)."""
@@ -78,7 +81,7 @@ def build_chunks(
 
 def _layer_block_spec(
     architecture: ModelArchitecture, config: TransformerConfig, layers: range, vp_stage: int | None
-) -> Any:
+) -> TransformerBlockSubmodules:
     # Transformer Engine has no attention softcap and no norm after its row-parallel linears.
     needs_torch = architecture.mlp.post_norm or bool(architecture.window_sizes)
     if platform.uses_transformer_engine() and not needs_torch:
@@ -110,7 +113,7 @@ def _mark_experts(chunk: ModelChunk, architecture: ModelArchitecture) -> None:
 
 
 def _scale_embedding(module: GPTModel, scale: float) -> None:
-    def hook(_: torch.nn.Module, __: Any, embedded: Tensor) -> Tensor:
+    def hook(_: torch.nn.Module, __: object, embedded: Tensor) -> Tensor:
         # rounded to the compute precision first, as Hugging Face does
         return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
 
@@ -120,7 +123,7 @@ def _scale_embedding(module: GPTModel, scale: float) -> None:
 def _transform_logits(module: GPTModel, architecture: ModelArchitecture, tp_rank: int, temperature: float) -> None:
     cap = architecture.logit_softcap
 
-    def hook(_: torch.nn.Module, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def hook(_: torch.nn.Module, __: object, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         logits, bias = output
         logits = logits.float()  # before softcap and temperature, as in inference engines
         if cap is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import lcm
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_p
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +110,11 @@ class MegatronModel:
         return LocalPack(batch=packed, index_t=index_t.to(platform.device()), attention=attention)
 
     def forward_backward(
-        self, packs: Sequence[LocalPack], loss: LossFunction, *, ddp_chunks: Sequence[Any] | None = None
+        self,
+        packs: Sequence[LocalPack],
+        loss: LossFunction,
+        *,
+        ddp_chunks: Sequence[DistributedDataParallel] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run megatron-core's pipeline schedule over the micro-batches.
 
@@ -125,7 +132,9 @@ class MegatronModel:
         num_padding = -len(packs) % self.groups.pp.size() if interleaved else 0
         batches = [(packed, loss) for packed in packs] + [(self.pack([]), zero_loss)] * num_padding
 
-        def step(data: Iterator[tuple[LocalPack, LossFunction]], module: Any) -> tuple[Tensor, Any]:
+        def step(
+            data: Iterator[tuple[LocalPack, LossFunction]], module: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
             packed, batch_loss = next(data)
             tokens = packed.batch
             output = module(

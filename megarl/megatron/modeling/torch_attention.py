@@ -5,8 +5,6 @@ Supports sliding windows, softcap, value heads narrower than key heads, and cont
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,7 +28,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         softcap: float | None = None,
         windows: tuple[int, ...] = (),
-        **_: Any,
+        **_: object,
     ) -> None:
         """Create the core attention of one layer.
 

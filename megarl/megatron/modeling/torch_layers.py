@@ -7,7 +7,7 @@ local latent attention (MLA) shards its down projections, with wrong gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv 1910.07467), computed in float32 for any parameter dtype."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
@@ -40,7 +43,7 @@ class RMSNorm(torch.nn.Module):
 class PostNormLinear(RowParallelLinear):  # type: ignore[misc]
     """A row-parallel linear followed by an RMSNorm of its output, after the tensor-parallel reduction."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
@@ -59,8 +62,8 @@ class DuplicatedLinear(torch.nn.Module):
         output_size: int,
         *,
         config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
-        **_: Any,
+        init_method: Callable[[Tensor], object],
+        **_: object,
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
@@ -74,11 +77,14 @@ class DuplicatedLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> ShardedStateDict:
         """Return the sharded state for megatron-core's dist_checkpointing: replicated over tensor-parallel ranks."""
         tensors = self.state_dict(prefix="", keep_vars=True)
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(tensors, prefix, {}, sharded_offsets)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(tensors, prefix, {}, sharded_offsets)
         return sharded
 
 
@@ -96,7 +102,7 @@ class ValueHead(torch.nn.Module):
         self.is_sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
 
-    def forward(self, hidden_t1h: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_t1h: Tensor, **_: object) -> tuple[Tensor, None]:
         """Return values [t, 1, 1] of hidden states [t, 1, h] ([t/tp, 1, h] with sequence parallelism), and no bias."""
         if self.is_sequence_parallel:
             # backward: every rank has the gradient of all tokens, so each takes its slice without a reduction

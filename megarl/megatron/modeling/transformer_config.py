@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +68,7 @@ def _keep_values(parameter: Tensor) -> Tensor:
     return parameter
 
 
-def _parallelism(parallel: ParallelConfig) -> dict[str, Any]:
+def _parallelism(parallel: ParallelConfig) -> dict[str, object]:
     interleaved = {
         "virtual_pipeline_model_parallel_size": parallel.vpp,
         # With batched p2p, interleaved stages of variable lengths receive wrong activations.
@@ -89,7 +88,7 @@ def _parallelism(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-def _recomputation(recompute: RecomputeConfig) -> dict[str, Any]:
+def _recomputation(recompute: RecomputeConfig) -> dict[str, object]:
     match recompute.granularity:
         case "none":
             return {}
@@ -103,7 +102,7 @@ def _recomputation(recompute: RecomputeConfig) -> dict[str, Any]:
             }
 
 
-def _grouped_query(architecture: ModelArchitecture, attention: GroupedQueryAttention) -> dict[str, Any]:
+def _grouped_query(architecture: ModelArchitecture, attention: GroupedQueryAttention) -> dict[str, object]:
     scale = attention.scale if attention.scale is not None else attention.head_dim**-0.5
     return {
         "num_attention_heads": attention.num_heads,
@@ -116,7 +115,7 @@ def _grouped_query(architecture: ModelArchitecture, attention: GroupedQueryAtten
     }
 
 
-def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict[str, Any]:
+def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict[str, object]:
     rope = architecture.rope
     yarn = {
         "rotary_scaling_factor": rope.scaling_parameter("factor", 1.0),
@@ -148,7 +147,7 @@ def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict
     }
 
 
-def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts) -> dict[str, Any]:
+def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts) -> dict[str, object]:
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
@@ -166,7 +165,7 @@ def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts) -> dict[str
     }
 
 
-def _routing(routing: Routing) -> dict[str, Any]:
+def _routing(routing: Routing) -> dict[str, object]:
     groups = {"moe_router_num_groups": routing.num_groups, "moe_router_group_topk": routing.topk_group}
     return {
         "moe_router_topk": routing.top_k,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ def patch_missing_transformer_engine() -> None:
 def patch_expert_token_counts() -> None:
     """Convert expert token counts to numpy on the CPU; megatron-core converts them only from CUDA."""
 
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu

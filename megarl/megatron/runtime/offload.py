@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from megarl.megatron.runtime import platform
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     from megarl.megatron.modeling.megatron_model import MegatronModel
 
@@ -52,7 +53,9 @@ class OffloadStats:
 class TrainerMemory:
     """Offloads and onloads one rank's weights, gradients and optimizer state."""
 
-    def __init__(self, model: MegatronModel, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
+    def __init__(
+        self, model: MegatronModel, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+    ) -> None:
         self._model, self._optimizer = model, optimizer
         self._gradients = GradientBuffers(chunks)
         self._weight_storages, self._optimizer_storages = OffloadedTensors(), OffloadedTensors()
@@ -178,7 +181,7 @@ class GradientBuffers:
         return self.num_bytes - before
 
 
-def _state_tensors(optimizer: Any) -> Iterator[Tensor]:
+def _state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     """Yield the parameters that megatron-core's `optimizer` updates, and their optimizer state (moments)."""
     for group in optimizer.param_groups:
         yield from group["params"]

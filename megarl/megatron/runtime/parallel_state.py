@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class _Layout:
     """The process groups of one parallel layout, shared by all models that use it."""
 
     groups: ProcessGroupCollection | None = None
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, object] = field(default_factory=dict)
     """Globals of `parallel_state` that differ from `_IMPORTED`; saved while another layout is active."""
 
 
@@ -39,7 +38,7 @@ class _Layout:
 class _RngState:
     """RNG states of one model: megatron-core's tracker, device and CPU."""
 
-    tracked: dict[str, Any]
+    tracked: dict[str, torch.Tensor]
     device: torch.Tensor
     host: torch.Tensor
 

@@ -136,7 +136,7 @@ class _CpuForCuda(TorchFunctionMode):
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
@@ -151,7 +151,7 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args)
 
 
-def _cpu(value: Any) -> Any:
+def _cpu(value: object) -> object:
     match value:
         case str() if value.startswith("cuda"):
             return "cpu"

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,8 +50,8 @@ def write_dump(folder: Path, rejected: RejectedBatch, samples: StepSamples, mode
     if not model.is_last_stage or model.groups.tp.rank() or model.groups.cp.rank():
         return
     column_name = f"model_{'values' if model.architecture.head == 'value' else 'logprobs'}"
-    rows: list[dict[str, Any]] = []
-    micro_batches: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
+    micro_batches: list[dict[str, object]] = []
     for (number, batch, refs), batch_outputs in zip(parts, outputs, strict=True):
         position = {"mini_batch": number, "micro_batch": len(micro_batches)}
         for ref, output_1n in zip(refs, batch_outputs, strict=True):
@@ -74,7 +73,7 @@ def write_dump(folder: Path, rejected: RejectedBatch, samples: StepSamples, mode
         path.write_text(json.dumps(summary, indent=1) + "\n")
 
 
-def _row(batch: MiniBatch, ref: SampleRef, samples: StepSamples) -> dict[str, Any]:
+def _row(batch: MiniBatch, ref: SampleRef, samples: StepSamples) -> dict[str, object]:
     trajectory = samples.trajectory(ref)
     columns = {name: samples.column(name, ref) for name in samples.column_names(batch)}
     return {
@@ -90,7 +89,7 @@ def _row(batch: MiniBatch, ref: SampleRef, samples: StepSamples) -> dict[str, An
     }
 
 
-def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _not_finite(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, object]]:
     """Yield the rows that have non-finite fields, with the names of these fields."""
     for number, row in enumerate(rows):
         numbers = {name: v for name, v in row.items() if isinstance(v, float | list)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -186,7 +185,7 @@ def _make_optimizer(
     return optimizer
 
 
-def _make_scheduler(config: OptimizerConfig, optimizer: Any, steps: int) -> OptimizerParamScheduler:
+def _make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -49,10 +49,10 @@ def cluster_probe(nodes: Sequence[ClusterNode], *, timeout_seconds: float) -> It
         timeout_seconds: timeout of each reply.
     """
     remote_class = ray.remote(ProbeActor)
-    actors: list[Any] = []
+    actors: list[ray.actor.ActorHandle] = []
     try:
         for node in nodes:
-            options: dict[str, Any] = {"runtime_env": {"env_vars": GPU_VARIABLES}} if node.gpus else {}
+            options: dict[str, object] = {"runtime_env": {"env_vars": GPU_VARIABLES}} if node.gpus else {}
             strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
             actors.append(
                 remote_class.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **options).remote()
@@ -73,7 +73,9 @@ class _Reply:
 class ClusterProbe:
     """The probe actors of a cluster and the checks made through them. Nodes are identified by their index."""
 
-    def __init__(self, nodes: Sequence[ClusterNode], actors: Sequence[Any], timeout_seconds: float) -> None:
+    def __init__(
+        self, nodes: Sequence[ClusterNode], actors: Sequence[ray.actor.ActorHandle], timeout_seconds: float
+    ) -> None:
         self._nodes, self._actors, self.timeout_seconds = nodes, actors, timeout_seconds
 
     def collect_reports(self, request: ProbeRequest) -> list[NodeReport]:
@@ -165,7 +167,7 @@ class ClusterProbe:
         # a node that does not join makes the others fail, so only that one is reported
         return merge_problems([_make_reduction_problem(report, backend, reply) for report, reply in late or failed])
 
-    def _clock(self, actor: Any) -> Clock | None:
+    def _clock(self, actor: ray.actor.ActorHandle) -> Clock | None:
         """Return a node's clock offset; None if the actor does not reply, which the next call reports."""
         requested_at = time.time()
         (reply,) = self._gather([actor.clock.remote()])
@@ -174,7 +176,7 @@ class ClusterProbe:
         round_trip = time.time() - requested_at
         return Clock(ahead_seconds=reply.value - requested_at - round_trip / 2, uncertainty_seconds=round_trip / 2)
 
-    def _gather(self, refs: Sequence[Any], grace_seconds: float = 0.0) -> list[_Reply]:
+    def _gather(self, refs: Sequence[ray.ObjectRef], grace_seconds: float = 0.0) -> list[_Reply]:
         """Return the replies in the order of `refs`; those missing after the timeout are marked late."""
         if not refs:
             return []
@@ -184,7 +186,7 @@ class ClusterProbe:
         return [_get_reply(ref) if ref in in_time else late for ref in refs]
 
 
-def _get_reply(ref: Any) -> _Reply:
+def _get_reply(ref: ray.ObjectRef) -> _Reply:
     try:
         return _Reply(ray.get(ref))
     except RayTaskError as error:

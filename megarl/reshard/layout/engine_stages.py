@@ -39,7 +39,7 @@ def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
 
 
 def _take(table: PieceTable, rows: Ints) -> PieceTable:
-    arrays = (table.tensor, table.local, table.dims, table.boxes, table.local_boxes)
+    arrays: tuple[Ints, ...] = (table.tensor, table.local, table.dims, table.boxes, table.local_boxes)
     return PieceTable(table.tensors, table.locals, *(array[rows] for array in arrays))
 
 

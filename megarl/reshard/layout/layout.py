@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +53,11 @@ class PieceTable(Sequence[ShardPiece]):
         self,
         tensors: Sequence[str],
         locals_: Sequence[str],
-        tensor: NDArray[Any],
-        local: NDArray[Any],
-        dims: NDArray[Any],
-        boxes: NDArray[Any],
-        local_boxes: NDArray[Any],
+        tensor: NDArray[np.int32],
+        local: NDArray[np.int32],
+        dims: NDArray[np.int8],
+        boxes: NDArray[np.int32],
+        local_boxes: NDArray[np.int32],
     ) -> None:
         """Store N pieces of at most D dimensions.
 
@@ -141,11 +141,11 @@ class PieceTable(Sequence[ShardPiece]):
     def __hash__(self) -> int:
         return self._hash
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
-    def _arrays(self) -> tuple[NDArray[Any], ...]:
+    def _arrays(self) -> tuple[NDArray[np.int32 | np.int8], ...]:
         return self.tensor, self.local, self.dims, self.boxes, self.local_boxes
 
 
@@ -179,7 +179,7 @@ class WeightLayout:
         """Hash the pieces only: layouts of one model differ in nothing else."""
         return self._hash
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # without the cached hash: hashes of strings differ between processes
         return {"tensors": self.tensors, "pieces": self.pieces}
 
@@ -218,7 +218,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def widen(boxes: NDArray[Any], width: int) -> NDArray[Any]:
+def widen(boxes: NDArray[np.int32], width: int) -> NDArray[np.int32]:
     """Pad boxes [N, D, 2] to [N, width, 2]; added dimensions are (0, 1)."""
     n, have, _ = boxes.shape
     if have == width:
@@ -228,7 +228,7 @@ def widen(boxes: NDArray[Any], width: int) -> NDArray[Any]:
     return out
 
 
-def _stack(boxes: Sequence[Box], width: int) -> NDArray[Any]:
+def _stack(boxes: Sequence[Box], width: int) -> NDArray[np.int32]:
     lengths = {len(box) for box in boxes}
     if lengths != {width}:
         boxes = [(*box, *((0, 1),) * (width - len(box))) for box in boxes]

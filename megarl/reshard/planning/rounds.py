@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -252,7 +251,7 @@ class _RoundBuilder:
                     Send(to, tuple([self._sent_part(row, size[row], bucket_offsets) for row in message]))
                 )
 
-    def _sent_part(self, row: int, size: int, bucket_offsets: dict[tuple[Any, ...], int]) -> MessagePart:
+    def _sent_part(self, row: int, size: int, bucket_offsets: dict[tuple[int, ...], int]) -> MessagePart:
         local = self._send_local[row]
         if local < 0:
             return MessagePart(None, (), size, bucket_offsets[self._key(self._plan.sends, row)])
@@ -260,7 +259,7 @@ class _RoundBuilder:
             self._source_locals[local], self._send_boxes[row][: self._dims[self._send_tensor[row]]], size
         )
 
-    def _key(self, moves: Moves, row: int) -> tuple[Any, ...]:
+    def _key(self, moves: Moves, row: int) -> tuple[int, ...]:
         return int(moves.tensor[row]), *moves.start[row].tolist(), *moves.stop[row].tolist()
 
 

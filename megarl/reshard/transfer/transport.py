@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -160,7 +160,7 @@ def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
         raise WeightSyncError(f"nothing from {ranks} {limit}" if silent else f"{ranks} took nothing {limit}")
 
 
-def _begin(call: Any, tensor: Tensor, rank: int) -> dist.Work:
+def _begin(call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int) -> dist.Work:
     try:
         work: dist.Work = call([tensor], rank, 0)
     except RuntimeError as e:

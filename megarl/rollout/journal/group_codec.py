@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,7 +45,7 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
 def decode_group(body: bytes) -> list[Trajectory]:
     """Return the trajectories that `encode_group` has serialized, bit for bit."""
     batch = pa.ipc.read_record_batch(pa.py_buffer(body), SCHEMA)
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Sequence[object]] = {
         name: _split(batch.column(name), PER_TOKEN[name])
         if name in PER_TOKEN
         else batch.column(name).to_pylist(maps_as_pydicts="strict")
@@ -55,6 +54,6 @@ def decode_group(body: bytes) -> list[Trajectory]:
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
-def _split(column: pa.LargeListArray, dtype: type[np.generic]) -> list[NDArray[Any]]:
+def _split(column: pa.LargeListArray, dtype: type[np.generic]) -> list[NDArray[np.generic]]:
     flat = column.values.to_numpy(zero_copy_only=False).astype(dtype)  # a copy, so that it is aligned and writable
     return np.split(flat, column.offsets.to_numpy()[1:-1])

@@ -14,14 +14,14 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
+from megarl.model_files.json_object import JsonMapping
 from megarl.rollout.journal.group_codec import decode_group, encode_group
 from megarl.rollout.journal.journal_folder import FORMAT, SUFFIX, check_format, journal_folder, step_folder
 from megarl.rollout.journal.record_file import Record, RecordWriter, encode_record, read_body, read_records
@@ -236,7 +236,7 @@ def _read_new_records(index: _StepIndex, folder: Path, fingerprint: str | None) 
             locations.sort(key=lambda location: (location.path, location.record.start))
 
 
-def _has_owner(path: Path, meta: Mapping[str, Any], fingerprint: str | None) -> bool:
+def _has_owner(path: Path, meta: JsonMapping, fingerprint: str | None) -> bool:
     """Whether the file's first record has a fingerprint, as in every undamaged file.
 
     Raises:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import DataError
+from megarl.model_files.json_object import JsonMapping
 from megarl.rollout.journal.record_file import read_records
 
 FORMAT = 2
@@ -64,7 +63,7 @@ def read_fingerprints(run_dir: str | Path) -> set[str]:
     return found
 
 
-def check_format(path: Path, meta: Mapping[str, Any]) -> None:
+def check_format(path: Path, meta: JsonMapping) -> None:
     """Check that a journal file has this version's format; `meta`: the metadata of its first record.
 
     Raises:

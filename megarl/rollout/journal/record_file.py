@@ -12,10 +12,12 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import Buffer
+
+from megarl.model_files.json_object import JsonMapping
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ HEADER = struct.Struct("<4sIIIII")
 class Record:
     """The metadata of a complete record and the position of its body in the file."""
 
-    meta: Mapping[str, Any]
+    meta: JsonMapping
     start: int
     """Offset of the body in the file, in bytes."""
     length: int
@@ -37,7 +39,7 @@ class Record:
     """CRC-32 of the body."""
 
 
-def encode_record(meta: Mapping[str, Any], body: Any = b"") -> bytes:
+def encode_record(meta: JsonMapping, body: Buffer = b"") -> bytes:
     """Return the bytes of one record; `body` is any object that supports the buffer protocol."""
     meta_bytes = json.dumps(meta).encode()
     length = memoryview(body).nbytes

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttnForwardMethod
 
 
 def use_absorbed_mla_on_cpu() -> None:
@@ -17,7 +20,7 @@ def use_absorbed_mla_on_cpu() -> None:
         return
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    def always_absorbed(_attention: Any, _batch: Any) -> Any:
+    def always_absorbed(_attention: object, _batch: object) -> AttnForwardMethod:
         return handlers.AttnForwardMethod.MLA
 
     handlers.AttentionBackendRegistry.register("torch_native", always_absorbed)

@@ -24,7 +24,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import psutil
 
@@ -36,6 +36,11 @@ from megarl.rollout.sglang import shm_cleanup
 from megarl.rollout.sglang.private_dir import PrivateFolder
 from megarl.rollout.sglang.scheduler_process import SchedulerProcess, ignore_sigquit, log_file
 from megarl.rollout.sglang.server_args import make_engine_arguments
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import PortArgs, ServerArgs
 
 T = TypeVar("T")
 
@@ -56,21 +61,21 @@ class EngineHost:
         self.directory = ""
         """Private folder of this engine, for sockets and other files; created at launch, removed by `stop`."""
         self.failure: LostEngineError | None = None
-        self._pending_ping: asyncio.Task[Any] | None = None
+        self._pending_ping: asyncio.Task[object] | None = None
         """The last ping to the schedulers, until they reply."""
         self._pinged_at = 0.0
         self.processes: list[BaseProcess] = []
         self._folder: PrivateFolder | None = None
         self._log_dir = spec.log_dir or ""
-        self._engine: Any = None
+        self._engine: Engine | None = None
         self._load_snapshot: Path | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Task[object]] = set()
         self._stopping = False
 
     @property
-    def tokenizer_manager(self) -> Any:
+    def tokenizer_manager(self) -> TokenizerManager:
         """SGLang's tokenizer manager, the front end of the engine; its coroutines must run through `call`."""
         if self._engine is None:
             raise LostEngineError("the engine is not running")
@@ -187,7 +192,7 @@ class EngineHost:
             run_scheduler_process_func = SchedulerProcess(host._log_dir)
 
             @classmethod
-            def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            def _launch_scheduler_processes(cls, *args: object, **kwargs: object) -> tuple[object, list[BaseProcess]]:
                 if host._stopping:
                     raise WorkerError("the engine was stopped during startup")
                 host._load_snapshot = _find_load_snapshot(*args, **kwargs)
@@ -196,7 +201,7 @@ class EngineHost:
                 return result, processes
 
             @classmethod
-            def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            def _launch_detokenizer_subprocesses(cls, **_: object) -> tuple[list[BaseProcess], list[str]]:
                 return [], []  # the schedulers send token ids directly to the tokenizer manager
 
         loop = asyncio.new_event_loop()
@@ -307,7 +312,7 @@ class EngineHost:
             self._load_snapshot.unlink(missing_ok=True)
 
 
-def _find_load_snapshot(server_args: Any, port_args: Any, *_: Any, **__: Any) -> Path:
+def _find_load_snapshot(server_args: ServerArgs, port_args: PortArgs, *_: object, **__: object) -> Path:
     """Return the shared-memory file in which SGLang's processes publish their load, and which they do not remove."""
     from sglang.srt.managers.load_snapshot import shm_path_for
 

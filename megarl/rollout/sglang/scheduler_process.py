@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -29,7 +28,7 @@ class SchedulerProcess:
     def __reduce__(self) -> tuple[Callable[[int, str], SchedulerProcess], tuple[int, str]]:
         return _enter_scheduler_process, (os.getpid(), self.log_dir)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 

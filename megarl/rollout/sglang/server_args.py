@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from collections.abc import Mapping
 
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import EngineSpec
@@ -23,7 +23,7 @@ CPU_MEM_FRACTION = 0.5
 """Upper limit of weights and KV cache, as a fraction of memory; `max_total_tokens` limits the KV cache further."""
 
 
-def make_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the keyword arguments of `sglang.Engine`, without those that the spec leaves to SGLang.
 
     Raises:
@@ -47,7 +47,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # prompts and completions are token ids
         **{name: value for name, value in optional.items() if value is not None},
     }
-    defaults: dict[str, Any] = {"log_level": "error"}
+    defaults: dict[str, object] = {"log_level": "error"}
     if spec.device == "cpu":
         defaults |= CPU_ARGUMENTS
     if spec.deterministic:
@@ -66,7 +66,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {**defaults, **spec.extra_args, **fixed}
 
 
-def _check_names(spec: EngineSpec, fixed: dict[str, Any]) -> None:
+def _check_names(spec: EngineSpec, fixed: Mapping[str, object]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     known = ServerArgs.__struct_fields__

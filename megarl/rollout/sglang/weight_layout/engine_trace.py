@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from megarl.rollout.sglang.weight_layout.load_recorder import (
     ValueSource,
     find_box,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MAX_NAMES_SHOWN = 8
 
@@ -187,11 +190,11 @@ def join_names(names: list[str]) -> str:
 class _InlineExecutor(concurrent.futures.Executor):
     """An executor that runs calls immediately: dispatch modes are per thread, and some loaders use thread pools."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         try:
             future.set_result(fn(*args, **kwargs))
         except Exception as e:  # noqa: BLE001 -- the future raises it

@@ -11,12 +11,13 @@ tracked through any number of intermediate tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from torch import Tensor
+from torch import FunctionSchema, Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.reshard.layout.layout import Box, extent, intersect
@@ -144,7 +145,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield name, tensor
         self._cause = AFTER_LAST_TENSOR
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         if func._schema.is_mutable:
@@ -160,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._create(name, result, inputs, args, kwargs)
         return out
 
-    def _mutate(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _mutate(self, name: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         written = _written(func._schema, args, kwargs)
         inputs = [t for t in _tensors((*args, *kwargs.values())) if not any(t is w for w in written)]
         writes_target = any(_storage(t) in self._targets for t in written)
@@ -177,7 +180,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._compute(target, [*inputs, target])
         return out
 
-    def _create(self, name: str, out: Tensor, inputs: list[Tensor], args: Any, kwargs: Any) -> None:
+    def _create(
+        self, name: str, out: Tensor, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._temporary[_storage(out)] = StorageContents(tuple(out.shape))
         if name in ("clone", "_to_copy", "contiguous"):
             self._copy(out, args[0])
@@ -234,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     steps[dim] = source.strides[runs] if source.tensor else 0
             yield tuple(part), replace(source, strides=tuple(steps)) if source.tensor else source
 
-    def _fill(self, target: Tensor, value: Any, inputs: list[Tensor]) -> None:
+    def _fill(self, target: Tensor, value: object, inputs: list[Tensor]) -> None:
         if inputs or not isinstance(value, (int, float)):
             self._compute(target, inputs)
         else:
@@ -276,13 +281,13 @@ def _place(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     return _storage(tensor), _offset(tensor), tuple(tensor.shape), tensor.stride()
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written(schema: FunctionSchema, args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
     marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
     return list(_tensors(given[name] for name in marked if name in given))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megarl.errors import DataError, WeightSyncError
-from megarl.model_files.json_object import read_json_object
+from megarl.model_files.json_object import JsonObject, read_json_object
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
@@ -84,7 +84,7 @@ def trace_engine(
     return read_traces(cached) or _run_child(config, request, cached)
 
 
-def _read_model(model_path: str) -> tuple[str, list[Any]]:
+def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
     """Return the text of config.json, and [name, shape, dtype] of the folder's tensors, if it has any."""
     path = Path(model_path)
     config = json.dumps(read_json_object(path / "config.json" if path.is_dir() else path))
@@ -94,7 +94,7 @@ def _read_model(model_path: str) -> tuple[str, list[Any]]:
     return config, [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required]
 
 
-def _run_child(config: str, request: dict[str, Any], cached: Path) -> list[EngineTrace]:
+def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
     with tempfile.TemporaryDirectory(prefix="megarl-trace-") as folder:
         (Path(folder) / "config.json").write_text(config)
         spec = request["spec"] | {"model_path": folder}
@@ -120,7 +120,7 @@ def _run_child(config: str, request: dict[str, Any], cached: Path) -> list[Engin
     return traces
 
 
-def _key(config: str, request: dict[str, Any]) -> str:
+def _key(config: str, request: JsonObject) -> str:
     content = {
         "config": json.loads(config),
         "request": request,

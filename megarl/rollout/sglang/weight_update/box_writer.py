@@ -8,8 +8,8 @@ hash_boxes    digests of the parameters by box, for bitwise comparison
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def finish(model: nn.Module, command: Command, reply: Reply, vote: CommitVote) -
     reply.wrote = True
     for pad in trace.padding:
         fold(targets[pad.local].tensor, len(pad.local_box))[slices(pad.local_box)].fill_(pad.value)
-    post_load_weights: Any = getattr(model, "post_load_weights", None)
+    post_load_weights: Callable[[], object] | None = getattr(model, "post_load_weights", None)
     if post_load_weights is not None:
         post_load_weights()
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.errors import WeightSyncError
+from megarl.rollout.sglang.weight_update.messages import Command
 from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class _PendingCall:
     """Name of the call in error messages."""
     started_at: float
     """`time.monotonic` at the start of the call."""
-    task: asyncio.Future[Any]
+    task: asyncio.Task[object]
 
 
 class ControlCalls:
@@ -82,7 +83,7 @@ class ControlCalls:
 
     async def send(
         self,
-        commands: Sequence[Mapping[str, Any]],
+        commands: Sequence[Command],
         *,
         what: str,
         unresponsive: Callable[[], list[int]],
@@ -138,7 +139,7 @@ class ControlCalls:
         if not task.cancelled():
             task.exception()  # marks it as retrieved: its update has failed already
 
-    async def _send(self, commands: Sequence[Mapping[str, Any]]) -> str | None:
+    async def _send(self, commands: Sequence[Command]) -> str | None:
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 
-def encode_traces(traces: Sequence[EngineTrace]) -> dict[str, Any]:
+def encode_traces(traces: Sequence[EngineTrace]) -> JsonObject:
     """Encode an engine's traces, which share names and tensors, as JSON data."""
     tensors: dict[str, TensorSpec] = {}
     for trace in traces:
@@ -35,7 +35,7 @@ def encode_traces(traces: Sequence[EngineTrace]) -> dict[str, Any]:
     return {"tensors": specs, "locals": list(locals_), "ranks": ranks}
 
 
-def decode_traces(data: Any) -> list[EngineTrace]:
+def decode_traces(data: JsonMapping) -> list[EngineTrace]:
     """Decode the data of `encode_traces`."""
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in data["tensors"]}
     names, locals_ = list(tensors), data["locals"]
@@ -52,13 +52,13 @@ def decode_traces(data: Any) -> list[EngineTrace]:
     ]
 
 
-def encode_boxes(bucket: BoxBucket) -> dict[str, Any]:
+def encode_boxes(bucket: BoxBucket) -> JsonObject:
     """Encode a bucket as JSON data."""
     slots = [[s.local, _flat(s.local_box), s.dtype, s.offset] for s in bucket.slots]
     return {"path": bucket.path, "num_bytes": bucket.num_bytes, "slots": slots}
 
 
-def decode_boxes(data: Any) -> BoxBucket:
+def decode_boxes(data: JsonMapping) -> BoxBucket:
     """Decode the data of `encode_boxes`."""
     slots = tuple(BoxSlot(local, _box(box), dtype, offset) for local, box, dtype, offset in data["slots"])
     return BoxBucket(data["path"], data["num_bytes"], slots)

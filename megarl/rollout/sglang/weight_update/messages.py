@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.model_files.json_object import JsonMapping
 from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.rollout.sglang.weight_update.message_encoding import encode_boxes
@@ -35,17 +36,17 @@ class Reply:
     """Result of the operation, as JSON data."""
 
 
-def write_command(bucket: WeightBucket, model_path: str, dtype: str) -> dict[str, Any]:
+def write_command(bucket: WeightBucket, model_path: str, dtype: str) -> Command:
     """Make the command to write a bucket's tensors after checking them against the model folder and engine dtype."""
     return {"op": "write", "bucket": asdict(bucket), "model_path": model_path, "dtype": dtype}
 
 
-def write_boxes_command(bucket: BoxBucket | None, session: int) -> dict[str, Any]:
+def write_boxes_command(bucket: BoxBucket | None, session: int) -> Command:
     """Make the command to write one rank's boxes; boxes of a session must not overlap."""
     return {"op": "write_boxes", "bucket": None if bucket is None else encode_boxes(bucket), "session": session}
 
 
-def prepare_command(transfer_spec: Path, engine: int) -> dict[str, Any]:
+def prepare_command(transfer_spec: Path, engine: int) -> Command:
     """Make the command to plan what the rank receives in later syncs.
 
     Args:
@@ -55,37 +56,37 @@ def prepare_command(transfer_spec: Path, engine: int) -> dict[str, Any]:
     return {"op": "prepare", "transfer_spec": str(transfer_spec), "engine": engine}
 
 
-def connect_command(transfer_group: TransferGroup) -> dict[str, Any]:
+def connect_command(transfer_group: TransferGroup) -> Command:
     """Make the command to connect with the trainer's ranks and the other engines' ranks."""
     return {"op": "connect", "transfer_group": asdict(transfer_group)}
 
 
-def receive_command(session: int) -> dict[str, Any]:
+def receive_command(session: int) -> Command:
     """Make the command to receive the model as planned with `prepare`."""
     return {"op": "receive", "session": session}
 
 
-def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> dict[str, Any]:
+def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> Command:
     """Make the command to check that boxes and `arrived` (Hugging Face tensors) cover the model, and to finish it."""
     return {"op": "finish", "session": session, "arrived": list(arrived), "model_path": model_path, "dtype": dtype}
 
 
-def trace_command(model_path: str, dtype: str) -> dict[str, Any]:
+def trace_command(model_path: str, dtype: str) -> Command:
     """Make the command to return the rank's trace, encoded with `encode_traces`."""
     return {"op": "trace", "model_path": model_path, "dtype": dtype}
 
 
-def hash_command(model_path: str, dtype: str) -> dict[str, Any]:
+def hash_command(model_path: str, dtype: str) -> Command:
     """Make the command to return the hexadecimal digest of each piece of the layout, in order."""
     return {"op": "hash", "model_path": model_path, "dtype": dtype}
 
 
-def dump_command(directory: str) -> dict[str, Any]:
+def dump_command(directory: str) -> Command:
     """Make the command to save the rank's parameters and buffers in `directory`: rank<r>.pt, rank<r>.buffers.pt."""
     return {"op": "dump", "directory": directory}
 
 
-def read_bucket(fields: Mapping[str, Any]) -> WeightBucket:
+def read_bucket(fields: JsonMapping) -> WeightBucket:
     """Decode the bucket of a `write` command."""
     slots = tuple(TensorSlot(**{**slot, "shape": tuple(slot["shape"])}) for slot in fields["slots"])
     return WeightBucket(fields["path"], fields["num_bytes"], slots)

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.reshard.layout.layout import Box
@@ -34,6 +34,7 @@ from megarl.rollout.sglang.weight_update.expected_tensors import read_expected_t
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces
 from megarl.rollout.sglang.weight_update.messages import (
     WRITING,
+    Command,
     Reply,
     checked_path,
     connect_command,
@@ -314,7 +315,7 @@ class WeightSession:
         await self._execute_or_close(commands, what=f"round {index} of the weights")
 
     async def _execute_or_close(
-        self, commands: Sequence[Mapping[str, Any]], *, what: str, extra_seconds: float = 0.0
+        self, commands: Sequence[Command], *, what: str, extra_seconds: float = 0.0
     ) -> list[Reply]:
         try:
             async with self._one_at_a_time:
@@ -324,7 +325,7 @@ class WeightSession:
             await self._close(str(e))
             raise
 
-    async def _query(self, command: Mapping[str, Any], extra_seconds: float = 0.0) -> list[Reply]:
+    async def _query(self, command: Command, extra_seconds: float = 0.0) -> list[Reply]:
         """Execute a command that writes nothing, inside or outside of an update; return the ranks' replies."""
         commands, what = [command] * self._spec.tp, f"the command `{command['op']}`"
         async with self._one_at_a_time:
@@ -337,9 +338,7 @@ class WeightSession:
                 if not self._calls.has_pending:
                     await self._calls.end()
 
-    async def _execute(
-        self, commands: Sequence[Mapping[str, Any]], what: str, extra_seconds: float = 0.0
-    ) -> list[Reply]:
+    async def _execute(self, commands: Sequence[Command], what: str, extra_seconds: float = 0.0) -> list[Reply]:
         """Have every TP rank execute its command, and read the replies."""
         self._num_commands += 1
         prefix = str(Path(self._host.directory) / f"reply-{self._num_commands}")

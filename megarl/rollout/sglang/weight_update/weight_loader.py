@@ -82,7 +82,7 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
     torch.save(buffers, Path(command["directory"]) / f"rank{reply.rank}.buffers.pt")
 
 
-WRITERS: dict[str, Callable[[Any, Command, Reply, CommitVote], None]] = {
+WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
     "write": _write,
     "write_boxes": box_writer.write_boxes,
     "receive": network_receive.receive,
@@ -93,7 +93,7 @@ WRITERS: dict[str, Callable[[Any, Command, Reply, CommitVote], None]] = {
 A rank that found no problem itself replies without an error, even if the vote fails.
 """
 
-READERS: dict[str, Callable[[Any, Command, Reply], None]] = {
+READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare": network_receive.prepare,
     "connect": network_receive.connect,
     "trace": box_writer.report_trace,
