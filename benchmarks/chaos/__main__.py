@@ -50,7 +50,7 @@ recovered from, both runs are equal, and there are no orphans; else 1.
 INTRODUCTION = """\
 # A run whose processes are killed, compared with an undisturbed run
 
-On a machine with {cores} CPU cores:
+Measured on a node with {cores} CPU cores:
 
 ```
 {command}

@@ -34,23 +34,23 @@ def reports(workload, model="qwen2.5-0.5b", ranks=8, seed=0):
 @pytest.mark.parametrize("seed", range(5))
 def test_long_tailed_lengths_have_little_padding_and_are_balanced(model, seed):
     workload = next(w for w in make_packing_workloads(1000, seed) if w.name == "lognormal")
-    ours, peers = reports(workload, model, seed=seed)
+    ours, others = reports(workload, model, seed=seed)
     assert ours.padding_percent <= 2
     assert ours.cost_max_over_mean <= 1.05
     assert ours.step_cost <= 1.05
     assert ours.fullest_percent <= 100
     assert ours.micro_batches == ours.micro_batches_bound
-    assert all(ours.step_cost < peer.step_cost for peer in peers.values())
-    assert all(ours.micro_batches <= peer.micro_batches for peer in peers.values())
+    assert all(ours.step_cost < other.step_cost for other in others.values())
+    assert all(ours.micro_batches <= other.micro_batches for other in others.values())
 
 
 @pytest.mark.parametrize("name", ["bimodal", "uniform"])
 def test_bimodal_and_uniform_lengths_are_balanced(name):
     workload = next(w for w in make_packing_workloads(1000, 0) if w.name == name)
-    ours, peers = reports(workload)
+    ours, others = reports(workload)
     assert ours.micro_batches == ours.micro_batches_bound
     assert 1 <= ours.step_cost <= 1.01
-    assert all(ours.step_cost < peer.step_cost for peer in peers.values())
+    assert all(ours.step_cost < other.step_cost for other in others.values())
 
 
 def test_every_scheme_plans_each_sequence_once_in_equally_many_micro_batches():

@@ -98,7 +98,7 @@ def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         (1, r"raised KeyError: 'no such column' \(at .*rewards\.py:\d+\) on "),
         (2, r"took longer than timeout_seconds = 0\.5 on "),
@@ -106,12 +106,12 @@ def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPa
     ],
 )
 def test_error_of_a_failing_reward_names_term_and_prompt(
-    row: int, says: str, components: Components, failing: RolloutGroup
+    row: int, message: str, components: Components, failing: RolloutGroup
 ) -> None:
     (prompt,) = (p for p in components.prompts if p.prompt_id.endswith(f":{row}"))
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
     label = r"^reward\.terms\.odd \(tests\.end_to_end\.rewards:capricious\) "
-    with pytest.raises(RewardError, match=label + says + re.escape(prompt.prompt_id) + ", completion "):
+    with pytest.raises(RewardError, match=label + message + re.escape(prompt.prompt_id) + ", completion "):
         failing.collect([prompt], num_samples=2, sampling=sampling, label=f"reward-{row}")
 
 

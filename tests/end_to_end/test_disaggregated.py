@@ -143,6 +143,6 @@ def test_dead_engine_is_named(victim: str, cluster: None, world: Path, tmp_path:
             components, 1, pid_of(components.processes.actors[1]), lambda: os.kill(doomed, signal.SIGKILL)
         )
         assert isinstance(error, WorkerError)
-        says = "the engine's scheduler process of TP rank 0 was ended by SIGKILL"
-        assert says in str(error) if victim == "scheduler" else "engine 0 died. " in str(error)
+        message = "the engine's scheduler process of TP rank 0 was ended by SIGKILL"
+        assert message in str(error) if victim == "scheduler" else "engine 0 died. " in str(error)
         assert seconds < TIMEOUT + SLACK

@@ -126,11 +126,11 @@ def test_stop_signal_saves_a_checkpoint(how: str, small: Path, tmp_path: Path, l
 @pytest.mark.slow
 def test_dpo_resumes_with_one_rank_instead_of_two(small: Path, tmp_path: Path, launch: Launch) -> None:
     """Resumes on Ray what torchrun ranks saved, in another folder."""
-    whole = undisturbed("dpo", small, tmp_path)
-    saved = whole / "checkpoints/step-000020"
+    reference = undisturbed("dpo", small, tmp_path)
+    saved = reference / "checkpoints/step-000020"
     run = launch("dpo", write("dpo", small, tmp_path, placement={"slots_per_node": 1}), "--resume", saved)
     assert run.wait(180) == 0, run.stderr
-    found, expected = losses(tmp_path / "run"), losses(whole)
+    found, expected = losses(tmp_path / "run"), losses(reference)
     assert list(found) == list(range(21, STEPS + 1))
     assert found[21] == pytest.approx(expected[21], abs=1e-5)
     assert f"resuming from step 20: {saved}" in run.stdout

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.compare import same
+from benchmarks.chaos.compare import is_bitwise_equal
 from benchmarks.chaos.read import read_last_checkpoint, read_model
 from megarl.config import STAGES, StageConfig
 from megarl.config.load import make_config
@@ -81,7 +81,7 @@ def train(
             ends the run.
     """
     from megarl.controller.run_stage import begin_run
-    from megarl.controller.spmd_stage import NOTHING
+    from megarl.controller.spmd_stage import NO_TRACKING
     from megarl.run.events import EventLog, MessageEvent
     from megarl.stages import build_stages
 
@@ -89,7 +89,7 @@ def train(
     with ExitStack() as closing:
         checkpoint = ranks.run_on_rank0(lambda: begin_run(config, stage, resume, closing))
         if ranks.rank != 0:
-            config = config.model_copy(update={"tracking": NOTHING})
+            config = config.model_copy(update={"tracking": NO_TRACKING})
         run = getattr(build_stages, f"make_{stage}")(config, events, ranks, checkpoint)
         make_request, step = run.make_train_request, run.step
 
@@ -129,6 +129,6 @@ def assert_same_results(run: Path, uninterrupted: Path) -> None:
     assert metrics(run) == metrics(uninterrupted)
     saved, expected = read_last_checkpoint(run), read_last_checkpoint(uninterrupted)
     assert any("optimizer.state.exp_avg" in name for name in expected)
-    assert {name for name in expected if not same(saved.get(name), expected[name])} == set()
+    assert {name for name in expected if not is_bitwise_equal(saved.get(name), expected[name])} == set()
     assert saved.keys() == expected.keys()
     assert read_model(run / "model") == read_model(uninterrupted / "model") != {}
