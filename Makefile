@@ -1,23 +1,23 @@
 PYTHON ?= python3.11
 VENV ?= .venv
-# Further pip arguments for torch alone, such as an --index-url of CPU builds.
+# Additional pip arguments for torch only, such as the --index-url of CPU builds.
 TORCH_INSTALL_ARGS ?=
-# A folder with GSM8K as published: its lengths join the packing benchmark.
+# Folder with GSM8K as published; adds its sequence lengths to the packing benchmark.
 GSM8K ?=
-# Further pytest arguments, such as ARGS="-k loss -x".
+# Additional pytest arguments, such as ARGS="-k loss -x".
 ARGS ?=
 
-# One BLAS thread per process: workers are many, cores few.
+# One BLAS thread per process: there are many workers and few cores.
 export OMP_NUM_THREADS ?= 1
 
-# GPUs that `make setup-gpu` builds for, such as "9.0;10.0"; empty: those of this machine.
+# Compute capabilities that `make setup-gpu` builds for, such as "9.0;10.0"; empty: those of this machine's GPUs.
 TORCH_CUDA_ARCH_LIST ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 PACKAGES_GPU := $(VENV)/.packages-gpu
 INSTALLED_GPU := $(VENV)/.installed-gpu
-# An environment for GPUs, or one begun, serves all that needs `setup`: it never turns back into one for CPUs.
+# A GPU environment, even an incomplete one, satisfies `setup`: it is never turned back into a CPU environment.
 INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
@@ -25,10 +25,10 @@ LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 .DEFAULT_GOAL := help
 .PHONY: setup setup-gpu packages-gpu setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
 
-setup: $(INSTALLED) ## Create .venv with everything pinned; does nothing when it is up to date
+setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
 $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); name one: make setup PYTHON=..." >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); set its path: make setup PYTHON=..." >&2; exit 1; }
 	@echo "[1/4] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/4] torch"
@@ -39,33 +39,33 @@ $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-setup-gpu: $(INSTALLED_GPU) ## The same for GPUs, with CUDA, Transformer Engine and apex
+setup-gpu: $(INSTALLED_GPU) ## Create .venv for GPUs, with CUDA, Transformer Engine and apex
 
-# All but megarl itself, for images that are built in layers.
+# Everything except megarl itself, for images that are built in layers.
 packages-gpu: $(PACKAGES_GPU)
 
 $(INSTALLED_GPU): $(PACKAGES_GPU) setup.py pyproject.toml
 	@echo "[5/5] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
-	@! $(BIN)/python -m pip --disable-pip-version-check check | grep -vE "$(FINE)"
+	@! $(BIN)/python -m pip --disable-pip-version-check check | grep -vE "$(PERMITTED_CHECK_OUTPUT)"
 	@touch $@
 
-# What `pip check` may say: Transformer Engine's wheel for every Python 3 is marked as one for 3.10 within.
-FINE := ^No broken requirements|^transformer.engine.cu13 .* is not supported on this platform
+# Permitted output of `pip check`: the wheel of Transformer Engine for all Python 3 versions is tagged 3.10 internally.
+PERMITTED_CHECK_OUTPUT := ^No broken requirements|^transformer.engine.cu13 .* is not supported on this platform
 
-# The compiler's wheels name libraries by version alone and call their folder lib: two links make a CUDA_HOME of them.
+# The wheels of the compiler have versioned library names only, in a folder lib: two links turn it into a CUDA_HOME.
 $(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/dev.txt
 	@TORCH_CUDA_ARCH_LIST="$(TORCH_CUDA_ARCH_LIST)" requirements/gpu-machine.sh $(PYTHON)
 	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/.gpu
-	@echo "[2/5] $$(cat requirements/gpu.txt requirements/dev.txt | grep -c ==) pinned packages, CUDA among them"
+	@echo "[2/5] $$(cat requirements/gpu.txt requirements/dev.txt | grep -c ==) pinned packages, including CUDA"
 	@$(PIP) install --no-deps -r requirements/gpu.txt -r requirements/dev.txt
 	@echo "[3/5] CUDA_HOME: $(VENV)/cuda"
 	@ln -sfn $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13 $(VENV)/cuda
 	@ln -sfn lib $(VENV)/cuda/lib64
 	@ln -sfn libcudart.so.13 $(VENV)/cuda/lib/libcudart.so
-	@echo "[4/5] Transformer Engine and apex, compiled: this takes minutes"
+	@echo "[4/5] compiling Transformer Engine and apex; this takes minutes"
 	@PATH="$(abspath $(BIN)):$$PATH" CUDA_HOME="$(abspath $(VENV))/cuda" \
 		CPATH="$(abspath $(VENV))/cuda/../cudnn/include:$(abspath $(VENV))/cuda/../nccl/include" \
 		NVTE_PYTORCH_FORCE_BUILD=TRUE APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
@@ -73,12 +73,12 @@ $(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/de
 		$(PIP) install --no-deps --no-build-isolation -r requirements/gpu-build.txt
 	@touch $@
 
-setup-slurm: ## Install what the tests of launch/ run on, as root: Slurm, munge, shellcheck, ip
+setup-slurm: ## Install the tools for the tests of launch/, as root: Slurm, munge, shellcheck, ip
 	@dpkg -s $(LAUNCH_PACKAGES) >/dev/null 2>&1 || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "make setup-slurm needs root and apt-get; it installs $(LAUNCH_PACKAGES)" >&2; exit 1; }; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(LAUNCH_PACKAGES) >/dev/null; }
 
-demo: setup ## Fine-tune and reinforce a tiny model on this machine's CPU
+demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 	$(BIN)/megarl demo
 
 test: setup ## Run the tests
@@ -90,31 +90,31 @@ test-slow: setup ## Run the tests that take minutes
 test-gpu: setup ## Run the tests that need CUDA devices
 	$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
 
-lint: setup ## Look for mistakes
+lint: setup ## Lint the code
 	$(BIN)/ruff check .
 
-format: setup ## Rewrite the code in the house format
+format: setup ## Format the code
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format .
 
 format-check: setup
 	$(BIN)/ruff format --check .
 
-types: setup ## Check the types
+types: setup ## Check types with mypy
 	$(BIN)/mypy
 
-imports: setup ## Check that imports point down
+imports: setup ## Check the import layers
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test ## Everything that CI runs
+check: format-check lint types imports test ## Run all checks of CI
 
-bench: setup ## Compare weight-sync strategies, packing schemes, kernels and saves; writes benchmarks/results
+bench: setup ## Benchmark weight sync, packing, kernels and checkpoints; writes benchmarks/results
 	$(BIN)/python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 	$(BIN)/python -m benchmarks.packing $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/packing.md
 	$(BIN)/python -m benchmarks.kernels --write benchmarks/results/kernels.md
 	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
 
-clean: ## Remove .venv, caches and build outputs; runs/ stays
+clean: ## Remove .venv, caches and build outputs; keeps runs/
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 

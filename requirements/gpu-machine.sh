@@ -1,7 +1,7 @@
 #!/bin/sh
-# Says in one sentence why `make setup-gpu` cannot work here, with exit code 1; silent where it can.
+# Checks that `make setup-gpu` can work on this machine; if not, prints the reason in one line and exits with code 1.
 #   gpu-machine.sh PYTHON
-# TORCH_CUDA_ARCH_LIST, where it is set, says which GPUs to build for: then this machine needs none.
+# If TORCH_CUDA_ARCH_LIST names the GPUs to build for, this machine needs no GPU.
 python=$1
 
 needs() {
@@ -9,11 +9,11 @@ needs() {
   exit 1
 }
 
-command -v "$python" >/dev/null || needs "Python 3.11 or 3.12, found no $python; name one: make setup-gpu PYTHON=..."
+command -v "$python" >/dev/null || needs "Python 3.11 or 3.12, found no $python; set its path: make setup-gpu PYTHON=..."
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1
 case $version in
   3.11 | 3.12) ;;
-  *) needs "Python 3.11 or 3.12, got $version; name one: make setup-gpu PYTHON=..." ;;
+  *) needs "Python 3.11 or 3.12, got $version; set its path: make setup-gpu PYTHON=..." ;;
 esac
 
 machine=$(uname -s -m)
@@ -29,6 +29,6 @@ done
 
 [ -z "$TORCH_CUDA_ARCH_LIST" ] || exit 0
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n1)
-[ -n "$driver" ] || needs "a GPU, and nvidia-smi shows none; \
-where there is none, as on a login node, name the GPUs to build for: make setup-gpu TORCH_CUDA_ARCH_LIST=9.0"
+[ -n "$driver" ] || needs "a GPU, but nvidia-smi shows none; \
+on a machine without GPU, such as a login node, name the GPUs to build for: make setup-gpu TORCH_CUDA_ARCH_LIST=9.0"
 [ "${driver%%.*}" -ge 580 ] || needs "NVIDIA's driver 580 or later for CUDA 13, got $driver"

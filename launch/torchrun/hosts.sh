@@ -1,47 +1,48 @@
 #!/usr/bin/env bash
-# A run on several machines without a batch system, over ssh:
+# Runs a command on several nodes over ssh, without a batch system:
 #   launch/torchrun/hosts.sh HOSTFILE train CONFIG [--set key=value ...]
 #
-# HOSTFILE has a machine a line, as ssh knows it, and after that its address on the network of the run where it is to be
-# another. All see the same files under the same paths.
-#   train, eval                       megarl launch on every machine brings up Ray, the first runs the command
+# HOSTFILE has one node per line: its name for ssh and, if different, its address on the network of the run. All nodes
+# see the same files under the same paths.
+#   train, eval                       megarl launch on every node starts Ray; the first node runs the command
 #   launch [OPTIONS] COMMAND ...      the same with options of megarl launch, for any of its commands
-#   sft, rm, dpo, score               torchrun on every machine, PROCS_PER_NODE ranks on each, without Ray
+#   sft, rm, dpo, score               torchrun on every node, PROCS_PER_NODE ranks each, without Ray
 #   benchmarks.reshard                the same
-# When one of them fails, or this script is told to end or is killed, all end. Lines of output begin with their machine.
+# All nodes stop if one of them fails or if this script is terminated or killed. Each output line starts with its node.
 set -uo pipefail
 
 # Knobs: VENV=/envs/megarl launch/torchrun/hosts.sh ...
-SSH=${SSH:-ssh -o ServerAliveInterval=15}  # what runs a command on a machine
-MEGARL_ROOT=${MEGARL_ROOT:-$PWD}           # the checkout; relative paths begin there
+SSH=${SSH:-ssh -o ServerAliveInterval=15}  # runs a command on a node
+MEGARL_ROOT=${MEGARL_ROOT:-$PWD}           # checkout of megarl; relative paths start here
 VENV=${VENV:-$MEGARL_ROOT/.venv}           # virtual environment with megarl
-PROCS_PER_NODE=${PROCS_PER_NODE:-auto}     # ranks on each machine; auto: one for every GPU, or core where there is none
-RDZV_PORT=${RDZV_PORT:-29400}              # where torchrun's agents meet, on the first machine
-# Names of variables that all machines get from here where they are set; others can read them, so no secrets.
+PROCS_PER_NODE=${PROCS_PER_NODE:-auto}     # ranks per node; auto: one per GPU, or one per core without GPUs
+RDZV_PORT=${RDZV_PORT:-29400}              # rendezvous port of torchrun, on the first node
+# Names of variables that are passed to all nodes if they are set here. Other users can read them: do not list secrets.
 EXPORT=${EXPORT:-OMP_NUM_THREADS NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_IB_HCA GLOO_SOCKET_IFNAME HF_HOME HF_HUB_OFFLINE}
 
-refuse() {
+fail() {
   echo "error: $1" >&2
   exit 2
 }
 
-[[ $# -ge 2 ]] || refuse "the script needs a host file and a command: launch/torchrun/hosts.sh HOSTFILE train CONFIG"
+[[ $# -ge 2 ]] || fail "the script needs a host file and a command: launch/torchrun/hosts.sh HOSTFILE train CONFIG"
 hostfile=$1
 shift
-[[ -r $hostfile ]] || refuse "HOSTFILE needs a file, got $hostfile"
+[[ -r $hostfile ]] || fail "HOSTFILE needs a file, got $hostfile"
 mapfile -t hosts < <(awk '{ sub(/#.*/, "") } NF { print $1 }' "$hostfile")
-# slots=8 and the like are for other programs
+# fields such as slots=8 are for other programs
 mapfile -t addresses < <(awk '{ sub(/#.*/, "") } NF { print (NF > 1 && $2 !~ /=/) ? $2 : $1 }' "$hostfile")
 size=${#hosts[@]}
-((size > 0)) || refuse "HOSTFILE needs a machine a line, got none in $hostfile"
+((size > 0)) || fail "HOSTFILE needs one node per line, got none in $hostfile"
 read -ra ssh <<<"$SSH"
 addresses=("${addresses[@]#*@}")
 head=${addresses[0]}
 id=hosts.$HOSTNAME.$$
 
-# Runs on a machine: changes to folder $1 and runs the rest. Its input ends with the connection, or before it to end it.
-# shellcheck disable=SC2016  # for the shell over there
-agent='cd "$1" || exit 2
+# Runs on a node: changes to folder $1 and runs the other arguments as a command. End of input, which also follows the
+# loss of the connection, terminates the command.
+# shellcheck disable=SC2016  # expanded by the shell on the node
+node_script='cd "$1" || exit 2
 shift
 exec 3<&0
 "$@" </dev/null 3<&- & command=$!
@@ -50,8 +51,8 @@ wait "$command"; code=$?
 kill "$guard" 2>/dev/null
 exit "$code"'
 
-# command_of RANK COMMAND ...: sets `command` to what the machine of this rank runs
-command_of() {
+# set_command RANK COMMAND ...: sets `command` to the command line of the node of this rank
+set_command() {
   local rank=$1 name
   shift
   command=(env)
@@ -59,8 +60,8 @@ command_of() {
     [[ -z ${!name+set} ]] || command+=("$name=${!name}")
   done
   local launch=("$VENV/bin/megarl" launch --nodes "$size" --node-rank "$rank" --head "$head")
-  # torchrun tells by the machine's own name whether it keeps the meeting, and is wrong where that name means the
-  # loopback: hence is_host
+  # is_host is set explicitly: torchrun derives from the host name whether it hosts the rendezvous, which is wrong if
+  # that name resolves to the loopback
   local torchrun=("$VENV/bin/torchrun" --nnodes "$size" --nproc-per-node "$PROCS_PER_NODE" --rdzv-id "$id"
     --rdzv-backend c10d --rdzv-endpoint "$head:$RDZV_PORT" --rdzv-conf "is_host=$((rank == 0))"
     --local-addr "${addresses[rank]}")
@@ -69,12 +70,12 @@ command_of() {
     launch) command+=("${launch[@]}" "${@:2}") ;;
     sft | rm | dpo | score) command+=("${torchrun[@]}" -m megarl "$@") ;;
     benchmarks.reshard) command+=("${torchrun[@]}" -m "$@") ;;
-    *) refuse "the command needs to be train, eval, launch, sft, rm, dpo, score or benchmarks.reshard, got $1" ;;
+    *) fail "the command needs to be train, eval, launch, sft, rm, dpo, score or benchmarks.reshard, got $1" ;;
   esac
 }
 
-# quoted WORD ...: the words as any shell reads them
-quoted() {
+# quote WORD ...: prints the words quoted for any POSIX shell
+quote() {
   local word
   for word; do
     printf "'%s' " "${word//\'/\'\\\'\'}"
@@ -84,19 +85,19 @@ quoted() {
 scratch=$(mktemp -d) || exit 2
 trap 'rm -rf "$scratch"' EXIT
 mkdir "$scratch/codes"
-mkfifo "$scratch/life"
-exec 3<>"$scratch/life" # open here alone: however this script ends, the machines' input does
-exec 4<"$scratch/life"
-told=0
-trap 'told=130; exec 3>&-' INT
-trap 'told=143; exec 3>&-' TERM HUP
+mkfifo "$scratch/stdin"
+exec 3<>"$scratch/stdin" # only this script holds the writing end: however it ends, the input of the nodes ends too
+exec 4<"$scratch/stdin"
+signal_code=0
+trap 'signal_code=130; exec 3>&-' INT
+trap 'signal_code=143; exec 3>&-' TERM HUP
 
-command_of 0 "$@" # refuses what it does not know, before anything starts
+set_command 0 "$@" # fails on an unknown command before anything starts
 for rank in "${!hosts[@]}"; do
-  command_of "$rank" "$@"
+  set_command "$rank" "$@"
   {
-    trap '' INT # a terminal's goes to all of them; the connections have to stay until the machines have ended
-    "${ssh[@]}" "${hosts[rank]}" "$(quoted bash -c "$agent" agent "$MEGARL_ROOT" "${command[@]}")" 2>&1 |
+    trap '' INT # Ctrl-C reaches the connections too, but they must stay open until the nodes have stopped
+    "${ssh[@]}" "${hosts[rank]}" "$(quote bash -c "$node_script" agent "$MEGARL_ROOT" "${command[@]}")" 2>&1 |
       sed -u "s|^|${hosts[rank]}: |"
     echo "$?" >"$scratch/$rank"
     mv "$scratch/$rank" "$scratch/codes"
@@ -107,18 +108,18 @@ shopt -s nullglob
 code=0
 ended=()
 while ((${#ended[@]} < size)); do
-  wait -n # for the next to end, or a signal
-  [[ $? != 127 || -n $(jobs -p) ]] || break # who was killed says no code
+  wait -n # until a node ends or a signal arrives
+  [[ $? != 127 || -n $(jobs -p) ]] || break # a job that was killed has left no code
   ended=("$scratch"/codes/*)
-  ((${#ended[@]} > 0 && code == 0 && told == 0)) || continue
+  ((${#ended[@]} > 0 && code == 0 && signal_code == 0)) || continue
   for each in "${ended[@]}"; do
     read -r code <"$each"
     ((code == 0)) || break
   done
   if ((code != 0)); then
-    echo "error: ${hosts[${each##*/}]} has ended with code $code; so do all" >&2
+    echo "error: ${hosts[${each##*/}]} exited with code $code; stopping all nodes" >&2
     exec 3>&-
   fi
 done
 ((${#ended[@]} == size || code != 0)) || code=1
-exit "$((told ? told : code))"
+exit "$((signal_code ? signal_code : code))"

@@ -1,27 +1,27 @@
-"""A connection between two nodes that knows when the other end is gone."""
+"""Connection between two nodes, with heartbeats that detect the loss of the other end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
-from megarl.launch.protocol import Beat, Message, decode, encode
+from megarl.launch.protocol import Heartbeat, Message, decode, encode
 
-BEATS_PER_TIMEOUT = 6
-LONGEST_BEAT_SECONDS = 5.0
-CLOSE_SECONDS = 2.0
-"""How long a lost node may hold up the end."""
-
-
-class LinkLostError(Exception):
-    """The other end is gone; says how that was noticed."""
+HEARTBEATS_PER_TIMEOUT = 6
+MAX_HEARTBEAT_INTERVAL_SECONDS = 5.0
+CLOSE_TIMEOUT_SECONDS = 2.0
+"""Time limit for closing a connection whose other end may be lost."""
 
 
-class Link:
-    """Messages to and from another node, with beats in between.
+class ConnectionLostError(Exception):
+    """The connection to the other node is lost; the message says how this was detected."""
+
+
+class Connection:
+    """Message stream to and from another node; sends heartbeats in the background.
 
     Args:
-        timeout_seconds: how long the other end may be silent.
+        timeout_seconds: silence of the other end after which the connection counts as lost.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_seconds: float) -> None:
@@ -30,46 +30,46 @@ class Link:
         self._timeout = timeout_seconds
         self.local_address: str = writer.get_extra_info("sockname")[0]
         self.remote_address: str = writer.get_extra_info("peername")[0]
-        self._beats = asyncio.get_running_loop().create_task(self._beat())
+        self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
 
     def send(self, message: Message) -> None:
-        """Hand a message to the system; that the other end is gone is for `receive` to notice."""
+        """Queue a message for sending; a lost connection is reported by `receive`, not here."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
     async def receive(self) -> Message:
-        """The next message that is not a beat.
+        """Return the next message that is not a heartbeat.
 
         Raises:
-            LinkLostError: there will be none.
+            ConnectionLostError: the connection is closed, broken or silent, or the line is not a message.
         """
         while True:
             try:
                 line = await asyncio.wait_for(self._reader.readline(), self._timeout)
             except TimeoutError:
-                raise LinkLostError(f"not heard of for {self._timeout:g} s") from None
+                raise ConnectionLostError(f"no message for {self._timeout:g} s") from None
             except OSError as e:
-                raise LinkLostError(f"the connection broke: {e}") from e
-            except ValueError as e:  # a line beyond all bounds
-                raise LinkLostError(str(e)) from e
+                raise ConnectionLostError(f"the connection failed: {e}") from e
+            except ValueError as e:  # the line exceeds the limit of the reader
+                raise ConnectionLostError(str(e)) from e
             if not line.endswith(b"\n"):
-                raise LinkLostError("it ended without a word")
+                raise ConnectionLostError("the connection was closed unexpectedly")
             try:
                 message = decode(line)
             except ValueError as e:
-                raise LinkLostError(str(e)) from e
-            if not isinstance(message, Beat):
+                raise ConnectionLostError(str(e)) from e
+            if not isinstance(message, Heartbeat):
                 return message
 
     async def close(self) -> None:
-        """Send what is left, as far as the other end takes it, and hang up."""
-        self._beats.cancel()
+        """Flush pending messages for at most `CLOSE_TIMEOUT_SECONDS`, then close the connection."""
+        self._heartbeat_task.cancel()
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
-            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_SECONDS)
+            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_TIMEOUT_SECONDS)
         self._writer.transport.abort()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(min(LONGEST_BEAT_SECONDS, self._timeout / BEATS_PER_TIMEOUT))
-            self.send(Beat())
+            await asyncio.sleep(min(MAX_HEARTBEAT_INTERVAL_SECONDS, self._timeout / HEARTBEATS_PER_TIMEOUT))
+            self.send(Heartbeat())

@@ -1,4 +1,4 @@
-"""Rank 0: where the others come to, and where the command runs."""
+"""Rank 0 of a launch: accepts the worker nodes, starts Ray's head, and runs the command."""
 
 from __future__ import annotations
 
@@ -8,158 +8,164 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
+from typing_extensions import override
+
 from megarl.errors import LaunchError
-from megarl.launch.connection import LinkLostError
-from megarl.launch.launch_node import SIGNALLED, Agent, LaunchOptions, command_environment
+from megarl.launch.connection import ConnectionLostError
+from megarl.launch.launch_node import SIGNAL_EXIT_CODE_BASE, LaunchNode, LaunchOptions, make_command_environment
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Failed, Hello, Joined, Stop, Welcome
-from megarl.launch.ray_node import free_port
-from megarl.launch.rendezvous import Meeting, Peer, addresses
-from megarl.process.child_processes import Child
+from megarl.launch.ray_node import find_free_port
+from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses
+from megarl.process.child_processes import ChildProcess
 
-COMMAND_END_SECONDS = 20.0
-"""How long the command may take to end in order."""
-IMPATIENCE_SECONDS = 0.5
-"""A signal that comes so long after the first is a second request."""
-PEERS_END_SECONDS = 6.0
-"""How long the other nodes may take to end their parts: with the above, within the 30 s of Slurm and torchrun."""
+COMMAND_GRACE_SECONDS = 20.0
+"""Time from SIGTERM to SIGKILL for the command."""
+REPEATED_SIGNAL_SECONDS = 0.5
+"""A termination signal this long after the first one kills the command; an earlier one is a duplicate."""
+PEERS_GRACE_SECONDS = 6.0
+"""Time for the worker nodes to stop; with `COMMAND_GRACE_SECONDS` it stays below the 30 s of Slurm and torchrun."""
 
 
-class Head(Agent):
-    """The node that leads.
+class HeadNode(LaunchNode):
+    """The node of rank 0.
 
     Args:
-        command: program and arguments, which run here.
+        command: program and arguments of the command, which runs on this node.
     """
 
     def __init__(
         self,
         world: NodeWorld,
         options: LaunchOptions,
-        own: Hello,
-        say: Callable[[str], None],
+        own_hello: Hello,
+        notify: Callable[[str], None],
         command: Sequence[str],
     ) -> None:
-        super().__init__(world, options, own, say)
+        super().__init__(world, options, own_hello, notify)
         self._command_line = command
-        self._command: Child | None = None
-        self._told_at: float | None = None
-        self._ending: asyncio.Task[None] | None = None
-        self._time_is_near = False
-        self._meeting = Meeting(world, own, options.node_timeout)
+        self._command: ChildProcess | None = None
+        self._termination_requested_at: float | None = None
+        self._termination_task: asyncio.Task[None] | None = None
+        self._is_time_limit_near = False
+        self._rendezvous = Rendezvous(world, own_hello, options.node_timeout)
         self._peers: list[Peer] = []
-        self._joined: set[int] = set()
-        self._lost: set[int] = set()
+        self._joined_ranks: set[int] = set()
+        self._lost_ranks: set[int] = set()
         self._all_joined = asyncio.Event()
-        self._watching: list[asyncio.Task[None]] = []
+        self._watch_tasks: list[asyncio.Task[None]] = []
 
-    async def work(self) -> None:
-        """See `Agent.work`."""
+    @override
+    async def execute(self) -> None:
         started = time.monotonic()
-        await self._meeting.open()
-        self._peers = await self._meeting.gather(self.options.join_timeout)
-        self._watching = [asyncio.create_task(self._watch(peer)) for peer in self._peers]
-        own, others = addresses(self._peers, self.options.node_address)
-        names = [f"{self.world.host} ({own})"]
-        names += [f"{peer.hello.host} ({address})" for peer, address in zip(self._peers, others, strict=True)]
-        started = self._phase("nodes met", started, ", ".join(names))
+        await self._rendezvous.listen()
+        self._peers = await self._rendezvous.wait_for_peers(self.options.join_timeout)
+        self._watch_tasks = [asyncio.create_task(self._watch(peer)) for peer in self._peers]
+        own_address, other_addresses = find_addresses(self._peers, self.options.node_address)
+        names = [f"{self.world.host} ({own_address})"]
+        names += [f"{peer.hello.host} ({address})" for peer, address in zip(self._peers, other_addresses, strict=True)]
+        started = self._report_phase("nodes connected", started, ", ".join(names))
 
-        ray_address = f"{own}:{free_port()}"
+        ray_address = f"{own_address}:{find_free_port()}"
         try:
-            await self.start_ray(ray_address, own)
+            await self.start_ray(ray_address, own_address)
         except LaunchError as e:
             raise LaunchError(f"node {self.world.host} (rank 0): {e}") from e
-        self._watching.append(asyncio.create_task(self._watch_ray()))
-        started = self._phase("Ray up", started, ray_address)
+        self._watch_tasks.append(asyncio.create_task(self._watch_ray()))
+        started = self._report_phase("Ray head started", started, ray_address)
 
-        for peer, address in zip(self._peers, others, strict=True):
-            peer.link.send(Welcome(ray_address=ray_address, node_address=address))
+        for peer, address in zip(self._peers, other_addresses, strict=True):
+            peer.connection.send(Welcome(ray_address=ray_address, node_address=address))
         if self._peers:
             await self._all_joined.wait()
-            self._phase("Ray joined by all", started, f"{self.world.size} nodes")
-        await self._run_command(ray_address, own)
+            self._report_phase("Ray nodes joined", started, f"{self.world.size} nodes")
+        await self._run_command(ray_address, own_address)
 
-    async def leave(self) -> None:
-        """See `Agent.leave`."""
-        await self._end_command()
-        for watch in self._watching:
+    @override
+    async def shutdown(self) -> None:
+        await self._terminate_command()
+        for watch in self._watch_tasks:
             watch.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
-        end = self.end.result() if self.end.exception() is None else End(1, f"{self.world.host} (rank 0) failed")
-        peers = self._meeting.peers
+        await asyncio.gather(*self._watch_tasks, return_exceptions=True)
+        end = (
+            self.outcome.result() if self.outcome.exception() is None else End(1, f"{self.world.host} (rank 0) failed")
+        )
+        peers = self._rendezvous.peers
         for peer in peers:
-            peer.link.send(end)
-        await asyncio.gather(self.ray.stop(), *(self._see_off(peer) for peer in peers))
-        await self._meeting.close()
+            peer.connection.send(end)
+        await asyncio.gather(self.ray.stop(), *(self._drain(peer) for peer in peers))
+        await self._rendezvous.close()
 
-    def told_to_end(self, number: int) -> None:
-        """See `Agent.told_to_end`; the command ends in order, at the second time at once."""
+    @override
+    def on_terminate(self, number: int) -> None:
+        """Terminate the command gracefully; at the second request, kill it."""
         now = time.monotonic()
-        if self._told_at is None:
-            self._told_at = now
-            self._end_in_order(number)
-        # a request may come twice: some send it to a process, some to its descendants too
-        elif now - self._told_at > IMPATIENCE_SECONDS and self._command is not None:
+        if self._termination_requested_at is None:
+            self._termination_requested_at = now
+            self._end_gracefully(number)
+        # one request may arrive twice: some senders signal the process, others its descendants too
+        elif now - self._termination_requested_at > REPEATED_SIGNAL_SECONDS and self._command is not None:
             self._command.signal(signal.SIGKILL)
 
-    def told_of_time(self) -> None:
-        """See `Agent.told_of_time`; the command's business."""
-        self._time_is_near = True
+    @override
+    def on_time_limit(self) -> None:
+        """Forward SIGUSR1 to the command, now or as soon as it starts."""
+        self._is_time_limit_near = True
         if self._command is not None:
             self._command.signal(signal.SIGUSR1)
 
-    def _phase(self, name: str, started: float, what: str) -> float:
+    def _report_phase(self, name: str, started: float, details: str) -> float:
         now = time.monotonic()
-        self.say(f"{name:<18} {now - started:5.1f} s  {what}")
+        self.notify(f"{name:<18} {now - started:5.1f} s  {details}")
         return now
 
-    async def _run_command(self, ray_address: str, own: str) -> None:
-        environment = command_environment(self.environment, ray_address, own)
-        self._command = self.children.start(self._command_line, environment, when_parent_dies=signal.SIGKILL)
-        if self._time_is_near:
+    async def _run_command(self, ray_address: str, own_address: str) -> None:
+        environment = make_command_environment(self.environment, ray_address, own_address)
+        self._command = self.children.start(self._command_line, environment, parent_death_signal=signal.SIGKILL)
+        if self._is_time_limit_near:
             self._command.signal(signal.SIGUSR1)
         code = await asyncio.shield(self._command.ended)
-        self.finish(code if code >= 0 else SIGNALLED - code)
+        self.finish(code if code >= 0 else SIGNAL_EXIT_CODE_BASE - code)
 
-    def _end_in_order(self, number: int) -> None:
+    def _end_gracefully(self, number: int) -> None:
         if self._command is None:
-            self.finish(SIGNALLED + number)
-        elif self._ending is None:
-            self._ending = asyncio.create_task(self._end_command())
+            self.finish(SIGNAL_EXIT_CODE_BASE + number)
+        elif self._termination_task is None:
+            self._termination_task = asyncio.create_task(self._terminate_command())
 
-    async def _end_command(self) -> None:
+    async def _terminate_command(self) -> None:
         if self._command is not None:
-            await self._command.end(COMMAND_END_SECONDS)
+            await self._command.terminate(COMMAND_GRACE_SECONDS)
 
     async def _watch(self, peer: Peer) -> None:
         while True:
             try:
-                message = await peer.link.receive()
-            except LinkLostError as e:
-                self._lost.add(peer.hello.rank)
-                self.finish(LaunchError.exit_code, f"{peer}: {e}; the run has been ended")
+                message = await peer.connection.receive()
+            except ConnectionLostError as e:
+                self._lost_ranks.add(peer.hello.rank)
+                self.finish(LaunchError.exit_code, f"{peer}: {e}; the run was aborted")
                 return
             match message:
                 case Joined():
-                    self._joined.add(peer.hello.rank)
-                    if len(self._joined) == len(self._peers):
+                    self._joined_ranks.add(peer.hello.rank)
+                    if len(self._joined_ranks) == len(self._peers):
                         self._all_joined.set()
                 case Failed(reason):
-                    self.finish(LaunchError.exit_code, f"{peer}: {reason}\nthe run has been ended")
+                    self.finish(LaunchError.exit_code, f"{peer}: {reason}\nthe run was aborted")
                     return
                 case Stop(number):
-                    self._end_in_order(number)  # Slurm tells every node: no second time
+                    self._end_gracefully(number)  # Slurm signals every node: this is not a second request
                 case _:
                     raise AssertionError(message)
 
     async def _watch_ray(self) -> None:
-        reason = await self.ray.lost()
-        self.finish(LaunchError.exit_code, f"node {self.world.host} (rank 0): {reason}\nthe run has been ended")
+        reason = await self.ray.wait_until_ended()
+        self.finish(LaunchError.exit_code, f"node {self.world.host} (rank 0): {reason}\nthe run was aborted")
 
-    async def _see_off(self, peer: Peer) -> None:
-        """Wait for the node to hang up, which it does when its part has ended."""
-        with contextlib.suppress(LinkLostError, TimeoutError):
-            async with asyncio.timeout(PEERS_END_SECONDS):
-                while peer.hello.rank not in self._lost:
-                    await peer.link.receive()
-        await peer.link.close()
+    async def _drain(self, peer: Peer) -> None:
+        """Wait until the node closes the connection, which it does after its processes have ended."""
+        with contextlib.suppress(ConnectionLostError, TimeoutError):
+            async with asyncio.timeout(PEERS_GRACE_SECONDS):
+                while peer.hello.rank not in self._lost_ranks:
+                    await peer.connection.receive()
+        await peer.connection.close()

@@ -1,9 +1,9 @@
-"""What `megarl launch` does on a node, from meeting the others to the last process's end.
+"""Base class of the nodes of a launch: lifecycle, signals and the Ray node.
 
-    rank 0     listen -> all are there -> Ray's head is up -> all have joined -> the command -> everybody ends
-    others     find the head ----------------> Ray is up, joined -------------------> end when told
+    rank 0     listen -> all nodes connected -> start Ray's head -> all nodes joined -> run the command -> stop all
+    others     find the head -------------------> start Ray and join ---------------------------> stop on End
 
-Every process that comes of it is a descendant of this one, and none is left when it ends.
+Every process of a launch is a descendant of this process, and none is left when it ends.
 """
 
 from __future__ import annotations
@@ -19,103 +19,106 @@ from platform import python_version
 
 from megarl import __version__
 from megarl.errors import ConfigError, LaunchError
-from megarl.launch.node_labels import nvlink_domain, own_labels
+from megarl.launch.node_labels import find_node_labels, query_nvlink_domain
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Hello
-from megarl.launch.ray_node import RayNode, interface_environment, ray_arguments, ray_environment
-from megarl.process.child_processes import Children
-from megarl.process.startup_trace import STARTED, process_created
+from megarl.launch.ray_node import RayNode, make_interface_environment, make_ray_arguments, make_ray_environment
+from megarl.process.child_processes import ChildProcesses
+from megarl.process.startup_trace import STARTED_VARIABLE, process_creation_time
 
-TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SIGNALLED = 128
-"""What a signal ended counts as this and the signal's number, as with shells."""
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNAL_EXIT_CODE_BASE = 128
+"""The exit code of a process ended by signal N is this plus N, as in a shell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The user's wishes."""
+    """Options of `megarl launch` that concern this node."""
 
     join_timeout: float = 60.0
-    """Seconds that nodes wait for each other."""
+    """Seconds to wait for all nodes to connect."""
     node_timeout: float = 30.0
-    """Seconds after which a node that is not heard of is lost."""
+    """Seconds without a message after which a node counts as lost."""
     cpus: int
-    """CPU slots of this node."""
+    """Number of CPU slots that Ray gets on this node."""
     gpus: int | None = None
-    """None: those that Ray finds."""
+    """Number of GPUs that Ray gets on this node; None: all that Ray finds."""
     labels: dict[str, str]
+    """Ray labels of this node, added to those that the launch sets."""
     node_address: str | None = None
-    """Where this node is to be reached."""
+    """Address at which other nodes reach this one; None: derived from the connection to the head."""
 
 
-class Agent(ABC):
-    """What the head and the others have in common: a Ray node, signals, and an end.
+class LaunchNode(ABC):
+    """Common base of `HeadNode` and `WorkerNode`: owns the Ray node, the signal handlers and the outcome.
 
     Args:
-        own: what this node says of itself.
-        say: shows a line to the user.
+        own_hello: message in which this node describes itself.
+        notify: prints a progress line for the user.
     """
 
-    def __init__(self, world: NodeWorld, options: LaunchOptions, own: Hello, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, world: NodeWorld, options: LaunchOptions, own_hello: Hello, notify: Callable[[str], None]
+    ) -> None:
         self.world = world
-        self.own = own
+        self.own_hello = own_hello
         self.options = options
-        self.say = say
+        self.notify = notify
         self.environment: Mapping[str, str] = dict(os.environ)
-        self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        """How the run ended."""
-        self.children = Children()
-        self._nvlink_domain = asyncio.create_task(nvlink_domain(self.children))
+        self.outcome: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        """Exit code of the run, and what aborted it if anything did."""
+        self.children = ChildProcesses()
+        self._nvlink_domain = asyncio.create_task(query_nvlink_domain(self.children))
         self.ray = RayNode(self.children, self.environment)
 
     async def run(self) -> End:
-        """How the run ended; this node's part of it has ended too."""
+        """Execute this node's role and shut the node down; return the outcome of the run."""
         loop = asyncio.get_running_loop()
-        for number in TOLD_TO_END:
+        for number in TERMINATION_SIGNALS:
             if signal.getsignal(number) is signal.SIG_IGN:  # nohup
                 continue
-            loop.add_signal_handler(number, self.told_to_end, number)
-        loop.add_signal_handler(signal.SIGUSR1, self.told_of_time)
+            loop.add_signal_handler(number, self.on_terminate, number)
+        loop.add_signal_handler(signal.SIGUSR1, self.on_time_limit)
         before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        work = asyncio.create_task(self.work())
-        work.add_done_callback(self._worked)
+        work = asyncio.create_task(self.execute())
+        work.add_done_callback(self._on_executed)
         try:
-            return await self.end
+            return await self.outcome
         finally:
             work.cancel()
-            await self.leave()
+            await self.shutdown()
             self._nvlink_domain.cancel()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @abstractmethod
-    async def work(self) -> None:
-        """Meet the others, start Ray, and stay until the run ends."""
+    async def execute(self) -> None:
+        """Connect to the other nodes, start Ray, and wait until the run ends."""
 
     @abstractmethod
-    async def leave(self) -> None:
-        """End this node's processes, and let the others know."""
+    async def shutdown(self) -> None:
+        """End this node's processes and close its connections."""
 
     @abstractmethod
-    def told_to_end(self, number: int) -> None:
-        """A signal asks for the end."""
+    def on_terminate(self, number: int) -> None:
+        """Handle signal `number`, one of `TERMINATION_SIGNALS`."""
 
     @abstractmethod
-    def told_of_time(self) -> None:
-        """SIGUSR1: the time limit is near."""
+    def on_time_limit(self) -> None:
+        """Handle SIGUSR1: the time limit of the job is near."""
 
     def finish(self, exit_code: int, reason: str | None = None) -> None:
-        """The run is over; only the first call counts."""
-        if not self.end.done():
-            self.end.set_result(End(exit_code, reason))
+        """Set the outcome of the run; calls after the first have no effect."""
+        if not self.outcome.done():
+            self.outcome.set_result(End(exit_code, reason))
 
     async def start_ray(self, ray_address: str, node_address: str) -> None:
-        """Return when this node is one of Ray's.
+        """Start Ray on this node and return when the node has joined the cluster.
 
         Raises:
             LaunchError: Ray did not start.
         """
-        labels = own_labels(self.world, await self._nvlink_domain) | self.options.labels
-        arguments = ray_arguments(
+        labels = find_node_labels(self.world, await self._nvlink_domain) | self.options.labels
+        arguments = make_ray_arguments(
             rank=self.world.rank,
             node_address=node_address,
             ray_address=ray_address,
@@ -123,26 +126,26 @@ class Agent(ABC):
             gpus=self.options.gpus,
             labels=labels,
         )
-        await self.ray.start(arguments, interface_environment(node_address, self.environment))
+        await self.ray.start(arguments, make_interface_environment(node_address, self.environment))
 
-    def _worked(self, work: asyncio.Task[None]) -> None:
+    def _on_executed(self, work: asyncio.Task[None]) -> None:
         error = None if work.cancelled() else work.exception()
         if isinstance(error, LaunchError):
             self.finish(error.exit_code, str(error))
-        elif error is not None and not self.end.done():
-            self.end.set_exception(error)
+        elif error is not None and not self.outcome.done():
+            self.outcome.set_exception(error)
 
 
-def hello(world: NodeWorld, options: LaunchOptions) -> Hello:
-    """What this node says of itself.
+def make_hello(world: NodeWorld, options: LaunchOptions) -> Hello:
+    """Return the message in which this node describes itself to the head.
 
     Raises:
-        ConfigError: it has no Ray.
+        ConfigError: Ray is not installed.
     """
     try:
         ray = version("ray")
     except PackageNotFoundError as e:
-        raise ConfigError(f"launch needs the package ray, got none on node {world.host}") from e
+        raise ConfigError(f"launch needs the package ray, which is not installed on node {world.host}") from e
     return Hello(
         token=world.token,
         rank=world.rank,
@@ -153,8 +156,8 @@ def hello(world: NodeWorld, options: LaunchOptions) -> Hello:
     )
 
 
-def command_environment(environment: Mapping[str, str], ray_address: str, node_address: str) -> dict[str, str]:
-    """What the command finds in its environment."""
-    interfaces = interface_environment(node_address, environment)
-    started = {STARTED: environment.get(STARTED, str(process_created()))}
-    return ray_environment(environment) | interfaces | started | {"RAY_ADDRESS": ray_address}
+def make_command_environment(environment: Mapping[str, str], ray_address: str, node_address: str) -> dict[str, str]:
+    """Return the environment of the command: Ray's, the network interfaces, the start time and RAY_ADDRESS."""
+    interfaces = make_interface_environment(node_address, environment)
+    started = {STARTED_VARIABLE: environment.get(STARTED_VARIABLE, str(process_creation_time()))}
+    return make_ray_environment(environment) | interfaces | started | {"RAY_ADDRESS": ray_address}

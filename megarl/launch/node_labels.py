@@ -1,4 +1,4 @@
-"""Ray's labels of a node, by which pools choose theirs."""
+"""Ray labels of a node, which placement pools select nodes by."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 from megarl.errors import ConfigError
 from megarl.launch.node_world import NodeWorld
-from megarl.placement.hardware import QUERY_SECONDS
+from megarl.placement.hardware import QUERY_TIMEOUT_SECONDS
 from megarl.placement.nodes import DOMAIN_LABEL, HET_GROUP_LABEL, RANK_LABEL
-from megarl.process.child_processes import Children
+from megarl.process.child_processes import ChildProcesses
 
 _WORD = r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
 _LABEL = re.compile(rf"(?P<key>({_WORD}/)?{_WORD})=(?P<value>{_WORD})")
 
 
 def parse_labels(words: Sequence[str]) -> dict[str, str]:
-    """Labels of `KEY=VALUE[,KEY=VALUE...]`.
+    """Parse words of the form `KEY=VALUE[,KEY=VALUE...]` into a dict of labels.
 
     Raises:
-        ConfigError: one has not that form, with letters that Ray takes.
+        ConfigError: a word does not have this form, or has characters that Ray does not accept.
     """
     labels = {}
     for word in ",".join(words).split(",") if words else ():
@@ -36,8 +36,8 @@ def parse_labels(words: Sequence[str]) -> dict[str, str]:
     return labels
 
 
-def own_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
-    """What is known of a node without the user."""
+def find_node_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
+    """Return the labels that the launch sets itself: rank, component of a heterogeneous job, NVLink domain."""
     labels = {RANK_LABEL: str(world.rank)}
     if world.het_group is not None:
         labels[HET_GROUP_LABEL] = str(world.het_group)
@@ -46,22 +46,22 @@ def own_labels(world: NodeWorld, nvlink_domain: str | None) -> dict[str, str]:
     return labels
 
 
-async def nvlink_domain(children: Children) -> str | None:
-    """The NVLink domain that this node's GPUs share with other nodes'; None without, or where the driver is mute."""
+async def query_nvlink_domain(children: ChildProcesses) -> str | None:
+    """Return the multi-node NVLink domain of this node's GPUs; None if there is none or nvidia-smi does not answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    asked = children.start([command, "-q"], os.environ, when_parent_dies=signal.SIGKILL, is_heard=True)
+    process = children.start([command, "-q"], os.environ, parent_death_signal=signal.SIGKILL, capture_output=True)
     try:
-        answer = await asyncio.wait_for((await asked.output()).read(), QUERY_SECONDS)
+        output = await asyncio.wait_for((await process.output()).read(), QUERY_TIMEOUT_SECONDS)
     except TimeoutError:
-        asked.signal(signal.SIGKILL)
+        process.signal(signal.SIGKILL)
         return None
-    return parse_nvlink_domain(answer.decode(errors="replace"))
+    return parse_nvlink_domain(output.decode(errors="replace"))
 
 
 def parse_nvlink_domain(text: str) -> str | None:
-    """`<cluster>.<clique>` of the first GPU in `nvidia-smi -q`, for one that is part of a fabric."""
+    """Return `<cluster>.<clique>` of the first GPU in the output of `nvidia-smi -q`; None if it is not in a fabric."""
     fields: dict[str, str] = {}
     section = re.search(r"^ *Fabric *$\n(?P<body>(?:^ +.*$\n?){1,12})", text, re.MULTILINE)
     for line in section["body"].splitlines() if section else ():

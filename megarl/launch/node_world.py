@@ -1,4 +1,4 @@
-"""A node's place among those of a run: from flags, from torchrun's environment or from Slurm's."""
+"""Rank of this node and location of the head, from flags, torchrun's environment or Slurm's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from megarl.errors import ConfigError
 
 NUM_PORTS = 8
-"""Ports at which a head may be found: one that is taken leads to the next."""
+"""Number of ports the head may listen on; it takes the first free one."""
 FIRST_PORT = 20000
 PORT_SPAN = 12000
-"""Below 32768, where systems begin to hand out ports of their own accord."""
+"""Ports start at `FIRST_PORT`; all stay below 32768, where the ephemeral port range of Linux begins."""
 
-SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"  # noqa: S105 -- its name, no secret
-"""Any text that the nodes of a run share and others do not know: only they are then let in, by Ray too."""
+SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"  # noqa: S105 -- the name of the variable, not a secret
+"""Environment variable with a secret shared by the nodes of a run: launch and Ray then admit only these nodes."""
 
 HOW_TO_START = (
     "launch needs to know the nodes: start it with `srun --ntasks-per-node=1 megarl launch ...` in a Slurm job, with "
@@ -29,71 +29,71 @@ HOW_TO_START = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWorld:
-    """This node's place in a run, and where the first one is found."""
+    """Rank of this node, size of the launch, and location of the head."""
 
     rank: int
-    """Of this node; 0 is the head."""
+    """Rank of this node; rank 0 is the head."""
     size: int
-    """Nodes of the run."""
+    """Number of nodes of the launch."""
     host: str
-    """This node's name, for people."""
+    """Name of this node, used in messages."""
     head_hosts: tuple[str, ...]
-    """Names or addresses at which the head may be found, the likeliest first; empty where this node is alone."""
+    """Host names or addresses of the head, the most likely first; empty if this is the only node."""
     head_port: int | None
-    """Where the head listens; None: at one of the ports that follow from the job."""
+    """Port on which the head listens; None: one of the ports derived from `job`."""
     job: str
-    """Tells this start of this job from all others."""
+    """Identifies this start of this job among all others."""
     nodes: tuple[str, ...] = ()
-    """Names of all nodes by rank; empty where they are not known beforehand."""
+    """Names of all nodes by rank; empty if they are not known in advance."""
     het_group: int | None = None
-    """Component of a heterogeneous Slurm job."""
+    """Index of this node's component in a heterogeneous Slurm job; None in other jobs."""
 
     secret: str = field(default="", repr=False)
-    """What only this job's nodes know; empty: nothing."""
+    """Secret shared by this job's nodes; empty: none."""
 
     @property
     def token(self) -> str:
-        """What a node shows the head, so that it is not taken for another job's."""
+        """Token by which the head recognizes the nodes of its own job."""
         return hashlib.sha256(f"{self.job} {self.secret}".encode()).hexdigest()[:32]
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """Ports at which the head may listen, in the order in which they are tried."""
+        """Ports on which the head may listen, in the order in which they are tried."""
         if self.head_port is not None:
             return (self.head_port,)
         first = FIRST_PORT + int(hashlib.sha256(self.job.encode()).hexdigest()[:8], 16) % (PORT_SPAN - NUM_PORTS)
         return tuple(range(first, first + NUM_PORTS))
 
     def describe(self, rank: int) -> str:
-        """A node that was not heard of yet, for people."""
+        """Return the name of a node for messages; used before it has connected."""
         return f"node {self.nodes[rank]} (rank {rank})" if self.nodes else f"node rank {rank}"
 
 
-def node_world(
+def detect_node_world(
     environment: Mapping[str, str], *, rank: int | None = None, size: int | None = None, head: str | None = None
 ) -> NodeWorld:
-    """This node's place, from the flags where they are given, else from torchrun's environment, else from Slurm's.
+    """Detect the rank of this node and the head, from flags if given, else from torchrun's or Slurm's environment.
 
-    The secret is that of the environment.
+    The secret is read from the environment.
 
     Args:
-        rank: `--node-rank`.
-        size: `--nodes`.
-        head: `--head`, `HOST[:PORT]`; with torchrun or Slurm, in the place of what they say.
+        rank: value of `--node-rank`.
+        size: value of `--nodes`.
+        head: value of `--head`, `HOST[:PORT]`; overrides what torchrun or Slurm report.
 
     Raises:
-        ConfigError: neither says enough, or a node has more than one process.
+        ConfigError: flags and environment are insufficient, or a node has more than one process.
     """
-    world = _place(environment, rank, size, head)
+    world = _detect_world(environment, rank, size, head)
     return replace(world, secret=environment.get(SECRET_VARIABLE, ""))
 
 
-def _place(environment: Mapping[str, str], rank: int | None, size: int | None, head: str | None) -> NodeWorld:
+def _detect_world(environment: Mapping[str, str], rank: int | None, size: int | None, head: str | None) -> NodeWorld:
     if size is not None:
         return _from_flags(rank, size, head)
     if rank is not None:
         raise ConfigError(f"--node-rank needs --nodes and --head, got --node-rank {rank} alone")
-    hosts, port = ((), None) if head is None else _split(head)
+    hosts, port = ((), None) if head is None else _parse_head(head)
     if "TORCHELASTIC_RUN_ID" in environment:
         return _from_torchrun(environment, hosts, port)
     if "SLURM_JOB_ID" in environment:
@@ -110,7 +110,7 @@ def _from_flags(rank: int | None, size: int, head: str | None) -> NodeWorld:
         raise ConfigError(f"--nodes {size} needs --node-rank from 0 to {size - 1}, got {rank}")
     if head is None and size > 1:
         raise ConfigError(f"--nodes {size} needs --head, the name or address of node rank 0")
-    hosts, port = ((), None) if head is None else _split(head)
+    hosts, port = ((), None) if head is None else _parse_head(head)
     return NodeWorld(
         rank=rank,
         size=size,
@@ -125,7 +125,7 @@ def _from_torchrun(environment: Mapping[str, str], hosts: tuple[str, ...], port:
     local_size = int(environment["LOCAL_WORLD_SIZE"])
     if local_size != 1:
         raise ConfigError(f"launch needs one process a node: torchrun --nproc-per-node 1, got {local_size}")
-    # The run id is "none" unless it is given; the port, which torchrun draws anew, tells such runs apart.
+    # The run id is "none" unless it is given; then the port, which torchrun chooses per run, distinguishes runs.
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     return NodeWorld(
         rank=int(environment["RANK"]),
@@ -140,11 +140,11 @@ def _from_torchrun(environment: Mapping[str, str], hosts: tuple[str, ...], port:
 def _from_slurm(environment: Mapping[str, str], hosts: tuple[str, ...], port: int | None) -> NodeWorld:
     job, host = environment["SLURM_JOB_ID"], environment.get("SLURMD_NODENAME", socket.gethostname())
     if "SLURM_STEP_ID" not in environment:
-        # a batch script, or salloc's shell: SLURM_PROCID is 0 there too
+        # a batch script or the shell of salloc: SLURM_PROCID is 0 there too
         num_nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
         if num_nodes > 1:
             raise ConfigError(
-                f"launch runs on one of the {num_nodes} nodes of Slurm job {job}: start it on all of them, with "
+                f"launch runs on one of the {num_nodes} nodes of Slurm job {job}; start it on all of them with "
                 "`srun --ntasks-per-node=1 megarl launch ...`"
             )
         return NodeWorld(rank=0, size=1, host=host, head_hosts=(), head_port=port, job=f"slurm {job}", nodes=(host,))
@@ -155,9 +155,9 @@ def _from_slurm(environment: Mapping[str, str], hosts: tuple[str, ...], port: in
         )
     groups = _het_groups(environment)
     step = expand_hostlist(environment["SLURM_STEP_NODELIST"])
-    # A step over several components lists its nodes by name, and its ranks by component.
+    # A step over several components orders its node list by name, but its ranks by component.
     nodes = tuple(name for group in groups for name in group if name in step) or step
-    # Where a node's name does not resolve: srun's machine, which in a batch job is the first node.
+    # Fallback if the node name does not resolve: the node that runs srun, which in a batch job is the first one.
     launcher = environment.get("SLURM_LAUNCH_NODE_IPADDR")
     restart = environment.get("SLURM_RESTART_COUNT", "0")
     return NodeWorld(
@@ -173,12 +173,12 @@ def _from_slurm(environment: Mapping[str, str], hosts: tuple[str, ...], port: in
 
 
 def _het_groups(environment: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Nodes of each component of a heterogeneous job; empty where it is none."""
+    """Return the nodes of each component of a heterogeneous job; empty for other jobs."""
     names = (f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(int(environment.get("SLURM_HET_SIZE", "0"))))
     return [expand_hostlist(environment[name]) for name in names if name in environment]
 
 
-def _split(head: str) -> tuple[tuple[str, ...], int | None]:
+def _parse_head(head: str) -> tuple[tuple[str, ...], int | None]:
     host, colon, port = head.partition(":")
     if not host or (colon and not port.isdigit()) or ":" in port:
         raise ConfigError(f"--head needs HOST or HOST:PORT, got {head}")
@@ -186,31 +186,31 @@ def _split(head: str) -> tuple[tuple[str, ...], int | None]:
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
-    """The names that Slurm's short form stands for, in its order.
+    """Expand a host list in Slurm's compact notation, preserving its order.
 
     >>> expand_hostlist("a[08-10,12],login,r[1-2]n[1-2]")
     ('a08', 'a09', 'a10', 'a12', 'login', 'r1n1', 'r1n2', 'r2n1', 'r2n2')
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` is not a host list.
     """
     names: list[str] = []
-    # commas within brackets part ranges, others part names
+    # commas within brackets separate ranges, all others separate names
     for part in re.split(r",(?![^\[]*\])", text):
         pieces = re.split(r"\[([^\]]*)\]", part)
         choices = [_expand_ranges(piece, text) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
     if not all(re.fullmatch(r"[\w.-]+", name) for name in names):
-        raise ConfigError(f"{text!r} is no list of nodes as Slurm writes it")
+        raise ConfigError(f"launch cannot parse the Slurm host list {text!r}")
     return tuple(names)
 
 
-def _expand_ranges(text: str, whole: str) -> list[str]:
+def _expand_ranges(text: str, hostlist: str) -> list[str]:
     numbers: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise ConfigError(f"{whole!r} is no list of nodes as Slurm writes it")
+            raise ConfigError(f"launch cannot parse the Slurm host list {hostlist!r}")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

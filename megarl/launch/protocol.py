@@ -1,15 +1,15 @@
-"""What the nodes of a run say to each other: one JSON object a line.
+"""Messages between the nodes of a launch: one JSON object per line.
 
-    a node                     the head
+    worker node                head node
       |------ Hello ------------>|
-      |<----- Noted -------------|    or Refused: another job's, a rank that is taken, other packages
-      |<----- Welcome -----------|    once all nodes have said Hello: where Ray is
-      |------ Joined ----------->|    its Ray node is up, or Failed
-      |<----- Beat ------------->|    all the while, both ways
-      |------ Stop ------------->|    this node was told to end
+      |<----- Accepted ----------|    or Refused: wrong job, rank taken, or different package versions
+      |<----- Welcome -----------|    after Hello from all nodes: the address of Ray
+      |------ Joined ----------->|    its Ray node is started; otherwise Failed
+      |<----- Heartbeat -------->|    all the time, in both directions
+      |------ Stop ------------->|    this node got a termination signal
       |<----- End ---------------|    the command has ended, or a node was lost
 
-The connection is closed by the node, after its part of Ray has ended.
+The worker node closes the connection, after its Ray processes have ended.
 """
 
 from __future__ import annotations
@@ -18,97 +18,98 @@ import json
 from dataclasses import asdict, dataclass
 
 MAX_BYTES = 2**16
-"""Of a line."""
+"""Maximum length of a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A node presents itself."""
+    """First message of a node: describes the node."""
 
     token: str
+    """Token of the job, `NodeWorld.token`."""
     rank: int
     size: int
-    """Nodes of the run, as this node was told."""
+    """Number of nodes of the launch, as configured on this node."""
     host: str
     address: str | None
-    """Where the user wants this node to be reached."""
+    """Address of this node given by the user; None: not given."""
     versions: dict[str, str]
-    """Of the packages that have to agree."""
+    """Versions of the packages that must agree on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """The node is taken in, and waits for the others."""
+class Accepted:
+    """The head has accepted the node, which now waits for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The node is not taken in."""
+    """The head has not accepted the node."""
 
     reason: str
-    ours: bool
-    """The node belongs to the head's job, and will not be taken in elsewhere either."""
+    same_job: bool
+    """Whether the node belongs to the head's job; then it need not try other ports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """All nodes are there."""
+    """All nodes have connected; the node may join Ray."""
 
     ray_address: str
     node_address: str
-    """Where the other nodes reach this one."""
+    """Address at which the other nodes reach the receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """This node is a node of Ray."""
+    """The sender has joined the Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This node cannot go on."""
+    """The sender has failed and cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """This node is alive."""
+class Heartbeat:
+    """The sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This node was told to end: the run is over."""
+    """The sender got a termination signal, so the run must end."""
 
     signal: int
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is over."""
+    """The run is over; the receiver must stop."""
 
     exit_code: int
     reason: str | None
-    """What ended it, where that was not the command."""
+    """What aborted the run; None if the command ended by itself."""
 
 
-Message = Hello | Noted | Refused | Welcome | Joined | Failed | Beat | Stop | End
+Message = Hello | Accepted | Refused | Welcome | Joined | Failed | Heartbeat | Stop | End
 
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Hello, Noted, Refused, Welcome, Joined, Failed, Beat, Stop, End)
+    kind.__name__: kind for kind in (Hello, Accepted, Refused, Welcome, Joined, Failed, Heartbeat, Stop, End)
 }
 
 
 def encode(message: Message) -> bytes:
-    """The message as a line."""
+    """Encode a message as one line of JSON."""
     return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line.
+    """Decode the message of one line.
 
     Raises:
-        ValueError: the line holds none; who sent it does not speak for megarl.
+        ValueError: the line is not a message; its sender is not a megarl node.
     """
     try:
         fields = json.loads(line)

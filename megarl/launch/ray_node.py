@@ -1,4 +1,4 @@
-"""This node's part of Ray: a child process that lives as long as the run."""
+"""The Ray processes of this node: a `ray start` child process that lives as long as the run."""
 
 from __future__ import annotations
 
@@ -18,132 +18,136 @@ from pathlib import Path
 
 from megarl.errors import LaunchError
 from megarl.launch.node_world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
-from megarl.placement.hardware import store_bytes
+from megarl.placement.hardware import object_store_bytes
 from megarl.placement.network import interface_of, interface_variables, is_loopback
-from megarl.process.child_processes import Children
+from megarl.process.child_processes import ChildProcesses
 
 RAY_START = "megarl.launch.ray_start"
-IS_UP = "Ray runtime started"
-"""What `ray start` says when its processes run and the head knows of them."""
+RAY_STARTED_MESSAGE = "Ray runtime started"
+"""Output of `ray start` once its processes run and are registered with the head."""
 
-START_SECONDS = 120.0
-"""How long Ray may take on a node whose disks are busy."""
-END_SECONDS = 5.0
-"""How long its processes may take to end, before they are killed."""
-LAST_WORDS_SECONDS = 1.0
-LAST_LINES = 15
-"""Of what it said, for errors."""
+START_TIMEOUT_SECONDS = 120.0
+"""Time limit for starting Ray; generous, for nodes with busy disks."""
+STOP_GRACE_SECONDS = 5.0
+"""Time from SIGTERM to SIGKILL for Ray's processes."""
+TAIL_TIMEOUT_SECONDS = 1.0
+NUM_TAIL_LINES = 15
+"""Number of lines of Ray's output shown in errors."""
 
-_CHATTER = re.compile(r"\s*(\[state-dump\]|\[[^]]* I |$)")
-"""In the logs of a process that died, of which Ray shows the ends."""
+_NOISE = re.compile(r"\s*(\[state-dump\]|\[[^]]* I |$)")
+"""Uninformative lines in the log tails that Ray prints for processes that died."""
 
-MOST_STORE = 16 * 2**30
-"""Bytes of a node's object store."""
+MAX_OBJECT_STORE_BYTES = 16 * 2**30
+"""Upper limit of a node's object store, in bytes."""
 
 
 class RayNode:
-    """`ray start --block` as a child.
+    """`ray start --block` as a child process.
 
-    It imports Ray at once, and waits to be told how to start it.
+    It imports Ray at once, then waits for the arguments on stdin.
     """
 
-    def __init__(self, children: Children, environment: Mapping[str, str]) -> None:
+    def __init__(self, children: ChildProcesses, environment: Mapping[str, str]) -> None:
         self._child = children.start(
             [sys.executable, "-m", RAY_START],
-            ray_environment(environment),
-            when_parent_dies=signal.SIGTERM,
-            is_told=True,
-            is_heard=True,
+            make_ray_environment(environment),
+            parent_death_signal=signal.SIGTERM,
+            has_stdin=True,
+            capture_output=True,
         )
-        self._said: deque[str] = deque(maxlen=LAST_LINES)
-        self._up = asyncio.Event()
-        self._reading = asyncio.create_task(self._read())
+        self._recent_lines: deque[str] = deque(maxlen=NUM_TAIL_LINES)
+        self._started = asyncio.Event()
+        self._read_task = asyncio.create_task(self._read())
 
     async def start(self, arguments: list[str], environment: Mapping[str, str]) -> None:
-        """Return when this node is one of Ray's.
+        """Start Ray and return when this node has joined the cluster.
 
         Args:
-            arguments: of `ray start`.
-            environment: what workers find in theirs beside the launcher's own.
+            arguments: arguments of `ray start`.
+            environment: environment variables for Ray's workers in addition to the launcher's own.
 
         Raises:
-            LaunchError: Ray did not start; says what it said.
+            LaunchError: Ray did not start; the message has the end of its output.
         """
-        order = {"arguments": [*arguments, "--block"], "environment": dict(environment)}
-        self._child.tell(json.dumps(order).encode() + b"\n")
-        up = asyncio.create_task(self._up.wait())
-        await asyncio.wait((up, self._child.ended), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        up.cancel()
-        if not self._up.is_set():
-            within = "" if self._child.ended.done() else f" within {START_SECONDS:g} s"
-            raise LaunchError(f"Ray did not start{within}:\n{await self._last_words()}")
+        request = {"arguments": [*arguments, "--block"], "environment": dict(environment)}
+        self._child.send_line(json.dumps(request).encode() + b"\n")
+        started = asyncio.create_task(self._started.wait())
+        await asyncio.wait(
+            (started, self._child.ended), timeout=START_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        started.cancel()
+        if not self._started.is_set():
+            within = "" if self._child.ended.done() else f" within {START_TIMEOUT_SECONDS:g} s"
+            raise LaunchError(f"Ray did not start{within}:\n{await self._output_tail()}")
 
-    async def lost(self) -> str:
-        """Wait until it ends, which it should not; returns what it said last."""
+    async def wait_until_ended(self) -> str:
+        """Wait until Ray ends, which it normally does not; return an error message with the end of its output."""
         await asyncio.wait((self._child.ended,))
-        return f"Ray ended:\n{await self._last_words()}"
+        return f"Ray ended:\n{await self._output_tail()}"
 
     async def stop(self) -> None:
-        """End Ray's processes on this node."""
-        await self._child.end(END_SECONDS)
-        self._reading.cancel()
+        """Terminate Ray's processes on this node."""
+        await self._child.terminate(STOP_GRACE_SECONDS)
+        self._read_task.cancel()
 
     async def _read(self) -> None:
         async for line in await self._child.output():
             text = line.decode(errors="replace").rstrip()
-            if not _CHATTER.match(text):
-                self._said.append(text)
-            if IS_UP in text:
-                self._up.set()
+            if not _NOISE.match(text):
+                self._recent_lines.append(text)
+            if RAY_STARTED_MESSAGE in text:
+                self._started.set()
 
-    async def _last_words(self) -> str:
-        # not to the end of the file, which a process that Ray has left behind may keep open
-        await asyncio.wait((self._reading,), timeout=LAST_WORDS_SECONDS)
-        return "\n".join(f"  {line}" for line in self._said)
+    async def _output_tail(self) -> str:
+        # do not wait for end of file: a process that Ray has left behind may keep the pipe open
+        await asyncio.wait((self._read_task,), timeout=TAIL_TIMEOUT_SECONDS)
+        return "\n".join(f"  {line}" for line in self._recent_lines)
 
 
-def ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What Ray and the command get of `environment`."""
-    # torchrun's place in the world is the launcher's: a worker has its own
-    kept = {name: value for name, value in environment.items() if not _is_torchruns(name) and name != "RAY_ADDRESS"}
+def make_ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of Ray and of the command, made from the launcher's `environment`."""
+    # torchrun's ranks are those of the launcher: each worker gets its own
+    kept = {
+        name: value for name, value in environment.items() if not _is_torchrun_variable(name) and name != "RAY_ADDRESS"
+    }
     secret = kept.pop(SECRET_VARIABLE, "")
     if "RAY_AUTH_MODE" not in kept:
-        # without a secret no token: `ray start` would take one from the home folder of the head alone
+        # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
         kept["RAY_AUTH_MODE"] = "token" if secret else "disabled"
         if secret:
             kept["RAY_AUTH_TOKEN"] = hashlib.sha256(f"ray {secret}".encode()).hexdigest()
-    # when Ray is told to end, nothing on it is worth waiting for
+    # when Ray is terminated, no work on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept
 
 
-def _is_torchruns(name: str) -> bool:
+def _is_torchrun_variable(name: str) -> bool:
     return name.startswith("TORCHELASTIC_") or name in {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     }
 
 
-def ray_arguments(
+def make_ray_arguments(
     *, rank: int, node_address: str, ray_address: str, cpus: int, gpus: int | None, labels: Mapping[str, str]
 ) -> list[str]:
-    """Of `ray start` for a node.
+    """Return the arguments of `ray start` for a node.
 
     Args:
-        ray_address: `HOST:PORT`, where rank 0 makes it and the others find it.
-        gpus: None: those that Ray finds.
+        ray_address: `HOST:PORT` at which rank 0 starts Ray's head and the other nodes join it.
+        gpus: number of GPUs; None: all that Ray finds.
     """
     arguments = {
         "--node-ip-address": node_address,
         "--num-cpus": str(cpus),
-        # a system's ports instead of fixed ones: two runs, or two nodes, may share a machine
+        # ports chosen by the system instead of fixed ones: two runs, or two Ray nodes, may share a machine
         "--min-worker-port": "0",
         "--max-worker-port": "0",
         "--dashboard-agent-listen-port": "0",
-        "--object-store-memory": str(store_bytes(most=MOST_STORE)),
+        "--object-store-memory": str(object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES)),
         "--include-log-monitor": "false",
         "--log-color": "false",
-        "--temp-dir": _temp_dir(rank),
+        "--temp-dir": _find_temp_dir(rank),
         "--labels": ",".join(f"{key}={value}" for key, value in labels.items()),
     }
     if gpus is not None:
@@ -152,19 +156,19 @@ def ray_arguments(
         arguments["--address"] = ray_address
     else:
         port = ray_address.rpartition(":")[2]
-        arguments |= {"--port": port, "--ray-client-server-port": str(free_port()), "--include-dashboard": "false"}
+        arguments |= {"--port": port, "--ray-client-server-port": str(find_free_port()), "--include-dashboard": "false"}
     words = [word for pair in arguments.items() for word in pair]
     return words if rank else ["--head", "--disable-usage-stats", "--no-monitor", *words]
 
 
-def _temp_dir(rank: int) -> str:
-    """Of this user, whom other users' files do not stop, and of this node, which may share its machine."""
-    # short, since sockets lie in it, whose paths may have 107 characters
+def _find_temp_dir(rank: int) -> str:
+    """Return a temporary folder specific to this user and this node, which may share a machine with others."""
+    # kept short: it contains sockets, whose paths may have at most 107 characters
     return str(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"ray-{os.getuid()}" / f"node{rank}")  # noqa: S108
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens at, and that the system gives to nobody who does not name it."""
+def find_free_port() -> int:
+    """Return an unused TCP port outside of the system's ephemeral range."""
     while True:
         port = random.randrange(FIRST_PORT, FIRST_PORT + PORT_SPAN)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -172,7 +176,10 @@ def free_port() -> int:
             return port
 
 
-def interface_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Collectives go through the interface of `address`, unless the user chose one; empty on the loopback."""
+def make_interface_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that make NCCL and Gloo use the interface of `address`; empty on the loopback.
+
+    Variables that `environment` already sets are left out.
+    """
     interface = None if is_loopback(address) else interface_of(address)
     return {} if interface is None else interface_variables(interface, environment)

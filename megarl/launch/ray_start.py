@@ -1,6 +1,6 @@
-"""`python -m megarl.launch.ray_start`: Ray's `ray start`, imported before its arguments are known.
+"""`python -m megarl.launch.ray_start`: `ray start` with Ray imported before its arguments are known.
 
-The import takes a second or two, in which the nodes of a run find each other. Then one line on stdin says
+The import takes a second or two, during which the nodes connect. Then the arguments arrive as one line on stdin:
 
     {"arguments": ["--head", ...], "environment": {"GLOO_SOCKET_IFNAME": "eth0"}}
 """
@@ -15,13 +15,13 @@ from ray.scripts.scripts import main
 
 
 def start() -> None:
-    """Run `ray start`; return without, where stdin ends first."""
+    """Read the arguments from stdin and run `ray start`; return at once if stdin ends first."""
     line = sys.stdin.readline()
     if not line:
         return
-    order = json.loads(line)
-    os.environ.update(order["environment"])
-    sys.argv = ["ray", "start", *order["arguments"]]
+    request = json.loads(line)
+    os.environ.update(request["environment"])
+    sys.argv = ["ray", "start", *request["arguments"]]
     main()
 
 

@@ -1,9 +1,9 @@
-"""How the nodes of a run find each other: one listens, the others look for it.
+"""Rendezvous of the nodes of a launch: the head listens, the worker nodes search for it.
 
-    rank 0   listens at the first free port of those that follow from the job
-    others   try every host and port at which it may be, again and again, until it answers
+    rank 0   listens on the first free one of the ports derived from the job
+    others   retry every possible host and port of the head until it answers
 
-A token tells the runs apart that would meet at the same place.
+A token distinguishes runs whose ports coincide.
 """
 
 from __future__ import annotations
@@ -16,68 +16,70 @@ import time
 from dataclasses import dataclass
 
 from megarl.errors import LaunchError
-from megarl.launch.connection import Link, LinkLostError
+from megarl.launch.connection import Connection, ConnectionLostError
 from megarl.launch.node_world import NodeWorld
-from megarl.launch.protocol import End, Hello, Noted, Refused, Welcome
+from megarl.launch.protocol import Accepted, End, Hello, Refused, Welcome
 from megarl.placement.network import is_loopback
 
-ANSWER_SECONDS = 3.0
-"""How long whoever is at a port may take to speak."""
-CONNECT_SECONDS = 2.0
+ANSWER_TIMEOUT_SECONDS = 3.0
+"""Time limit for the first message of a new connection."""
+CONNECT_TIMEOUT_SECONDS = 2.0
 RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another node, as the head knows it."""
+    """A connected worker node, as seen by the head."""
 
     hello: Hello
-    link: Link
+    connection: Connection
     address: str
-    """Where the other nodes reach it."""
+    """Address at which the other nodes reach it."""
 
     def __str__(self) -> str:
         return f"node {self.hello.host} ({self.address}, rank {self.hello.rank})"
 
 
-class Meeting:
-    """The head's side: listens, and takes the nodes of its own run in.
+class Rendezvous:
+    """The head's side of the rendezvous: accepts the nodes of its own run.
 
     Args:
-        own: what the head says of itself.
-        node_timeout: seconds that a node may be silent.
+        own_hello: message in which the head describes itself.
+        node_timeout: seconds without a message after which a node counts as lost.
     """
 
-    def __init__(self, world: NodeWorld, own: Hello, node_timeout: float) -> None:
+    def __init__(self, world: NodeWorld, own_hello: Hello, node_timeout: float) -> None:
         self._world = world
-        self._own = own
+        self._own_hello = own_hello
         self._node_timeout = node_timeout
         self._peers: dict[int, Peer] = {}
-        self._refused: LaunchError | None = None
+        self._rejection: LaunchError | None = None
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> int:
-        """The port at which it listens now.
+    async def listen(self) -> int:
+        """Start listening on the first free port and return it.
 
         Raises:
-            LaunchError: all are taken.
+            LaunchError: no port is free.
         """
         for port in self._world.ports:
             try:
-                self._server = await asyncio.start_server(self._greet, "0.0.0.0", port)  # noqa: S104 -- other nodes come
+                self._server = await asyncio.start_server(self._handle_connection, "0.0.0.0", port)  # noqa: S104 -- for other nodes
             except OSError as e:
                 if e.errno != errno.EADDRINUSE:
                     raise LaunchError(f"node {self._world.host}: cannot listen at port {port}: {e}") from e
                 continue
             return port
-        raise LaunchError(f"node {self._world.host} needs a free port among {_listed(self._world.ports)}, got none")
+        raise LaunchError(
+            f"node {self._world.host} needs a free port among {_format_ports(self._world.ports)}, got none"
+        )
 
-    async def gather(self, timeout_seconds: float) -> list[Peer]:
-        """The other nodes by rank, once all are there.
+    async def wait_for_peers(self, timeout_seconds: float) -> list[Peer]:
+        """Wait until all other nodes are connected and return them by rank.
 
         Raises:
-            LaunchError: they are not in time, or one of them has other packages than the head.
+            LaunchError: a node did not connect in time, expects another number of nodes, or has other versions.
         """
         expected = range(1, self._world.size)
         deadline = time.monotonic() + timeout_seconds
@@ -88,127 +90,129 @@ class Meeting:
             except TimeoutError:
                 missing = ", ".join(self._world.describe(rank) for rank in expected if rank not in self._peers)
                 raise LaunchError(
-                    f"of {self._world.size} nodes, {len(self._peers) + 1} met on {self._world.host} within "
-                    f"{timeout_seconds:g} s; not there: {missing}"
+                    f"only {len(self._peers) + 1} of {self._world.size} nodes connected to {self._world.host} within "
+                    f"{timeout_seconds:g} s; missing: {missing}"
                 ) from None
-            if self._refused is not None:
-                raise self._refused
+            if self._rejection is not None:
+                raise self._rejection
         return [self._peers[rank] for rank in expected]
 
     @property
     def peers(self) -> list[Peer]:
-        """The nodes that are there."""
+        """The nodes that have connected so far, in order of arrival."""
         return list(self._peers.values())
 
     async def close(self) -> None:
-        """Take in nobody else."""
+        """Stop listening; existing connections stay open."""
         if self._server is not None:
             self._server.close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link(reader, writer, self._node_timeout)
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer, self._node_timeout)
         try:
-            hello = await asyncio.wait_for(link.receive(), ANSWER_SECONDS)
-        except (TimeoutError, LinkLostError):
-            await link.close()  # no node of megarl's
+            hello = await asyncio.wait_for(connection.receive(), ANSWER_TIMEOUT_SECONDS)
+        except (TimeoutError, ConnectionLostError):
+            await connection.close()  # not a megarl node
             return
-        refused = Refused(reason=f"expected Hello, got {hello}", ours=False)
+        refused = Refused(reason=f"expected Hello, got {hello}", same_job=False)
         if isinstance(hello, Hello):
-            peer = Peer(hello=hello, link=link, address=hello.address or link.remote_address)
-            reason = self._objection(peer)
+            peer = Peer(hello=hello, connection=connection, address=hello.address or connection.remote_address)
+            reason = self._check_hello(peer)
             if reason is None:
                 self._peers[hello.rank] = peer
-                link.send(Noted())
+                connection.send(Accepted())
                 self._changed.set()
                 return
             refused = reason
-        link.send(refused)
-        await link.close()
+        connection.send(refused)
+        await connection.close()
 
-    def _objection(self, peer: Peer) -> Refused | None:
+    def _check_hello(self, peer: Peer) -> Refused | None:
         hello, world = peer.hello, self._world
         if hello.token != world.token:
-            return Refused(reason="another job's nodes meet here", ours=False)
+            return Refused(reason="this is the head of another job", same_job=False)
         if hello.rank in self._peers or not 0 < hello.rank < world.size:
-            return Refused(reason=f"the run on {world.host} has its rank {hello.rank} already", ours=False)
+            return Refused(reason=f"the run on {world.host} has no free rank {hello.rank}", same_job=False)
         problem = None
         if hello.size != world.size:
-            problem = f"{peer} was told of {hello.size} nodes, {world.host} (rank 0) of {world.size}"
-        for package, version in self._own.versions.items():
+            problem = f"{peer} expects {hello.size} nodes, {world.host} (rank 0) expects {world.size}"
+        for package, version in self._own_hello.versions.items():
             other = hello.versions.get(package)
             if other != version:
                 problem = f"{peer} has {package} {other}, {world.host} (rank 0) has {version}: all nodes need the same"
         if problem is None:
             return None
-        self._refused = LaunchError(problem)
+        self._rejection = LaunchError(problem)
         self._changed.set()
-        return Refused(reason=problem, ours=True)
+        return Refused(reason=problem, same_job=True)
 
 
-def addresses(peers: list[Peer], own: str | None) -> tuple[str, list[str]]:
-    """Where nodes reach the head, and where each of the peers is reached.
+def find_addresses(peers: list[Peer], head_address: str | None) -> tuple[str, list[str]]:
+    """Return the address of the head and the addresses of the peers, as reachable from the other nodes.
 
-    The head is where its peers have found it; one that shares its machine has found it on the loopback, and is
-    reached where the head is.
+    The address of the head is the one at which its peers have reached it. A peer on the same machine has reached it
+    through the loopback; its address is that of the head.
 
     Args:
-        own: where the user wants the head to be reached.
+        head_address: address of the head given by the user; None: not given.
     """
-    found = [peer.link.local_address for peer in peers]
-    head = own or next((address for address in found if not is_loopback(address)), "127.0.0.1")
+    found = [peer.connection.local_address for peer in peers]
+    head = head_address or next((address for address in found if not is_loopback(address)), "127.0.0.1")
     return head, [peer.hello.address or (head if is_loopback(peer.address) else peer.address) for peer in peers]
 
 
 async def find_head(
     world: NodeWorld, hello: Hello, *, join_timeout: float, node_timeout: float
-) -> tuple[Link, Welcome | End]:
-    """A connection to the head of this node's run, and what it said when all were there, or not.
+) -> tuple[Connection, Welcome | End]:
+    """Connect to the head of this node's run and wait for all nodes; return the connection and the head's answer.
+
+    The answer is `End` if a node did not join.
 
     Raises:
-        LaunchError: it is nowhere, or does not take this node in.
+        LaunchError: the head was not found, or refused this node.
     """
     deadline = time.monotonic() + join_timeout
-    # every host at the likeliest port first: a name that does not resolve may take seconds
-    places = [(host, port) for port in world.ports for host in world.head_hosts]
-    last = ""
-    for host, port in itertools.cycle(places):
+    # try all hosts on the most likely port first: a name that does not resolve may take seconds
+    candidates = [(host, port) for port in world.ports for host in world.head_hosts]
+    last_error = ""
+    for host, port in itertools.cycle(candidates):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"node {world.host} (rank {world.rank}) found no head within {join_timeout:g} s, at "
-                f"{' or '.join(world.head_hosts)}, ports {_listed(world.ports)}: {last}"
+                f"node {world.host} (rank {world.rank}) found no head within {join_timeout:g} s at "
+                f"{' or '.join(world.head_hosts)}, ports {_format_ports(world.ports)}; last error: {last_error}"
             )
         try:
-            found = await _ask(host, port, hello, node_timeout)
-        except (OSError, TimeoutError, LinkLostError) as e:
-            last = f"{host}:{port}: {e or 'no answer'}"
+            found = await _try_head(host, port, hello, node_timeout)
+        except (OSError, TimeoutError, ConnectionLostError) as e:
+            last_error = f"{host}:{port}: {e or 'no answer'}"
             found = None
         if found is not None:
             return found
-        if (host, port) == places[-1]:
+        if (host, port) == candidates[-1]:
             await asyncio.sleep(RETRY_SECONDS)
-    raise AssertionError(places)
+    raise AssertionError(candidates)
 
 
-async def _ask(host: str, port: int, hello: Hello, node_timeout: float) -> tuple[Link, Welcome | End] | None:
-    """The head's answer; None where another job's head is."""
+async def _try_head(host: str, port: int, hello: Hello, node_timeout: float) -> tuple[Connection, Welcome | End] | None:
+    """Return the connection and the head's answer; None if the head of another job listens there."""
     connecting = asyncio.open_connection(host, port, family=socket.AF_INET)
-    reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
-    link = Link(reader, writer, node_timeout)
+    reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_SECONDS)
+    connection = Connection(reader, writer, node_timeout)
     try:
-        link.send(hello)
-        answer = await asyncio.wait_for(link.receive(), ANSWER_SECONDS)
-        if isinstance(answer, Noted):
-            answer = await link.receive()
+        connection.send(hello)
+        answer = await asyncio.wait_for(connection.receive(), ANSWER_TIMEOUT_SECONDS)
+        if isinstance(answer, Accepted):
+            answer = await connection.receive()
     except BaseException:
-        await link.close()
+        await connection.close()
         raise
     if isinstance(answer, Welcome | End):
-        return link, answer
-    await link.close()
-    if isinstance(answer, Refused) and answer.ours:
+        return connection, answer
+    await connection.close()
+    if isinstance(answer, Refused) and answer.same_job:
         raise LaunchError(answer.reason)
     return None
 
 
-def _listed(ports: tuple[int, ...]) -> str:
+def _format_ports(ports: tuple[int, ...]) -> str:
     return f"{ports[0]}" if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"

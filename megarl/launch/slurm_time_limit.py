@@ -1,4 +1,4 @@
-"""How long a Slurm job may take, as sbatch's --time has it."""
+"""Parser for the time limit of a Slurm job, in the notation of `sbatch --time`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WITHOUT = re.compile(r"((?P<hours>\d+):(?=\d+:\d+))?(?P<minutes>\d+)(:(?P<secon
 
 
 def parse_time_limit(text: str) -> int:
-    """Seconds.
+    """Parse a time limit and return it in seconds.
 
     Raises:
-        ConfigError: it is in none of the forms that sbatch's manual lists.
+        ConfigError: `text` has none of the forms in the manual of sbatch, or is zero.
     """
     found = _WITH_DAYS.fullmatch(text) or _WITHOUT.fullmatch(text)
     if found is None:
@@ -24,5 +24,5 @@ def parse_time_limit(text: str) -> int:
     parts = {name: int(value) for name, value in found.groupdict(default="0").items()}
     seconds = ((parts.get("days", 0) * 24 + parts["hours"]) * 60 + parts["minutes"]) * 60 + parts["seconds"]
     if not seconds:
-        raise ConfigError(f"--time: needs more than no time at all, got {text!r}")
+        raise ConfigError(f"--time: needs a limit above zero, got {text!r}")
     return seconds

@@ -1,66 +1,71 @@
-"""All ranks but 0: a Ray node that ends with the run."""
+"""Ranks other than 0 of a launch: nodes that join Ray and stop when the run ends."""
 
 from __future__ import annotations
 
 import asyncio
 
+from typing_extensions import override
+
 from megarl.errors import LaunchError
-from megarl.launch.connection import Link, LinkLostError
-from megarl.launch.launch_node import SIGNALLED, Agent
+from megarl.launch.connection import Connection, ConnectionLostError
+from megarl.launch.launch_node import SIGNAL_EXIT_CODE_BASE, LaunchNode
 from megarl.launch.protocol import End, Failed, Joined, Stop
 from megarl.launch.rendezvous import find_head
 
 
-class Follower(Agent):
-    """A node that is led."""
+class WorkerNode(LaunchNode):
+    """A node of a rank other than 0; follows the messages of the head."""
 
-    _link: Link | None = None
+    _connection: Connection | None = None
 
-    async def work(self) -> None:
-        """See `Agent.work`."""
-        self._link, answer = await find_head(
+    @override
+    async def execute(self) -> None:
+        self._connection, answer = await find_head(
             self.world,
-            self.own,
+            self.own_hello,
             join_timeout=self.options.join_timeout,
             node_timeout=self.options.node_timeout,
         )
         if isinstance(answer, End):
             self.finish(answer.exit_code)
             return
-        listening = asyncio.create_task(self._listen(self._link))
+        listening = asyncio.create_task(self._listen(self._connection))
         try:
             await self.start_ray(answer.ray_address, answer.node_address)
-            self.say(f"{self.world.host}: joined {answer.ray_address} as {answer.node_address}")
-            self._link.send(Joined())
-            self._link.send(Failed(await self.ray.lost()))
+            self.notify(f"{self.world.host}: joined {answer.ray_address} as {answer.node_address}")
+            self._connection.send(Joined())
+            self._connection.send(Failed(await self.ray.wait_until_ended()))
         except LaunchError as e:
-            self._link.send(Failed(str(e)))
-        await listening  # the head has the last word
+            self._connection.send(Failed(str(e)))
+        await listening  # the head decides the outcome
 
-    async def leave(self) -> None:
-        """See `Agent.leave`."""
+    @override
+    async def shutdown(self) -> None:
         await self.ray.stop()
-        if self._link is not None:
-            await self._link.close()
+        if self._connection is not None:
+            await self._connection.close()
 
-    def told_to_end(self, number: int) -> None:
-        """See `Agent.told_to_end`; the head decides, unless it was not found yet."""
-        if self._link is None:
-            self.finish(SIGNALLED + number)
+    @override
+    def on_terminate(self, number: int) -> None:
+        """Forward the request to the head, which ends the run; finish at once if the head was not found yet."""
+        if self._connection is None:
+            self.finish(SIGNAL_EXIT_CODE_BASE + number)
         else:
-            self._link.send(Stop(number))
+            self._connection.send(Stop(number))
 
-    def told_of_time(self) -> None:
-        """See `Agent.told_of_time`; the head is told too."""
+    @override
+    def on_time_limit(self) -> None:
+        """Do nothing: the head gets the signal too."""
 
-    async def _listen(self, link: Link) -> None:
+    async def _listen(self, connection: Connection) -> None:
         try:
-            message = await link.receive()
-        except LinkLostError as e:
+            message = await connection.receive()
+        except ConnectionLostError as e:
             here = f"node {self.world.host} (rank {self.world.rank})"
             self.finish(
-                LaunchError.exit_code, f"{here}: the head, {link.remote_address}: {e}; this node has ended its part"
+                LaunchError.exit_code,
+                f"{here}: lost the head {connection.remote_address}: {e}; this node was stopped",
             )
         else:
             assert isinstance(message, End), message
-            self.finish(message.exit_code)  # the head says why
+            self.finish(message.exit_code)  # the head reports the reason

@@ -1,6 +1,6 @@
-"""Stands in for `megarl.launch.ray_start`: says what Ray says and has processes as Ray has, without its seconds.
+"""Fast stand-in for `megarl.launch.ray_start`: prints what Ray prints and starts a process as Ray does.
 
-FAKE_RAY says how it goes wrong on a rank: `refuse0` to start, be `slow0`, or `die0` a moment after it has started.
+FAKE_RAY selects a failure on one rank: `refuse0` fails to start, `slow0` hangs, `die0` exits shortly after its start.
 """
 
 import json
@@ -12,15 +12,15 @@ import time
 line = sys.stdin.readline()
 if not line:
     sys.exit(0)
-order = json.loads(line)
+request = json.loads(line)
 mode = os.environ.get("FAKE_RAY", "")
-rank = order["arguments"][order["arguments"].index("--labels") + 1].partition("megarl.node-rank=")[2][0]
+rank = request["arguments"][request["arguments"].index("--labels") + 1].partition("megarl.node-rank=")[2][0]
 if mode == f"refuse{rank}":
     sys.stdout.write("no room for the object store\n")
     sys.exit(3)
 if mode == f"slow{rank}":
     time.sleep(600)
-# one worker that outlives this process if nobody sees to it
+# a worker that outlives this process unless somebody terminates it
 subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 0.2; done"], start_new_session=True)
 sys.stdout.write("Ray runtime started.\n")
 sys.stdout.flush()

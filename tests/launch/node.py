@@ -1,4 +1,4 @@
-"""One node's `megarl launch`, for any command.
+"""`megarl launch` on one node, for an arbitrary command.
 
 python -m tests.launch.node RANK SIZE PORT NODE_TIMEOUT fake|real COMMAND...
 """
@@ -11,12 +11,12 @@ from megarl.errors import MegarlError
 from megarl.launch import head_node, ray_node
 from megarl.launch.launch import launch
 from megarl.launch.launch_node import LaunchOptions
-from megarl.launch.node_world import node_world
+from megarl.launch.node_world import detect_node_world
 from megarl.process import subreaper
-from megarl.process.early_stop_signal import signal_held
+from megarl.process.early_stop_signal import stop_signal_blocked
 
 
-def say(line: str) -> None:
+def notify(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -25,13 +25,13 @@ def main() -> int:
     rank, size, port, node_timeout, ray, *command = sys.argv[1:]
     if ray == "fake":
         ray_node.RAY_START = "tests.launch.fake_ray"
-    head_node.COMMAND_END_SECONDS = float(os.environ.get("COMMAND_END_SECONDS", "1"))
+    head_node.COMMAND_GRACE_SECONDS = float(os.environ.get("COMMAND_GRACE_SECONDS", "1"))
     subreaper.GRACE_SECONDS = 0.3
-    world = node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
+    world = detect_node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
     options = LaunchOptions(join_timeout=20.0, node_timeout=float(node_timeout), cpus=2, labels={})
     try:
-        with signal_held():
-            return launch(world, options, command, say=say)
+        with stop_signal_blocked():
+            return launch(world, options, command, notify=notify)
     except MegarlError as error:
         print_error(str(error))
         return error.exit_code

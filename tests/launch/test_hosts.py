@@ -1,4 +1,4 @@
-"""The hosts that other tests run on: what they share, and what not."""
+"""Tests of the simulated hosts: what they share and what they isolate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.launch.hosts import Host, Hosts, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
-SERVE = """
+SERVER = """
 import hashlib, socket
 with socket.create_server(("", 7000)) as server:
     print("listening", flush=True)
@@ -24,7 +24,7 @@ with socket.create_server(("", 7000)) as server:
             one.sendall(hashlib.md5(file.read()).hexdigest().encode())
 """
 
-ASK = """
+CLIENT = """
 import hashlib, os, socket, sys, time
 begun = time.monotonic()
 one = socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[3]))
@@ -44,23 +44,21 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
         yield hosts
 
 
-def ask(host: Host, server: str, num_bytes: int, timeout: float) -> float:
-    """Seconds until the server has answered the call; what is sent then must arrive whole."""
-    return float(host.run(sys.executable, "-S", "-c", ASK, server, str(num_bytes), str(timeout)))
+def send_bytes(host: Host, server: str, num_bytes: int, timeout: float) -> float:
+    """Send bytes to the server and check their digest; return the seconds that connecting took."""
+    return float(host.run(sys.executable, "-S", "-c", CLIENT, server, str(num_bytes), str(timeout)))
 
 
-def test_they_share_a_network_and_files_and_nothing_else(
-    hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_hosts_share_only_network_and_files(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     a, b = hosts
-    server = b.start(sys.executable, "-S", "-c", SERVE)
-    server.wait_until_it_says("listening", 5)
+    server = b.start(sys.executable, "-S", "-c", SERVER)
+    server.wait_for_output("listening", 5)
     assert a.run("hostname") == "a\n"
-    ask(a, "b", 5_000_000, 5)  # by now each knows the other's hardware address
+    send_bytes(a, "b", 5_000_000, 5)  # from now on each knows the other's hardware address
     delayed = request.node.callspec.params["hosts"]
-    assert (ask(a, "b", 10, 5) >= 2 * DELAY) == bool(delayed)
+    assert (send_bytes(a, "b", 10, 5) >= 2 * DELAY) == bool(delayed)
     with pytest.raises(AssertionError, match="ConnectionRefusedError"):
-        ask(a, "127.0.0.1", 1, 5)
+        send_bytes(a, "127.0.0.1", 1, 5)
     assert a.run("getent", "hosts", "a", "b").split() == ["127.0.1.1", "a", "10.77.0.2", "b"]
     for folder in ("/tmp", "/dev/shm"):
         a.run("touch", f"{folder}/mine")
@@ -71,33 +69,33 @@ def test_they_share_a_network_and_files_and_nothing_else(
     assert [p.name() for p in b.processes()] == ["python"]
     assert not a.processes()
     assert "sleep infinity" in b.run("ps", "ax")
-    assert SERVE not in a.run("ps", "ax")
+    assert SERVER not in a.run("ps", "ax")
     server.send(2)
     assert server.wait(5) != 0
 
 
-def test_one_that_is_cut_off_neither_hears_nor_is_heard_until_it_is_back(hosts: Hosts) -> None:
+def test_host_that_is_cut_off_is_unreachable_until_it_rejoins(hosts: Hosts) -> None:
     a, b = hosts
-    b.start(sys.executable, "-S", "-c", SERVE).wait_until_it_says("listening", 5)
-    ask(a, "b", 10, 5)
+    b.start(sys.executable, "-S", "-c", SERVER).wait_for_output("listening", 5)
+    send_bytes(a, "b", 10, 5)
     hosts.cut_off(b)
     assert "state UP" in b.run("ip", "link", "show", "eth0")
     with pytest.raises(AssertionError, match="timed out"):
-        ask(a, b.address, 10, 0.3)
+        send_bytes(a, b.address, 10, 0.3)
     hosts.rejoin(b)
-    ask(a, b.address, 10, 5)
+    send_bytes(a, b.address, 10, 5)
 
 
-def sleeping(host: Host) -> list[str]:
+def find_sleep_arguments(host: Host) -> list[str]:
     return sorted(p.cmdline()[-1] for p in host.processes() if p.name() == "sleep")
 
 
-def test_nothing_outlives_them(tmp_path: Path) -> None:
+def test_no_process_outlives_its_host(tmp_path: Path) -> None:
     with Hosts(1, tmp_path) as hosts:
         (a,) = hosts
         a.start("sh", "-c", "trap '' HUP INT TERM; setsid sleep 1000 & sleep 1001")
         a.start("sleep", "1002")
-        assert wait_until(lambda: sleeping(a) == ["1000", "1001", "1002"], 5), a.processes()
+        assert wait_until(lambda: find_sleep_arguments(a) == ["1000", "1001", "1002"], 5), a.processes()
         running = a.processes()
     psutil.wait_procs(running, 5)
     a.assert_nothing_runs(0)

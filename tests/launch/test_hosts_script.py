@@ -1,4 +1,4 @@
-"""`launch/torchrun/hosts.sh`: what it runs where, and how it ends."""
+"""Tests of `launch/torchrun/hosts.sh`: the commands it runs on each node, and how it ends."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from tests.launch.hosts import Hosts
 
 SCRIPT = Path(__file__).parents[2] / "launch/torchrun/hosts.sh"
 
-HERE_IS_SSH = """\
+FAKE_SSH = """\
 #!/bin/sh
 host=$1; shift
 exec env -i PATH=/usr/bin:/bin HOST="$host" sh -c "cd /; $*"
 """
 
-PROGRAM = """\
+FAKE_PROGRAM = """\
 #!/bin/bash
 printf '%s|' "${0##*/}" "$PWD" "$NCCL_DEBUG" "$@"; echo
-trap 'echo told; exit 9' TERM
+trap 'echo terminated; exit 9' TERM
 case " $* " in
 *" fails-on-$HOST "*) sleep 0.5; exit 3 ;;
-*" stays "*) echo stays; while :; do sleep 0.05; done ;;
+*" stays "*) echo running; while :; do sleep 0.05; done ;;
 esac
 """
 
 
 class Script:
-    """The script with machines n1 and n2, both of which are this one, and with programs that say what they are told."""
+    """The script with nodes n1 and n2, both on this machine, and with programs that print their arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "bin").mkdir()
-        for name, text in (("ssh", HERE_IS_SSH), ("bin/megarl", PROGRAM), ("bin/torchrun", PROGRAM)):
+        for name, text in (("ssh", FAKE_SSH), ("bin/megarl", FAKE_PROGRAM), ("bin/torchrun", FAKE_PROGRAM)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
-        (folder / "hosts").write_text("# two machines\nuser@n1  slots=4\n\n  n2 10.0.0.2 # the other\n")
+        (folder / "hosts").write_text("# two nodes\nuser@n1  slots=4\n\n  n2 10.0.0.2 # the other\n")
         self.environment = os.environ | {"SSH": str(folder / "ssh"), "VENV": str(folder), "MEGARL_ROOT": str(folder)}
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        """Its lines arrive as they are written; it leads a process group, as from a terminal."""
-        with (self.folder / "said").open("w") as said:
+        """Start the script as the leader of a process group, as from a terminal."""
+        with (self.folder / "output").open("w") as output:
             return subprocess.Popen(
                 [SCRIPT, self.folder / "hosts", *arguments],
                 env=self.environment | variables,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
@@ -61,9 +61,9 @@ class Script:
             )
 
     @property
-    def said(self) -> list[str]:
-        """In the order of machines."""
-        return sorted((self.folder / "said").read_text().splitlines(), key=lambda line: line.partition(":")[0][-2:])
+    def output_lines(self) -> list[str]:
+        """Lines of output, sorted by node."""
+        return sorted((self.folder / "output").read_text().splitlines(), key=lambda line: line.partition(":")[0][-2:])
 
 
 @pytest.fixture
@@ -71,24 +71,24 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def test_each_machine_is_told_its_rank_and_where_the_first_is(script: Script) -> None:
+def test_each_node_gets_its_rank_and_the_address_of_the_first(script: Script) -> None:
     awkward = "a 'b' $HOME \\ \"c\" ; *"
     assert script.start("train", awkward, NCCL_DEBUG="x 'y'").wait(10) == 0
     common = f"{script.folder}|x 'y'|launch|--nodes|2|--node-rank"
-    assert script.said == [
+    assert script.output_lines == [
         f"user@n1: megarl|{common}|0|--head|n1|train|{awkward}|",
         f"n2: megarl|{common}|1|--head|n1|train|{awkward}|",
     ]
     (script.folder / "hosts").write_text("n1 10.0.0.1\n")
     script.start("launch", "--node-timeout", "5", "sft", "x").wait(10)
-    (said,) = script.said
-    assert said.endswith("|--nodes|1|--node-rank|0|--head|10.0.0.1|--node-timeout|5|sft|x|")
+    (line,) = script.output_lines
+    assert line.endswith("|--nodes|1|--node-rank|0|--head|10.0.0.1|--node-timeout|5|sft|x|")
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo", "score", "benchmarks.reshard"])
-def test_stages_without_engines_are_torchruns(command: str, script: Script) -> None:
+def test_commands_without_engines_run_under_torchrun(command: str, script: Script) -> None:
     assert script.start(command, "x", PROCS_PER_NODE="8", RDZV_PORT="1234").wait(10) == 0
-    first, second = (line.split("|") for line in script.said)
+    first, second = (line.split("|") for line in script.output_lines)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=1"} < set(first)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=0"} < set(second)
     assert [words[words.index("--local-addr") + 1] for words in (first, second)] == ["n1", "10.0.0.2"]
@@ -97,17 +97,17 @@ def test_stages_without_engines_are_torchruns(command: str, script: Script) -> N
     assert first[-len(module) - 2 :] == [*module, "x", ""]
 
 
-def test_where_one_fails_all_end(script: Script) -> None:
+def test_all_nodes_stop_if_one_fails(script: Script) -> None:
     run = script.start("train", "fails-on-n2", "stays")
     assert run.wait(10) == 3
-    assert run.communicate()[1] == "error: n2 has ended with code 3; so do all\n"
-    assert "user@n1: told" in script.said
+    assert run.communicate()[1] == "error: n2 exited with code 3; stopping all nodes\n"
+    assert "user@n1: terminated" in script.output_lines
 
 
 @pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("terminated", 143), ("killed", -9)])
-def test_all_end_with_the_script(how: str, code: int, script: Script) -> None:
+def test_all_nodes_stop_with_the_script(how: str, code: int, script: Script) -> None:
     run = script.start("train", "stays")
-    assert wait_until(lambda: sum(line.endswith(": stays") for line in script.said) == 2, 10)
+    assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2, 10)
     match how:
         case "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)
@@ -116,7 +116,9 @@ def test_all_end_with_the_script(how: str, code: int, script: Script) -> None:
         case "killed":
             run.kill()
     assert run.wait(10) == code
-    assert wait_until(lambda: {"user@n1: told", "n2: told"} <= set(script.said), 10), script.said
+    assert wait_until(lambda: {"user@n1: terminated", "n2: terminated"} <= set(script.output_lines), 10), (
+        script.output_lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,11 +127,11 @@ def test_all_end_with_the_script(how: str, code: int, script: Script) -> None:
         ((), "the script needs a host file and a command"),
         (("train",), "the script needs a host file and a command"),
         (("{folder}/none", "train", "x"), "HOSTFILE needs a file, got {folder}/none"),
-        (("{folder}/empty", "train", "x"), "HOSTFILE needs a machine a line, got none in {folder}/empty"),
+        (("{folder}/empty", "train", "x"), "HOSTFILE needs one node per line, got none in {folder}/empty"),
         (("{folder}/hosts", "trian", "x"), "the command needs to be train, eval, launch, .*, got trian"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], message: str, script: Script) -> None:
+def test_invalid_arguments_give_a_one_line_error(arguments: tuple[str, ...], message: str, script: Script) -> None:
     (script.folder / "empty").write_text("# n1\n")
     command = [str(SCRIPT), *(argument.replace("{folder}", str(script.folder)) for argument in arguments)]
     done = subprocess.run(command, env=script.environment, capture_output=True, text=True, check=False)
@@ -139,7 +141,7 @@ def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], message: str, scr
 
 
 @pytest.mark.slow
-def test_it_fine_tunes_on_hosts_of_their_own(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
+def test_sft_on_two_hosts(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
     hosts: Hosts = make_hosts()
     (tmp_path / "hosts").write_text("".join(f"{host.name} {host.address}\n" for host in hosts))
     config = write_sft(world, tmp_path)

@@ -1,4 +1,4 @@
-"""Whole runs of two nodes on this machine: real processes, sockets and signals; Ray, or its stand-in."""
+"""Launches of two nodes on this machine with real processes, sockets and signals; with Ray or `fake_ray`."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ import time
 import psutil
 import pytest
 
-from megarl.launch.ray_node import free_port
+from megarl.launch.ray_node import find_free_port
 
-WAITS = """
+WAITING_COMMAND = """
 import signal, sys, time
 {prepare}
 print("command runs", flush=True)
@@ -22,19 +22,19 @@ for _ in range(600):
         sys.exit(75)
     time.sleep(0.1)
 """
-SEES_TO_ITS_END = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
-HAS_NO_END = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+EXITS_ON_SIGTERM = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
+IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 MARK = "MEGARL_TEST_LAUNCH"
 
 
 class Nodes:
-    """Two nodes, and every process that came of them, wherever it went."""
+    """Two nodes, and all processes that descend from them."""
 
     def __init__(self, folder, code, *, ray="fake", node_timeout=20.0, environment=None):
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.files = [folder / f"node{rank}" for rank in range(2)]
-        port = str(free_port())
+        port = str(find_free_port())
         environment = os.environ | {MARK: self.mark} | (environment or {})
         environment.pop("RAY_ADDRESS", None)
         self.processes = []
@@ -46,27 +46,27 @@ class Nodes:
                     subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, process_group=0)
                 )
 
-    def work(self, rank):
-        """The process that does what the launcher waits for."""
+    def child(self, rank):
+        """Return the child process that runs the node, for which the launcher waits."""
         (process,) = psutil.Process(self.processes[rank].pid).children()
         return process
 
-    def said(self, rank):
+    def output(self, rank):
         return self.files[rank].read_text()
 
     def wait_for(self, text, seconds=60.0):
-        """Until node 0 says it."""
+        """Block until node 0 prints `text`."""
         deadline = time.monotonic() + seconds
-        while text not in self.said(0):
-            assert time.monotonic() < deadline, self.said(0) + self.said(1)
-            assert self.processes[0].poll() is None, self.said(0) + self.said(1)
+        while text not in self.output(0):
+            assert time.monotonic() < deadline, self.output(0) + self.output(1)
+            assert self.processes[0].poll() is None, self.output(0) + self.output(1)
             time.sleep(0.02)
 
     def codes(self, seconds=30.0):
         return [process.wait(seconds) for process in self.processes]
 
-    def left(self):
-        """Processes that still run, by the mark that all inherit."""
+    def find_remaining(self):
+        """Return processes that still run, recognized by an inherited environment variable."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -76,12 +76,12 @@ class Nodes:
 
     def assert_nothing_is_left(self, within=0.0):
         deadline = time.monotonic() + within
-        while (left := self.left()) and time.monotonic() < deadline:
+        while (remaining := self.find_remaining()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not left, [process.cmdline() for process in left]
+        assert not remaining, [process.cmdline() for process in remaining]
 
-    def end(self):
-        for process in self.left():
+    def kill_remaining(self):
+        for process in self.find_remaining():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -92,18 +92,18 @@ def nodes(tmp_path):
 
         def start(code, **kwargs):
             both = Nodes(tmp_path, code, **kwargs)
-            stack.callback(both.end)
+            stack.callback(both.kill_remaining)
             return both
 
         yield start
 
 
-def waits(prepare=SEES_TO_ITS_END):
-    return WAITS.format(prepare=prepare)
+def make_waiting_command(prepare=EXITS_ON_SIGTERM):
+    return WAITING_COMMAND.format(prepare=prepare)
 
 
-def test_exit_code_is_the_commands_on_all_nodes(nodes):
-    # and what the command leaves behind ends too
+def test_all_nodes_exit_with_the_code_of_the_command(nodes):
+    # processes that the command leaves behind are terminated too
     both = nodes("""
         import os, subprocess, sys
         subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -112,14 +112,14 @@ def test_exit_code_is_the_commands_on_all_nodes(nodes):
     """)
     assert both.codes() == [7, 7]
     both.assert_nothing_is_left()
-    assert "\nat 127.0.0.1:" in both.said(0)
-    phases = [line[:19].strip() for line in both.said(0).splitlines() if " s  " in line]
-    assert phases == ["nodes met", "Ray up", "Ray joined by all"]
+    assert "\nat 127.0.0.1:" in both.output(0)
+    phases = [line[:19].strip() for line in both.output(0).splitlines() if " s  " in line]
+    assert phases == ["nodes connected", "Ray head started", "Ray nodes joined"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_told_to_end_any_node_ends_the_run_in_order(nodes, rank):
-    both = nodes(waits())
+def test_sigterm_to_any_node_ends_the_run_gracefully(nodes, rank):
+    both = nodes(make_waiting_command())
     both.wait_for("command runs")
     both.processes[rank].send_signal(signal.SIGTERM)
     assert both.codes() == [7, 7]
@@ -127,20 +127,20 @@ def test_told_to_end_any_node_ends_the_run_in_order(nodes, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_told_to_end_before_the_command_runs(nodes, rank):
-    both = nodes(waits(), environment={"FAKE_RAY": "slow0"})
-    both.wait_for("nodes met")
+def test_sigint_before_the_command_runs(nodes, rank):
+    both = nodes(make_waiting_command(), environment={"FAKE_RAY": "slow0"})
+    both.wait_for("nodes connected")
     both.processes[rank].send_signal(signal.SIGINT)
-    # the follower does not know of the head yet
+    # the worker node has no answer from the head yet
     assert both.codes() == ([130, 130] if rank == 0 else [1, 130])
-    assert "command runs" not in both.said(0)
+    assert "command runs" not in both.output(0)
     both.assert_nothing_is_left()
 
 
-def test_second_request_is_impatience(nodes):
-    both = nodes(waits(HAS_NO_END), environment={"COMMAND_END_SECONDS": "60"})
+def test_second_signal_kills_the_command(nodes):
+    both = nodes(make_waiting_command(IGNORES_SIGTERM), environment={"COMMAND_GRACE_SECONDS": "60"})
     both.wait_for("command runs")
-    for rank in (0, 1, 0, 1):  # one request, which reaches all that runs
+    for rank in (0, 1, 0, 1):  # one request that reaches all nodes, twice
         both.processes[rank].send_signal(signal.SIGTERM)
     time.sleep(0.8)
     assert both.processes[0].poll() is None
@@ -148,8 +148,8 @@ def test_second_request_is_impatience(nodes):
     assert both.codes() == [128 + 9, 128 + 9]
 
 
-def test_command_that_does_not_end_is_killed(nodes):
-    both = nodes(waits(HAS_NO_END))
+def test_command_that_ignores_sigterm_is_killed(nodes):
+    both = nodes(make_waiting_command(IGNORES_SIGTERM))
     both.wait_for("command runs")
     started = time.monotonic()
     both.processes[0].send_signal(signal.SIGTERM)
@@ -158,8 +158,8 @@ def test_command_that_does_not_end_is_killed(nodes):
     both.assert_nothing_is_left()
 
 
-def test_notice_of_the_time_limit_reaches_the_command_once_from_the_head(nodes):
-    both = nodes(waits())
+def test_time_limit_signal_reaches_the_command_only_from_the_head(nodes):
+    both = nodes(make_waiting_command())
     both.wait_for("command runs")
     both.processes[1].send_signal(signal.SIGUSR1)
     time.sleep(0.5)
@@ -169,8 +169,8 @@ def test_notice_of_the_time_limit_reaches_the_command_once_from_the_head(nodes):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_launch_ends_the_run_in_order(nodes, rank):
-    both = nodes(waits())
+def test_killed_launcher_ends_the_run_gracefully(nodes, rank):
+    both = nodes(make_waiting_command())
     both.wait_for("command runs")
     both.processes[rank].kill()
     codes = both.codes()
@@ -179,30 +179,30 @@ def test_killed_launch_ends_the_run_in_order(nodes, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_work_is_noticed(nodes, rank):
-    both = nodes(waits())
+def test_killed_child_is_reported(nodes, rank):
+    both = nodes(make_waiting_command())
     both.wait_for("command runs")
-    both.work(rank).kill()
+    both.child(rank).kill()
     assert both.codes() == [1, 1]
-    assert f"(rank {rank}): its launcher ended with exit code -9" in both.said(rank)
+    assert f"(rank {rank}): its launcher exited with code -9" in both.output(rank)
     lost = (
-        "(rank 1): the head, 127.0.0.1: it ended without a word; this node has ended its part",
-        "(127.0.0.1, rank 1): it ended without a word; the run has been ended",
+        "(rank 1): lost the head 127.0.0.1: the connection was closed unexpectedly; this node was stopped",
+        "(127.0.0.1, rank 1): the connection was closed unexpectedly; the run was aborted",
     )
-    assert lost[rank] in both.said(1 - rank)
+    assert lost[rank] in both.output(1 - rank)
     both.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_silent_node_is_lost(nodes, rank):
-    both = nodes(waits(), node_timeout=2.0)
+    both = nodes(make_waiting_command(), node_timeout=2.0)
     both.wait_for("command runs")
-    both.work(rank).suspend()
+    both.child(rank).suspend()
     other = 1 - rank
     assert both.processes[other].wait(20) == 1
-    assert "127.0.0.1" in both.said(other)
-    assert "not heard of for 2 s; " in both.said(other)
-    both.work(rank).resume()
+    assert "127.0.0.1" in both.output(other)
+    assert "no message for 2 s; " in both.output(other)
+    both.child(rank).resume()
     assert both.codes()[rank] == 1
     both.assert_nothing_is_left()
 
@@ -216,15 +216,15 @@ def test_silent_node_is_lost(nodes, rank):
         pytest.param(0, "die", "Ray ended:\n", marks=pytest.mark.slow),
     ],
 )
-def test_ray_that_fails_ends_the_run(nodes, rank, mode, message):
-    both = nodes(waits(), environment={"FAKE_RAY": f"{mode}{rank}"})
+def test_ray_failure_ends_the_run(nodes, rank, mode, message):
+    both = nodes(make_waiting_command(), environment={"FAKE_RAY": f"{mode}{rank}"})
     assert both.codes() == [1, 1]
-    assert message in both.said(0)
-    assert f"rank {rank})" in both.said(0)
+    assert message in both.output(0)
+    assert f"rank {rank})" in both.output(0)
     both.assert_nothing_is_left()
 
 
-USES_RAY = """
+RAY_COMMAND = """
 import json, os, ray, subprocess, sys, time
 
 ray.init(logging_level="error", log_to_driver=False)
@@ -247,21 +247,21 @@ finally:
 """
 
 
-def test_ray_on_two_nodes_leaves_nothing(nodes):
-    both = nodes("import signal, sys\n" + SEES_TO_ITS_END + USES_RAY, ray="real")
+def test_ray_on_two_nodes_leaves_no_process(nodes):
+    both = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + RAY_COMMAND, ray="real")
     both.wait_for("command runs", 120)
     both.processes[1].send_signal(signal.SIGTERM)
     assert len(set(both.codes())) == 1
     both.assert_nothing_is_left()
-    assert "command ends" in both.said(0)
+    assert "command ends" in both.output(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("whom", ["launch", "work"])
-def test_killed_launch_leaves_nothing_of_ray(nodes, rank, whom):
-    both = nodes("import signal, sys\n" + SEES_TO_ITS_END + USES_RAY, ray="real")
+@pytest.mark.parametrize("target", ["launcher", "child"])
+def test_killed_launcher_or_child_leaves_no_ray_process(nodes, rank, target):
+    both = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + RAY_COMMAND, ray="real")
     both.wait_for("command runs", 120)
-    (both.processes[rank] if whom == "launch" else both.work(rank)).kill()
+    (both.processes[rank] if target == "launcher" else both.child(rank)).kill()
     both.codes()
     both.assert_nothing_is_left(30)

@@ -1,7 +1,9 @@
+"""Tests of Ray labels: parsing, labels set by the launch, and the NVLink domain."""
+
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.node_labels import own_labels, parse_labels, parse_nvlink_domain
+from megarl.launch.node_labels import find_node_labels, parse_labels, parse_nvlink_domain
 from megarl.launch.node_world import NodeWorld
 
 FABRIC = """
@@ -22,7 +24,7 @@ def world(**fields):
     return NodeWorld(rank=3, size=4, host="n4", head_hosts=("n1",), head_port=None, job="j", **fields)
 
 
-def test_labels():
+def test_parse_labels():
     assert parse_labels(["gpu=h100,rack=7", "my.org/kind=big-one"]) == {
         "gpu": "h100",
         "rack": "7",
@@ -32,28 +34,28 @@ def test_labels():
 
 
 @pytest.mark.parametrize("word", ["gpu", "gpu=", "=h100", "a=b=c", "gpu=h 100", "-a=b", "a=b,", "k=" + "v" * 64])
-def test_no_labels(word):
+def test_invalid_labels_are_rejected(word):
     with pytest.raises(ConfigError, match="--labels needs KEY=VALUE"):
         parse_labels([word])
 
 
-def test_rays_own_check_agrees():
+def test_ray_parses_labels_identically():
     from ray._private.label_utils import parse_node_labels_string
 
     words = ["gpu=h100", "my.org/kind=big-one", "megarl.node-rank=3"]
     assert parse_node_labels_string(",".join(words)) == parse_labels(words)
 
 
-def test_what_is_known_without_the_user():
-    assert own_labels(world(), None) == {"megarl.node-rank": "3"}
-    assert own_labels(world(het_group=1), "a.1") == {
+def test_labels_set_by_the_launch():
+    assert find_node_labels(world(), None) == {"megarl.node-rank": "3"}
+    assert find_node_labels(world(het_group=1), "a.1") == {
         "megarl.node-rank": "3",
         "megarl.het-group": "1",
         "megarl.nvlink-domain": "a.1",
     }
 
 
-def test_nvlink_domain_of_a_fabric():
+def test_nvlink_domain_of_a_gpu_in_a_fabric():
     domain = parse_nvlink_domain(FABRIC)
     assert domain == "8a5b9e3c-5b8b-4a42-9c6e-0f4b6f1f3b11.32766"
     assert parse_labels([f"d={domain}"]) == {"d": domain}
@@ -68,5 +70,5 @@ def test_nvlink_domain_of_a_fabric():
         FABRIC.replace("8a5b9e3c-5b8b-4a42-9c6e-0f4b6f1f3b11", "N/A").replace("32766", "N/A"),
     ],
 )
-def test_no_fabric(text):
+def test_no_nvlink_domain_without_a_fabric(text):
     assert parse_nvlink_domain(text) is None

@@ -1,7 +1,9 @@
+"""Tests of the detection of ranks and the head from flags, torchrun and Slurm."""
+
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.node_world import NUM_PORTS, expand_hostlist, node_world
+from megarl.launch.node_world import NUM_PORTS, detect_node_world, expand_hostlist
 
 STEP = {
     "SLURM_CLUSTER_NAME": "c",
@@ -16,7 +18,7 @@ STEP = {
     "SLURMD_NODENAME": "n2",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
 }
-"""What srun of Slurm 22.05 sets for the second of two tasks."""
+"""Variables that srun of Slurm 22.05 sets for the second of two tasks."""
 
 HET_STEP = STEP | {
     "SLURM_HET_SIZE": "2",
@@ -24,7 +26,7 @@ HET_STEP = STEP | {
     "SLURM_JOB_NODELIST_HET_GROUP_1": "n1",
     "SLURMD_NODENAME": "n1",
 }
-"""The same, for `srun --het-group=0,1` of a job whose first component has the second node."""
+"""The same for `srun --het-group=0,1` in a job whose first component has the second node."""
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -38,16 +40,16 @@ TORCHRUN = {
 }
 
 
-def test_step_of_slurm():
-    world = node_world(STEP)
+def test_slurm_step():
+    world = detect_node_world(STEP)
     assert (world.rank, world.size, world.host) == (1, 2, "n2")
     assert world.head_hosts == ("n1", "10.0.0.1")
     assert world.nodes == ("n1", "n2")
     assert world.het_group is None
 
 
-def test_nodes_of_a_heterogeneous_step_come_by_component():
-    world = node_world(HET_STEP)
+def test_nodes_of_a_heterogeneous_step_are_ordered_by_component():
+    world = detect_node_world(HET_STEP)
     assert world.nodes == ("n2", "n1")
     assert world.head_hosts[0] == "n2"
     assert world.het_group == 1
@@ -55,35 +57,35 @@ def test_nodes_of_a_heterogeneous_step_come_by_component():
 
 def test_step_over_one_component_of_a_heterogeneous_job():
     one = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-    world = node_world(HET_STEP | one)
+    world = detect_node_world(HET_STEP | one)
     assert world.nodes == ("n1",)
     assert world.het_group == 1
 
 
-def test_batch_script_is_no_step():
+def test_batch_script_needs_srun_on_several_nodes():
     batch = {name: value for name, value in STEP.items() if "STEP" not in name} | {"SLURM_PROCID": "0"}
-    with pytest.raises(ConfigError, match=r"one of the 2 nodes of Slurm job 17: .*srun --ntasks-per-node=1"):
-        node_world(batch)
-    alone = node_world(batch | {"SLURM_JOB_NUM_NODES": "1"})
+    with pytest.raises(ConfigError, match=r"one of the 2 nodes of Slurm job 17; .*srun --ntasks-per-node=1"):
+        detect_node_world(batch)
+    alone = detect_node_world(batch | {"SLURM_JOB_NUM_NODES": "1"})
     assert (alone.rank, alone.size) == (0, 1)
 
 
-def test_several_tasks_a_node():
+def test_several_tasks_per_node_are_rejected():
     with pytest.raises(ConfigError, match="got 8 tasks on 2 nodes"):
-        node_world(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+        detect_node_world(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
 
 
-def test_torchrun():
-    world = node_world(STEP | TORCHRUN)
+def test_torchrun_environment():
+    world = detect_node_world(STEP | TORCHRUN)
     assert (world.rank, world.size, world.head_hosts) == (1, 3, ("10.0.0.7",))
     with pytest.raises(ConfigError, match="--nproc-per-node 1, got 4"):
-        node_world(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"})
+        detect_node_world(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"})
 
 
-def test_flags_come_before_the_environment():
-    world = node_world(STEP | TORCHRUN, rank=2, size=4, head="node-a:12345")
+def test_flags_take_precedence_over_the_environment():
+    world = detect_node_world(STEP | TORCHRUN, rank=2, size=4, head="node-a:12345")
     assert (world.rank, world.size, world.head_hosts, world.ports) == (2, 4, ("node-a",), (12345,))
-    assert node_world(STEP, head="node-a").head_hosts == ("node-a",)
+    assert detect_node_world(STEP, head="node-a").head_hosts == ("node-a",)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,9 @@ def test_flags_come_before_the_environment():
         ({}, "srun --ntasks-per-node=1 .*torchrun .*--nodes N --node-rank R --head HOST"),
     ],
 )
-def test_flags_that_do_not_say_enough(flags, message):
+def test_insufficient_flags_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=message):
-        node_world({}, **flags)
+        detect_node_world({}, **flags)
 
 
 @pytest.mark.parametrize(
@@ -112,30 +114,30 @@ def test_flags_that_do_not_say_enough(flags, message):
         {"SLURM_CLUSTER_NAME": "d"},
     ],
 )
-def test_nodes_of_one_start_agree_and_others_differ(other):
-    second, first = node_world(STEP), node_world(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"})
+def test_nodes_of_one_start_share_token_and_ports(other):
+    second, first = detect_node_world(STEP), detect_node_world(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"})
     assert (first.token, first.ports) == (second.token, second.ports)
     assert len(set(first.ports)) == NUM_PORTS
     assert all(1024 < port < 32768 for port in first.ports)
-    assert node_world(STEP | other).token != first.token
+    assert detect_node_world(STEP | other).token != first.token
 
 
 @pytest.mark.parametrize("environment", [STEP, TORCHRUN, {}])
-def test_a_secret_lets_in_those_who_know_it_at_the_same_ports(environment):
+def test_secret_changes_the_token_but_not_the_ports(environment):
     flags = {} if environment else {"rank": 0, "size": 2, "head": "a"}
-    open_to_all = node_world(environment, **flags)
-    known, again, other = (
-        node_world(environment | {"MEGARL_LAUNCH_SECRET": secret}, **flags) for secret in ("s", "s", "t")
+    open_to_all = detect_node_world(environment, **flags)
+    first, same, other = (
+        detect_node_world(environment | {"MEGARL_LAUNCH_SECRET": secret}, **flags) for secret in ("s", "s", "t")
     )
-    assert known == again
-    assert len({open_to_all.token, known.token, other.token}) == 3
-    assert open_to_all.ports == known.ports == other.ports
-    assert "'s'" not in repr(known)
+    assert first == same
+    assert len({open_to_all.token, first.token, other.token}) == 3
+    assert open_to_all.ports == first.ports == other.ports
+    assert "'s'" not in repr(first)
 
 
-def test_unnamed_torchruns_differ_by_their_port():
-    assert node_world(TORCHRUN).token != node_world(TORCHRUN | {"MASTER_PORT": "41002"}).token
-    assert node_world(TORCHRUN).token == node_world(TORCHRUN | {"RANK": "0"}).token
+def test_torchruns_without_run_id_are_distinguished_by_port():
+    assert detect_node_world(TORCHRUN).token != detect_node_world(TORCHRUN | {"MASTER_PORT": "41002"}).token
+    assert detect_node_world(TORCHRUN).token == detect_node_world(TORCHRUN | {"RANK": "0"}).token
 
 
 @pytest.mark.parametrize(
@@ -148,11 +150,11 @@ def test_unnamed_torchruns_differ_by_their_port():
         ("gpu-[001,003]-ib.x", ["gpu-001-ib.x", "gpu-003-ib.x"]),
     ],
 )
-def test_hostlist(text, names):
+def test_expand_hostlist(text, names):
     assert list(expand_hostlist(text)) == names
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n1,,n2"])
-def test_no_hostlist(text):
-    with pytest.raises(ConfigError, match="no list of nodes"):
+def test_invalid_hostlist_is_rejected(text):
+    with pytest.raises(ConfigError, match="launch cannot parse the Slurm host list"):
         expand_hostlist(text)

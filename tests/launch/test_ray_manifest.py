@@ -1,4 +1,4 @@
-"""launch/ray/rayjob.yaml asks for what its run needs."""
+"""Tests that launch/ray/rayjob.yaml requests the resources that its run needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from megarl.config import RunConfig, load_config
-from tests.launch.test_requirements import pins
+from tests.launch.test_requirements import read_pins
 
 ROOT = Path(__file__).parents[2]
 
 IMAGE_ROOT = "/opt/megarl"
-"""Where the image has the repository."""
+"""Folder of the repository in the image."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def spec() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def config(spec: dict[str, Any]) -> RunConfig:
-    """What the entrypoint trains."""
+    """Configuration of the run that the entrypoint starts."""
     megarl, train, path, flag, *overrides = shlex.split(spec["entrypoint"])
     assert (megarl, train, flag) == ("megarl", "train", "--set")
     return load_config(RunConfig, ROOT / Path(path).relative_to(IMAGE_ROOT), overrides)
@@ -39,11 +39,11 @@ def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def test_the_image_is_where_paths_say():
+def test_image_has_the_repository_at_image_root():
     assert f"WORKDIR {IMAGE_ROOT}\n" in (ROOT / "launch" / "docker" / "Dockerfile").read_text()
 
 
-def test_paths_are_the_image_s_or_shared(spec, config):
+def test_paths_are_in_the_image_or_on_the_shared_volume(spec, config):
     mounts = {mount["mountPath"] for pod in pods(spec) for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts == {"/dev/shm", "/shared"}
     for path in (config.run_dir, config.export_path, config.model.path):
@@ -51,7 +51,7 @@ def test_paths_are_the_image_s_or_shared(spec, config):
     assert (ROOT / Path(config.data.path).relative_to(IMAGE_ROOT)).exists()
 
 
-def test_workers_are_the_nodes_that_the_run_needs(spec, config):
+def test_worker_group_matches_the_placement_of_the_run(spec, config):
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == config.placement.nodes
     resources = group["template"]["spec"]["containers"][0]["resources"]
@@ -59,13 +59,13 @@ def test_workers_are_the_nodes_that_the_run_needs(spec, config):
     assert int(resources["limits"]["cpu"]) >= config.placement.slots_per_node
 
 
-def test_the_head_has_no_gpus(spec):
+def test_head_has_no_gpus(spec):
     head = spec["rayClusterSpec"]["headGroupSpec"]
     assert head["rayStartParams"]["num-gpus"] == "0"
     assert "nvidia.com/gpu" not in head["template"]["spec"]["containers"][0]["resources"]["limits"]
 
 
-def test_shared_memory_is_memory_that_the_pod_has(spec):
+def test_shared_memory_fits_the_memory_limit_of_the_pod(spec):
     def gibibytes(size: str) -> int:
         assert size.endswith("Gi")
         return int(size[:-2])
@@ -78,20 +78,20 @@ def test_shared_memory_is_memory_that_the_pod_has(spec):
         assert gibibytes(shm["sizeLimit"]) <= gibibytes(container["resources"]["limits"]["memory"]) // 2
 
 
-def test_all_pods_are_alike_where_it_matters(spec):
+def test_all_pods_have_the_same_image_user_and_ray(spec):
     containers = [pod["containers"][0] for pod in pods(spec)]
     assert len({container["image"] for container in containers}) == 1
     assert len({str(pod["securityContext"]) for pod in pods(spec)}) == 1
-    assert spec["rayClusterSpec"]["rayVersion"] == pins("gpu.txt")["ray"]
+    assert spec["rayClusterSpec"]["rayVersion"] == read_pins("gpu.txt")["ray"]
 
 
-def test_a_finished_run_gives_its_nodes_back(spec):
+def test_finished_run_releases_its_nodes(spec):
     assert spec["shutdownAfterJobFinishes"] is True
     assert 0 <= spec["ttlSecondsAfterFinished"] <= 60
     assert spec["backoffLimit"] == 0
 
 
-def test_labels_are_ones_that_ray_takes(spec):
+def test_labels_are_accepted_by_ray(spec):
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     for key, value in group["labels"].items():
         assert re.fullmatch(r"(?!ray\.io/)[a-z0-9][a-z0-9.-]*(/[\w.-]+)?", key)

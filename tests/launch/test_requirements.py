@@ -1,4 +1,4 @@
-"""The pins of the GPU environment go together, as far as can be told from what is installed here."""
+"""Tests that the pins of the GPU environment are consistent, as far as the installed packages show."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
 
 HELD_BACK = {"numpy", "python-dateutil"}
-"""Older on GPUs than in cpu.txt, as the file says."""
+"""Packages that are older in gpu.txt than in cpu.txt, as explained in gpu.txt."""
 
 EXTRAS = {"ray": "default"}
 
 
-def pins(*files: str) -> dict[str, str]:
-    """Package -> version; each file names a package once at most."""
+def read_pins(*files: str) -> dict[str, str]:
+    """Return package -> version; assert that each package occurs at most once in all files."""
     found: dict[str, str] = {}
     for file in files:
         for line in (REQUIREMENTS / file).read_text().splitlines():
             if re.match(r"[A-Za-z]", line) and " @ " not in line:
                 name, version = line.split("==")
-                assert canonicalize_name(name) not in found, f"{file}: {name} is there twice"
+                assert canonicalize_name(name) not in found, f"{file}: {name} is pinned twice"
                 found[canonicalize_name(name)] = version
     return found
 
 
-def test_a_rehearsal_runs_what_the_cluster_runs():
-    cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
+def test_cpu_and_gpu_pins_agree():
+    cpu, gpu = read_pins("cpu.txt"), read_pins("gpu.txt")
     different = {name for name, version in cpu.items() if gpu.get(name) != version}
     assert different == HELD_BACK
-    assert pins("gpu.txt", "dev.txt")  # which share no package
+    assert read_pins("gpu.txt", "dev.txt")  # asserts that they share no package
 
 
-def needs(package: str, extra: str) -> list[Requirement]:
-    """What an installed package asks for on a machine of this kind with `extra`."""
+def find_requirements(package: str, extra: str) -> list[Requirement]:
+    """Return the requirements of an installed package with `extra` on this platform."""
     listed = [Requirement(line) for line in distribution(package).requires or []]
     return [
         requirement
@@ -49,8 +49,8 @@ def needs(package: str, extra: str) -> list[Requirement]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GPU pins are for Linux")
-def test_pins_are_what_installed_packages_ask_for():
-    gpu = pins("gpu.txt", "gpu-build.txt", "dev.txt")
+def test_pins_satisfy_the_requirements_of_installed_packages():
+    gpu = read_pins("gpu.txt", "gpu-build.txt", "dev.txt")
     checked = 0
     for package, version in gpu.items():
         try:
@@ -58,7 +58,7 @@ def test_pins_are_what_installed_packages_ask_for():
                 continue
         except PackageNotFoundError:
             continue
-        for requirement in needs(package, EXTRAS.get(package, "")):
+        for requirement in find_requirements(package, EXTRAS.get(package, "")):
             pin = gpu.get(canonicalize_name(requirement.name))
             assert pin is not None, f"{package} needs {requirement}, gpu.txt has none"
             assert requirement.specifier.contains(pin, prereleases=True), f"{package} needs {requirement}, got {pin}"
@@ -66,17 +66,17 @@ def test_pins_are_what_installed_packages_ask_for():
     assert checked > 100, checked
 
 
-def test_transformer_engine_is_one_that_megatron_admits():
-    gpu = pins("gpu.txt", "gpu-build.txt")
+def test_transformer_engine_version_is_supported_by_megatron_core():
+    gpu = read_pins("gpu.txt", "gpu-build.txt")
     parts = {name: version for name, version in gpu.items() if name.startswith("transformer-engine")}
     assert len(parts) == 3
     (version,) = set(parts.values())
-    (admitted,) = [r for r in needs("megatron-core", "dev") if r.name == "transformer-engine"]
+    (admitted,) = [r for r in find_requirements("megatron-core", "dev") if r.name == "transformer-engine"]
     assert admitted.specifier.contains(version)
 
 
-def test_the_compiler_is_that_of_torch():
-    gpu = pins("gpu.txt")
+def test_cuda_compiler_has_the_version_of_torch():
+    gpu = read_pins("gpu.txt")
     release = gpu["cuda-toolkit"].rsplit(".", 2)[0]
     assert release == "13.0"
     for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-profiler-api", "cuda-runtime"):

@@ -1,4 +1,4 @@
-"""The scripts that users start runs with."""
+"""Tests that shellcheck accepts all scripts in launch/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*") if path.suffix in
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-slurm")
-def test_shellcheck_finds_nothing():
+def test_shellcheck_finds_no_problems():
     assert SCRIPTS
     done = subprocess.run(
         ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False

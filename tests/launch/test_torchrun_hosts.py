@@ -1,4 +1,4 @@
-"""torchrun's agents on hosts of their own."""
+"""Commands under torchrun on simulated hosts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ DELAY = 0.005
 TIMED = ("tokens_per_second", "time/step_seconds")
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in lines]
 
 
 @pytest.mark.slow
-def test_two_hosts_fine_tune_as_one_does(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
+def test_sft_on_two_hosts_matches_one_host(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
     sections: dict[str, Any] = {"trainer": {"steps": 3, "batch_size": 8, "parallel": {"pp": 2}}}
     hosts = make_hosts(delay=DELAY)
     for command in hosts.torchrun("megarl", "sft", write_sft(world, tmp_path, **sections), local_addr=False):
         assert command.wait(60) == 0, command.stderr
-    seen = metrics(tmp_path)
+    seen = read_metrics(tmp_path)
     a, b = hosts
     assert not b.processes()
-    alone = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft")
-    a.run(*alone, write_sft(world, tmp_path, **sections))
+    standalone = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megarl", "sft")
+    a.run(*standalone, write_sft(world, tmp_path, **sections))
     assert len(seen) == 3
-    assert seen == metrics(tmp_path)
+    assert seen == read_metrics(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_benchmark_moves_weights_between_hosts(make_hosts: MakeHosts) -> None:
+def test_reshard_benchmark_on_two_hosts(make_hosts: MakeHosts) -> None:
     hosts = make_hosts(delay=DELAY)
     options = ("--model=synthetic:1", "--train=tp=2", "--gen=tp=1", "--nodes=2", "--repeats=3", "--json")
     writer, other = hosts.torchrun("benchmarks.reshard", *options)

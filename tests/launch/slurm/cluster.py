@@ -1,4 +1,4 @@
-"""A Slurm of two nodes on this machine, apart from any that the machine has."""
+"""Slurm cluster of two nodes on this machine, separate from any Slurm installed on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.end_to_end.launched import wait_until
 
 ROOT = Path(__file__).parents[3]
-"""The checkout, where jobs are submitted."""
+"""The checkout, from which jobs are submitted."""
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo")
 
@@ -51,11 +51,11 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 START_SECONDS = 30.0
 
 END_SECONDS = 45.0
-"""Longer than Slurm's KillWait of 30, after which it kills what it has asked to end."""
+"""Longer than Slurm's KillWait of 30 s, after which Slurm kills processes that ignored SIGTERM."""
 
 
 def missing() -> str | None:
-    """Why this machine cannot run Slurm's daemons; None where it can."""
+    """Return why this machine cannot run Slurm's daemons; None if it can."""
     if os.geteuid() != 0:
         return "Slurm's daemons run jobs as their users only as root"
     lacking = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -63,10 +63,10 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """munged, slurmctld and two slurmd, in a temporary folder and on free ports."""
+    """munged, slurmctld and two slurmd in a temporary folder, on free ports."""
 
     def __init__(self) -> None:
-        # not in pytest's folder: munge wants one that all users can enter
+        # not in pytest's folder: munge requires a folder that all users can enter
         self.folder = Path(tempfile.mkdtemp(prefix="slurm"))
         self.folder.chmod(0o711)
         (self.folder / "state").mkdir()
@@ -77,7 +77,7 @@ class SlurmCluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Block until both nodes are idle."""
+        """Start all daemons and block until both nodes are idle."""
         self._start_munge()
         self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
@@ -103,17 +103,17 @@ class SlurmCluster:
             )
 
     def _num_idle(self) -> int:
-        asked = subprocess.run(
+        done = subprocess.run(
             ["sinfo", "--noheader", "--states=idle", "--format=%D"],
             env=self.environment,
             capture_output=True,
             text=True,
             check=False,  # fails until slurmctld listens
         )
-        return sum(map(int, asked.stdout.split()))
+        return sum(map(int, done.stdout.split()))
 
     def run(self, *command: str | Path, environment: Mapping[str, str] | None = None) -> str:
-        """Stdout of one of Slurm's programs, run in the checkout."""
+        """Run one of Slurm's programs in the checkout and return its stdout."""
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -127,11 +127,11 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def wait_until_idle(self, seconds: float = END_SECONDS) -> None:
-        """Block until no node has a job."""
+        """Block until no node runs a job."""
         assert wait_until(lambda: self._num_idle() == len(NODES), seconds), self.run("sinfo", "-lN")
 
     def end(self) -> None:
-        """Cancel all jobs, and end the daemons."""
+        """Cancel all jobs and terminate the daemons."""
         if self._num_idle() < len(NODES):
             subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
             wait_until(lambda: self._num_idle() == len(NODES), END_SECONDS)
@@ -142,7 +142,7 @@ class SlurmCluster:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different ones that nobody listens on."""
+    """Return `count` different unused ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

@@ -1,4 +1,4 @@
-"""One Slurm for the session, jobs that are ended with their test, and one tiny world."""
+"""Fixtures: a Slurm cluster for the session, jobs that end with their test, and a tiny model with data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Submit = Callable[..., Job]
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """Of two nodes, n1 and n2."""
+    """Slurm cluster with the nodes n1 and n2."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -30,7 +30,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
-    """Submits a script of launch/slurm; the job's output goes to `tmp_path`/log."""
+    """Function that submits a script of launch/slurm; the output of the job goes to `tmp_path`/log."""
     slurm.wait_until_idle()
     jobs: list[Job] = []
 
@@ -45,5 +45,5 @@ def submit(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Submit]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model/` and `data/`."""
+    """Folder with a tiny model in `model/` and its data in `data/`."""
     return write_world(tmp_path_factory.mktemp("world"))

@@ -1,4 +1,4 @@
-"""A batch job of a test, every process that descends from it, and what they leave behind."""
+"""Batch job of a test, with all processes that descend from it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import psutil
 
-from tests.end_to_end.launched import MARKER, ended, name_of, wait_until
+from tests.end_to_end.launched import MARKER, has_ended, process_title, wait_until
 from tests.launch.slurm.cluster import ROOT, SlurmCluster
 
 SCRIPTS = ROOT / "launch/slurm"
 
 SLURMD_NODENAME = "SLURMD_NODENAME"
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 DONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 class Job:
-    """Submits a script of launch/slurm; its output goes to `folder`/log."""
+    """A submitted script of launch/slurm; its output goes to `folder`/log."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Job:
         options: tuple[str, ...] = (),
         **knobs: str,
     ) -> None:
-        """`options`: of sbatch; `knobs`: environment variables."""
+        """`options`: options of sbatch; `knobs`: environment variables."""
         self._cluster, self._folder, self._mark = cluster, folder, uuid.uuid4().hex
-        # not in `folder`: the names of Ray's sockets begin with it, and may not be long
+        # not in `folder`: the paths of Ray's sockets begin with it, and their length is limited
         self.temporary = Path(tempfile.mkdtemp(prefix="m"))
         environment = {MARKER: self._mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "VENV": sys.prefix}
         self.submitted = time.time()
@@ -59,7 +59,7 @@ class Job:
         return log.read_text() if log.exists() else ""
 
     def field(self, name: str) -> str:
-        """What `scontrol show job` calls so."""
+        """Return a field of `scontrol show job`."""
         shown = self._cluster.run("scontrol", "--oneliner", "show", "job", self.id)
         found = re.search(rf"\b{name}=(\S+)", shown)
         assert found, shown
@@ -70,94 +70,96 @@ class Job:
         return self.field("JobState") in DONE
 
     def wait(self, seconds: float) -> int:
-        """The exit code; learns the job's processes until then."""
-        assert self._comes(lambda: self.has_ended, seconds), self.output
+        """Wait for the job to end and return its exit code; record its processes meanwhile."""
+        assert self._wait_until(lambda: self.has_ended, seconds), self.output
         return int(self.field("ExitCode").partition(":")[0])
 
-    def wait_until_it_says(self, text: str, seconds: float) -> None:
-        """Block until its output has `text`; the job must go on until then."""
-        self._comes(lambda: text in self.output or self.has_ended, seconds)
+    def wait_for_output(self, text: str, seconds: float) -> None:
+        """Block until the output contains `text` or the job ends; fail if it does not contain `text`."""
+        self._wait_until(lambda: text in self.output or self.has_ended, seconds)
         assert text in self.output, f"no {text!r} within {seconds} s:\n{self.output}"
 
-    def steps_done(self) -> int:
-        """The last step in metrics.jsonl of the run in `folder`/run."""
+    def last_step(self) -> int:
+        """Return the last step in metrics.jsonl of the run in `folder`/run; 0 if there is none."""
         file = self._folder / "run/metrics.jsonl"
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return max((json.loads(line)["step"] for line in lines), default=0)
 
     def wait_for_step(self, step: int, seconds: float) -> None:
-        """Block until the run has finished `step`; the job must go on until then."""
-        self._comes(lambda: self.steps_done() >= step or self.has_ended, seconds)
-        assert self.steps_done() >= step, f"step {step} not within {seconds} s:\n{self.output}"
+        """Block until the run has finished `step` or the job ends; fail if it has not finished `step`."""
+        self._wait_until(lambda: self.last_step() >= step or self.has_ended, seconds)
+        assert self.last_step() >= step, f"step {step} not within {seconds} s:\n{self.output}"
 
-    def _comes(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came true in time; looks seldom, for that takes CPU from the job."""
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Return whether the condition came true in time; polls rarely, since polling takes CPU time from the job."""
         deadline = time.monotonic() + seconds
-        pause = LOOK_SECONDS / 16
-        self.living()
+        pause = POLL_SECONDS / 16
+        self.find_live_processes()
         while not condition():
             if time.monotonic() > deadline:
                 return False
             time.sleep(pause)
-            self.living()
-            pause = min(2 * pause, LOOK_SECONDS)
+            self.find_live_processes()
+            pause = min(2 * pause, POLL_SECONDS)
         return True
 
-    def living(self) -> list[psutil.Process]:
-        """Processes of the job that have not ended, wherever they went; learns the ports that they listen on."""
+    def find_live_processes(self) -> list[psutil.Process]:
+        """Return the processes of the job that have not ended; record the ports that they listen on."""
         pids = {process.pid for process in self._seen if process.is_running()}
         for process in psutil.process_iter():
-            if process.pid not in pids and self._is_ours(process, pids):
+            if process.pid not in pids and self._belongs_to_job(process, pids):
                 self._seen.add(process)
                 pids.add(process.pid)
-        living = [process for process in self._seen if not ended(process)]
-        for process in living:
-            self._ports |= _listening(process)
-        return living
+        find_live_processes = [process for process in self._seen if not has_ended(process)]
+        for process in find_live_processes:
+            self._ports |= _listening_ports(process)
+        return find_live_processes
 
     def node_of(self, process: psutil.Process) -> str | None:
-        """The node of Slurm that it runs on, which it or the process that it comes from was told."""
+        """Return the Slurm node of a process, from its environment or that of an ancestor."""
         for each in (process, *process.parents()):
             if SLURMD_NODENAME in (environment := each.environ()):
                 return environment[SLURMD_NODENAME]
         return None
 
-    def _is_ours(self, process: psutil.Process, pids: set[int]) -> bool:
+    def _belongs_to_job(self, process: psutil.Process, pids: set[int]) -> bool:
         try:
             if process.ppid() in pids:
                 return True
-            # a process that renames itself, as some of Ray's do, may have overwritten this
+            # processes that rename themselves, as some of Ray's do, may have overwritten their environment
             return process.environ().get(MARKER) == self._mark
         except psutil.Error:
             return False
 
     def cancel(self, *options: str) -> None:
-        """`scancel` it."""
-        self.living()
+        """Run `scancel` for the job."""
+        self.find_live_processes()
         self._cluster.run("scancel", *options, self.id)
 
     def assert_nothing_is_left(self, seconds: float) -> None:
-        """Within `seconds`, every process of the job has ended, and nobody listens where one of them did."""
-        assert self._seen, "the job's processes were never looked at"
-        assert wait_until(lambda: not self.living(), seconds), [(p.pid, name_of(p)) for p in self.living()]
+        """Assert that within `seconds` all processes of the job end and their ports are closed."""
+        assert self._seen, "no process of the job was recorded"
+        assert wait_until(lambda: not self.find_live_processes(), seconds), [
+            (p.pid, process_title(p)) for p in self.find_live_processes()
+        ]
         open_ports = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert not self._ports & open_ports
 
     def end(self) -> None:
-        """Kill whatever is left of the job."""
+        """Kill all remaining processes of the job."""
         for options in (("--signal=KILL", "--full"), ()):
             subprocess.run(
                 ["scancel", "--quiet", *options, self.id],
                 env=self._cluster.environment,
-                check=False,  # it may have ended
+                check=False,  # the job may have ended already
             )
-        for process in self.living():
+        for process in self.find_live_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _listening(process: psutil.Process) -> set[int]:
+def _listening_ports(process: psutil.Process) -> set[int]:
     try:
         return {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What the scripts ask of Slurm's programs, which are stand-ins here, and what they refuse to ask."""
+"""Tests of the commands that the job scripts run, with stand-ins for Slurm's programs, and of their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.launch.slurm.cluster import ROOT
 from tests.launch.slurm.job import SCRIPTS
 
-PROGRAM = """\
+FAKE_PROGRAM = """\
 #!/usr/bin/env bash
 [[ $* == --help ]] && { echo "$SRUN_HELP"; exit 0; }
 printf '%s\\n' "${0##*/} $*" >> "$CALLS"
@@ -30,18 +30,18 @@ class Done(NamedTuple):
     code: int
     stderr: str
     calls: list[str]
-    """Programs with their arguments, in the order of their start."""
+    """Command lines in the order in which they were started."""
 
 
 @pytest.fixture
 def run(tmp_path: Path):
-    """Runs a script of launch/slurm as Slurm would: in a job of two nodes, in the checkout."""
+    """Function that runs a script of launch/slurm as Slurm would: in a job of two nodes, in the checkout."""
     venv = tmp_path / "venv/bin"
     programs = tmp_path / "programs"
     for folder, names in ((venv, ("megarl", "torchrun")), (programs, ("srun", "scontrol"))):
         folder.mkdir(parents=True)
         for name in names:
-            (folder / name).write_text(PROGRAM)
+            (folder / name).write_text(FAKE_PROGRAM)
             (folder / name).chmod(0o755)
     job = {
         "PATH": f"{programs}:{os.environ['PATH']}",
@@ -70,7 +70,7 @@ def run(tmp_path: Path):
     return run
 
 
-def test_one_launcher_on_each_node(run, tmp_path):
+def test_train_runs_one_launcher_on_each_node(run, tmp_path):
     done = run("train.sbatch", CONFIG, "--set", "trainer.steps=1", COMMAND="rm", JOIN_TIMEOUT="9", NODE_TIMEOUT="8")
     assert done.code == 0
     assert done.calls == [
@@ -79,7 +79,7 @@ def test_one_launcher_on_each_node(run, tmp_path):
     ]
 
 
-def test_all_components_of_a_heterogeneous_job(run):
+def test_train_uses_all_components_of_a_heterogeneous_job(run):
     (call,) = run("train.sbatch", CONFIG, SLURM_HET_SIZE="3").calls
     assert call.startswith("srun --wait=60 --het-group=0-2 --ntasks-per-node=1 ")
 
@@ -116,12 +116,12 @@ def test_torchrun_on_each_node(run, tmp_path, script, arguments, module):
         ("rm.sbatch", {}, False),
     ],
 )
-def test_what_is_queued_again_goes_on_where_it_was(run, script, changes, resumes):
+def test_requeued_job_resumes(run, script, changes, resumes):
     assert run(script, CONFIG, **changes).calls[-1].endswith(f" {CONFIG} --resume auto") == resumes
 
 
 @pytest.mark.parametrize(("script", "program"), [("train.sbatch", "megarl"), ("sft.sbatch", "torchrun")])
-def test_in_a_container_the_image_has_the_programs(run, script, program):
+def test_container_uses_the_programs_of_the_image(run, script, program):
     done = run(script, CONFIG, VENV="", CONTAINER_IMAGE="site#megarl:1", CONTAINER_MOUNTS="/data:/data")
     assert done.code == 0
     assert (
@@ -133,16 +133,16 @@ def test_in_a_container_the_image_has_the_programs(run, script, program):
 
 
 @pytest.mark.parametrize(
-    ("code", "requeue", "queued"), [("75", "1", True), ("75", "0", False), ("1", "1", False), ("0", "1", False)]
+    ("code", "requeue", "requeued"), [("75", "1", True), ("75", "0", False), ("1", "1", False), ("0", "1", False)]
 )
-def test_only_a_run_that_ended_early_is_queued_again(run, code, requeue, queued):
+def test_only_a_run_that_stopped_early_is_requeued(run, code, requeue, requeued):
     done = run("train.sbatch", CONFIG, SRUN_CODE=code, REQUEUE=requeue)
     assert done.code == int(code)
-    assert done.calls[1:] == (["scontrol requeue 4711"] if queued else [])
+    assert done.calls[1:] == (["scontrol requeue 4711"] if requeued else [])
 
 
 @pytest.mark.parametrize(
-    ("script", "changes", "sentence"),
+    ("script", "changes", "message"),
     [
         ("train.sbatch", {"SLURM_JOB_ID": ""}, "the script needs a Slurm job: start it with sbatch"),
         ("rm.sbatch", {"MEGARL_ROOT": "/"}, "MEGARL_ROOT needs a checkout of megarl, got / (submit from the "),
@@ -156,17 +156,21 @@ def test_only_a_run_that_ended_early_is_queued_again(run, code, requeue, queued)
         ("train.sbatch", {"NODE_TIMEOUT": "0"}, "NODE_TIMEOUT needs a whole number above 0, got '0'"),
         ("rm.sbatch", {"PROCS_PER_NODE": "all"}, "PROCS_PER_NODE needs auto or a whole number above 0, got 'all'"),
         ("sft.sbatch", {"RDZV_PORT": "-1"}, "RDZV_PORT needs a whole number above 0, got '-1'"),
-        ("bench_reshard.sbatch", {"SLURM_HET_SIZE": "2"}, "torchrun needs nodes that are alike, got a heterogeneous "),
+        ("bench_reshard.sbatch", {"SLURM_HET_SIZE": "2"}, "torchrun needs identical nodes, got a heterogeneous "),
     ],
 )
-def test_a_wrong_knob_is_one_sentence(run, script, changes, sentence):
+def test_invalid_knob_gives_a_one_line_error(run, script, changes, message):
     done = run(script, CONFIG, **changes)
     assert (done.code, done.calls) == (2, [])
-    assert done.stderr.startswith(f"error: {sentence}")
+    assert done.stderr.startswith(f"error: {message}")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "sft.sbatch", "rm.sbatch"])
-def test_a_configuration_is_needed(run, script):
+def test_script_without_configuration_fails(run, script):
     assert run(script).stderr.startswith("error: the script needs a configuration: sbatch launch/slurm/")
-    assert run(script, "no.yaml") == (2, f"error: CONFIG needs a file, relative to {ROOT} or not, got no.yaml\n", [])
+    assert run(script, "no.yaml") == (
+        2,
+        f"error: CONFIG needs the path of a file, relative to {ROOT} or absolute, got no.yaml\n",
+        [],
+    )

@@ -1,4 +1,4 @@
-"""Scripts whose ranks torchrun starts, on two nodes."""
+"""Job scripts that start ranks with torchrun, on two nodes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from tests.end_to_end.tiny_world import write_sft
 from tests.launch.slurm.conftest import Submit
 
 
-def test_fine_tuning_on_two_nodes(submit: Submit, world: Path, tmp_path: Path):
+def test_sft_on_two_nodes(submit: Submit, world: Path, tmp_path: Path):
     job = submit("sft.sbatch", write_sft(world, tmp_path), "--set", "trainer.steps=2", PROCS_PER_NODE="1")
     assert job.wait(120) == 0, job.output
-    assert job.steps_done() == 2
+    assert job.last_step() == 2
     assert (tmp_path / "run/model/model.safetensors").exists()
     assert "nodes: 2" in (tmp_path / "run/sft.yaml").read_text()
     job.assert_nothing_is_left(5)
 
 
-def test_weight_sync_measured_on_two_nodes(submit: Submit):
+def test_reshard_benchmark_on_two_nodes(submit: Submit):
     layout = ("--train", "tp=2", "--gen", "tp=1")
     job = submit("bench_reshard.sbatch", "--model", "synthetic:4", *layout, "--strategies", "exact", PROCS_PER_NODE="1")
     assert job.wait(120) == 0, job.output
     heading, row = job.output.splitlines()
     assert heading.split()[0] == "strategy"
     assert row.split()[0] == "exact"
-    assert row.split()[-1] == "0"  # wrong bytes
+    assert row.split()[-1] == "0"  # mismatched bytes
