@@ -1,1 +1,1 @@
-"""What a run keeps on disk so that it can go on: folders that are whole or not there, and who may use them."""
+"""Checkpoints of a run on disk: manifest, atomic save, verification, retention, and the run lock."""

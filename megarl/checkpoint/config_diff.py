@@ -1,4 +1,4 @@
-"""In what a run's configuration differs from the one that its checkpoint was saved with, and whether it may."""
+"""Differences between a run's configuration and that of the checkpoint it resumes from; some keys may change."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ALLOWED = (
     "trainer.steps",
     "weight_sync",
 )
-"""Keys that may change between two parts of a run, and all below them: where and how it computes, not what.
+"""Keys, with everything below them, that may change on resume: they set where and how a run computes, not what.
 
-A file may have moved; whether model and data are the same is checked apart.
+Paths may change because files may have moved; that model and data are the same is checked separately.
 """
 
 
 class _Absent:
-    """What a key has that is not there."""
+    """Type of `ABSENT`, which stands for the value of a missing key."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -53,71 +53,73 @@ ABSENT: Final = _Absent()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A key with two values."""
+class ConfigDifference:
+    """A configuration key whose saved and current values differ."""
 
     path: str
-    """As in YAML: `trainer.optimizer.lr`."""
+    """Dotted path as in YAML: `trainer.optimizer.lr`."""
     saved: Any
-    now: Any
-    """`ABSENT` where there is no such key."""
+    """`ABSENT` if the key is missing."""
+    current: Any
+    """`ABSENT` if the key is missing."""
     allowed: bool
+    """Whether the key may change on resume."""
 
     def __str__(self) -> str:
-        may = "allowed" if self.allowed else "contradicts"
-        saved, now = (repr(each) if each is ABSENT else json.dumps(each) for each in (self.saved, self.now))
-        return f"{self.path}: {saved} was saved, got {now} ({may})"
+        verdict = "allowed" if self.allowed else "contradicts"
+        saved, current = (repr(each) if each is ABSENT else json.dumps(each) for each in (self.saved, self.current))
+        return f"{self.path}: {saved} was saved, got {current} ({verdict})"
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Every key that differs, by path.
+def diff_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[ConfigDifference]:
+    """Return every key whose value differs, sorted by path.
 
     Args:
-        saved: the configuration of the checkpoint, as `model_dump(mode="json")` gives it.
-        now: that of the run which is to go on from it.
+        saved: configuration of the checkpoint, from `model_dump(mode="json")`.
+        current: configuration of the run that resumes from it, in the same form.
     """
-    scheduled = _is_scheduled(saved) or _is_scheduled(now)
+    lr_decays = _uses_lr_decay(saved) or _uses_lr_decay(current)
     return [
-        Difference(path=path, saved=before, now=after, allowed=_is_allowed(path, scheduled=scheduled))
-        for path, before, after in sorted(_unequal(saved, now, ""), key=lambda each: each[0])
+        ConfigDifference(path=path, saved=before, current=after, allowed=_is_allowed(path, lr_decays=lr_decays))
+        for path, before, after in sorted(_unequal_keys(saved, current, ""), key=lambda each: each[0])
     ]
 
 
-def require_no_contradictions(found: Sequence[Difference], checkpoint_name: str) -> None:
+def require_no_contradictions(found: Sequence[ConfigDifference], checkpoint_name: str) -> None:
     """Return if all differences are allowed.
 
     Raises:
-        ConfigError: one is not; every difference, one a line, those first that are not allowed.
+        ConfigError: one is not. The message lists all differences, one per line, those not allowed first.
     """
     if all(each.allowed for each in found):
         return
     lines = "\n".join(f"  {each}" for each in sorted(found, key=lambda each: each.allowed))
     raise ConfigError(
         f"the configuration contradicts that of checkpoint {checkpoint_name}:\n{lines}\n"
-        "set what contradicts back to what was saved, or begin a run of its own in another run_dir"
+        "restore the saved values of the keys marked `contradicts`, or start a new run in another run_dir"
     )
 
 
-def _unequal(saved: Mapping[str, Any], now: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any, Any]]:
-    for key in {**saved, **now}:
-        before, after = saved.get(key, ABSENT), now.get(key, ABSENT)
+def _unequal_keys(saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for key in {**saved, **current}:
+        before, after = saved.get(key, ABSENT), current.get(key, ABSENT)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _unequal(before, after, f"{above}{key}.")
+            yield from _unequal_keys(before, after, f"{prefix}{key}.")
         elif before != after:
-            yield f"{above}{key}", before, after
+            yield f"{prefix}{key}", before, after
 
 
-def _is_allowed(path: str, *, scheduled: bool) -> bool:
+def _is_allowed(path: str, *, lr_decays: bool) -> bool:
     if path == "trainer.steps":
-        return not scheduled
+        return not lr_decays
     parts = path.split(".")
     return any(
         len(parts) >= len(keys) and all(map(fnmatchcase, parts, keys)) for keys in (each.split(".") for each in ALLOWED)
     )
 
 
-def _is_scheduled(config: Mapping[str, Any]) -> bool:
-    """Whether a learning rate depends on how many steps there are."""
+def _uses_lr_decay(config: Mapping[str, Any]) -> bool:
+    """Whether the learning rate of any trained model depends on the total number of steps."""
     algorithm = config.get("algorithm", {})
     trained = [config.get("trainer", {}), *(each for each in algorithm.values() if isinstance(each, Mapping))]
     return any(each.get("optimizer", {}).get("decay", "constant") != "constant" for each in trained)

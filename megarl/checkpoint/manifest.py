@@ -1,9 +1,9 @@
-"""What a checkpoint is, in its `manifest.json`, which is written after all that it names.
+"""The manifest of a checkpoint, `manifest.json`, which is written after all files that it lists.
 
-    {"format_version": 1, "step": 20, "model": {...}, "layout": {"policy": {"tp": 2, "world": 4}},
+    {"format_version": 2, "step": 20, "model": {...}, "layout": {"policy": {"tp": 2, "world": 4}},
      "files": {"policy/__0_0.distcp": {"bytes": 4096, "sha256": "9f86d0..."}, ...}, "sha256": "60303a..."}
 
-`sha256` at its end is of the manifest itself: all but this key, as `_canonical` writes it.
+The last key, `sha256`, is the checksum of the manifest itself without this key, as `_canonical` serializes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,12 +24,12 @@ from megarl.config.trainer import ParallelConfig
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
 
-FORMAT_VERSION = 1
-"""Of what this megarl writes, and the newest that it reads."""
+FORMAT_VERSION = 2
+"""Checkpoint format that this version of megarl writes, and the only one that it reads."""
 
 MANIFEST = "manifest.json"
 
-UNIMPORTANT = (
+IGNORED_CONFIG_KEYS = (
     "attn_implementation",
     "auto_map",
     "bos_token_id",
@@ -43,21 +43,36 @@ UNIMPORTANT = (
     "transformers_version",
     "use_cache",
 )
-"""Keys of config.json, beside those that begin with `_`, that change neither a weight's shape nor what is computed."""
+"""Keys of config.json that affect neither weight shapes nor computation. Keys that begin with `_` are ignored too."""
 
 
 def step_name(step: int) -> str:
-    """The folder of a step's checkpoint: `step-000020`."""
+    """Return the folder name of a step's checkpoint, such as `step-000020`."""
     return f"step-{step:06d}"
 
 
-class NewerFormatError(DataError):
-    """A checkpoint that a newer megarl wrote: it may be whole, and this one cannot tell."""
+class UnsupportedFormatError(DataError):
+    """A checkpoint in a format that this version of megarl cannot read; it may be valid all the same."""
+
+    age: ClassVar[str]
+    """`newer` or `older` than `FORMAT_VERSION`."""
+
+
+class NewerFormatError(UnsupportedFormatError):
+    """A checkpoint in a newer format than `FORMAT_VERSION`."""
+
+    age = "newer"
+
+
+class OlderFormatError(UnsupportedFormatError):
+    """A checkpoint in an older format than `FORMAT_VERSION`."""
+
+    age = "older"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A file as it was written."""
+    """Size and checksum of a file at the time it was written."""
 
     bytes: int
     sha256: str
@@ -65,69 +80,73 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """The model that a checkpoint is of: two of one identity have the same weights by name and shape."""
+    """Identity of a model: equal identities imply equal parameter names and shapes."""
 
     architecture: str
     config: Mapping[str, Any]
-    """The keys of config.json that matter."""
+    """config.json without `architectures` and `IGNORED_CONFIG_KEYS`."""
 
     @property
     def config_sha256(self) -> str:
-        """Of `config`."""
+        """SHA-256 of `config` in canonical JSON."""
         return hashlib.sha256(_canonical(self.config)).hexdigest()
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
-        """Of a model with this config.json."""
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the identity of a model with this config.json."""
         architectures = config.get("architectures") or [config.get("model_type", "unknown")]
-        kept = {k: v for k, v in config.items() if k not in (*UNIMPORTANT, "architectures") and not k.startswith("_")}
+        kept = {
+            k: v
+            for k, v in config.items()
+            if k not in (*IGNORED_CONFIG_KEYS, "architectures") and not k.startswith("_")
+        }
         return cls(architecture=str(architectures[0]), config=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What a checkpoint's manifest says beside its files: the same for all of a run."""
+class CheckpointMetadata:
+    """Manifest entries that are the same for all checkpoints of a run."""
 
     model: ModelIdentity
     layout: Mapping[str, Any]
-    """By name of each trained model, its parallel sizes and the world that they divide."""
+    """Name of each trained model -> its parallel sizes, and its world size under `world`."""
     data: FileRecord | None = None
-    """The file of `data.path`, in whose rows the sampler stands; None: nothing is known of it."""
+    """The file `data.path`, which the sampler position refers to; None: not recorded."""
 
     @classmethod
-    def of(cls, config: StageConfig) -> Self:
-        """Of the checkpoints of a run.
+    def from_config(cls, config: StageConfig) -> Self:
+        """Return the metadata of a run's checkpoints, without `data`.
 
         Raises:
             DataError: the model's config.json cannot be read.
         """
-        model = ModelIdentity.of(read_json_object(Path(config.model.path) / "config.json"))
+        model = ModelIdentity.from_config(read_json_object(Path(config.model.path) / "config.json"))
         layout = {"policy": _layout(config.trainer.parallel, config.placement.slots)}
-        for role in config.roles:
-            if role.optimizer is not None:
-                layout[role.name] = _layout(role.parallel, config.placement.all_pools[role.pool].slots)
+        for auxiliary in config.auxiliary_models:
+            if auxiliary.optimizer is not None:
+                layout[auxiliary.name] = _layout(auxiliary.parallel, config.placement.all_pools[auxiliary.pool].slots)
         return cls(model=model, layout=layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest(Contents):
-    """All of it."""
+class Manifest(CheckpointMetadata):
+    """Content of `manifest.json` except its checksum."""
 
     step: int
     files: Mapping[str, FileRecord]
-    """By path relative to the checkpoint's folder, `/` between its parts."""
+    """Path relative to the checkpoint folder, with `/` as separator -> size and checksum."""
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    """UTC, as ISO 8601."""
+    """Time of creation in UTC, ISO 8601."""
     megarl_version: str = __version__
     format_version: int = FORMAT_VERSION
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Total size of the listed files in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     def as_json(self) -> bytes:
-        """The content of `manifest.json`."""
+        """Return the content of `manifest.json`, checksum included."""
         tree = asdict(self)
         return json.dumps(tree | {"sha256": _digest(tree)}, indent=1).encode() + b"\n"
 
@@ -136,11 +155,11 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Of the checkpoint in `folder`.
+    """Read the manifest of the checkpoint in `folder`.
 
     Raises:
-        NewerFormatError: a newer megarl wrote it.
-        DataError: there is none, or it is damaged.
+        UnsupportedFormatError: the checkpoint has a newer or older format.
+        DataError: the manifest is missing or damaged.
     """
     file = folder / MANIFEST
     try:
@@ -152,14 +171,15 @@ def read_manifest(folder: Path) -> Manifest:
     tree = read_json_object(file)
     version = tree.get("format_version")
     if not isinstance(version, int) or version < 1:
-        raise DataError(f"{file} needs a number from 1 under format_version, got {version!r}")
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{folder} is of format {version}, this megarl reads up to {FORMAT_VERSION}; needs a newer megarl"
-        )
-    said, found = tree.pop("sha256", None), _digest(tree)
-    if said != found:
-        raise DataError(f"{file} has sha256 {found}, needs {said}, as it says itself")
+        raise DataError(f"{file} needs an integer of at least 1 under format_version, got {version!r}")
+    if version != FORMAT_VERSION:
+        reason = f"checkpoint {folder} has format {version}, but this version of megarl reads format {FORMAT_VERSION}"
+        if version > FORMAT_VERSION:
+            raise NewerFormatError(f"{reason}: use the newer version that wrote the checkpoint")
+        raise OlderFormatError(f"{reason}: start a new run, or resume with the version that wrote the checkpoint")
+    stated, found = tree.pop("sha256", None), _digest(tree)
+    if stated != found:
+        raise DataError(f"{file} has sha256 {found}, but its own key sha256 states {stated}")
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as e:
@@ -167,24 +187,24 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from e
 
 
-def require_same_model(saved: ModelIdentity, now: ModelIdentity, checkpoint: str) -> None:
-    """Return if both are one.
+def require_same_model(saved: ModelIdentity, current: ModelIdentity, checkpoint: str) -> None:
+    """Return if both identities are equal.
 
     Args:
-        checkpoint: what the error calls it.
+        checkpoint: name of the checkpoint, for the error message.
 
     Raises:
-        DataError: they are not, with every key in which they differ.
+        DataError: the identities differ; the message lists every key that differs.
     """
     differences = []
-    if saved.architecture != now.architecture:
-        differences.append(f"architecture {saved.architecture}, got {now.architecture}")
-    for key in sorted(saved.config.keys() | now.config.keys()):
-        before, after = saved.config.get(key), now.config.get(key)
+    if saved.architecture != current.architecture:
+        differences.append(f"architecture {saved.architecture}, got {current.architecture}")
+    for key in sorted(saved.config.keys() | current.config.keys()):
+        before, after = saved.config.get(key), current.config.get(key)
         if before != after:
             differences.append(f"{key} {before!r}, got {after!r}")
     if differences:
-        raise DataError(f"checkpoint {checkpoint} is of another model: needs {'; '.join(differences)}")
+        raise DataError(f"checkpoint {checkpoint} belongs to another model: needs {'; '.join(differences)}")
 
 
 def _layout(parallel: ParallelConfig, world: int) -> dict[str, Any]:

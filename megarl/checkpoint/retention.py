@@ -1,17 +1,20 @@
+"""Retention rules: which checkpoints of a run are kept."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-def kept_steps(whole: Iterable[int], *, keep_last: int, keep_every: int) -> dict[int, str]:
-    """Which of the steps with a whole checkpoint keep it, and the key of the configuration that says so.
+def select_kept_steps(candidates: Iterable[int], *, keep_last: int, keep_every: int) -> dict[int, str]:
+    """Return the steps whose checkpoints are kept, each with the configuration key that keeps it.
 
     Args:
-        keep_last: so many of the newest; at least 1.
-        keep_every: and those of every so many steps; 0: no others.
+        candidates: steps to choose from, in any order.
+        keep_last: number of latest steps to keep; at least 1.
+        keep_every: also keep the multiples of this number of steps; 0: no others.
     """
     assert keep_last >= 1, keep_last
-    steps = sorted(whole)
+    steps = sorted(candidates)
     last = set(steps[-keep_last:])
     return {
         step: "keep_last" if step in last else "keep_every"

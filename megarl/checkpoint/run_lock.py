@@ -1,9 +1,9 @@
-"""Whose a run's folder is: `<run_dir>/lock`, of which there is one.
+"""The lock of a run folder, `<run_dir>/lock`: at most one process may write into the folder.
 
-    nobody holds it       a file that is complete is linked to the name, which fails where there is one
-    a dead process does   flock on the file that is there; is it still the one that was judged? then it is replaced
+    free                    hard-link a complete file to the name, which fails if the name exists
+    held by a dead process  flock the existing file, check that it is still the one found dead, then replace it
 
-Two that find the same dead holder wait for each other at its file, and the second finds it replaced.
+If two processes find the same dead holder, flock serializes them, and the second finds the file replaced.
 """
 
 from __future__ import annotations
@@ -33,37 +33,39 @@ from megarl.errors import ConfigError
 LOCK = "lock"
 
 HEARTBEAT = "heartbeat.json"
-"""Written by a run that is alive; its time counts."""
+"""File that a live run rewrites regularly; its modification time counts as a sign of life."""
 
 TOUCH_SECONDS = 30.0
-SILENT_SECONDS = 120.0
-"""A holder on another machine that gives no sign for so long is dead."""
+"""Interval at which the holder updates the modification time of the lock."""
+
+LOCK_TIMEOUT_SECONDS = 120.0
+"""A holder on another node counts as dead after this time without a sign of life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process, as its lock describes it."""
+class LockHolder:
+    """The process that holds a lock, as recorded in the lock file."""
 
     host: str
     machine: str
-    """Where its process id means something: the boot of a kernel, and the namespace there."""
+    """Boot id of the kernel and PID namespace: the scope in which `pid` is unique."""
     pid: int
     started: int
-    """In clock ticks after the boot: process ids are used again."""
+    """Start of the process in clock ticks after boot; distinguishes it from later processes with the same pid."""
     command: str
     since: str
-    """UTC, as ISO 8601."""
+    """Time of acquisition in UTC, ISO 8601."""
     token: str
-    """Of this one lock."""
+    """Random identifier of this acquisition."""
 
     @classmethod
     def this_process(cls) -> Self:
-        """The caller."""
-        started = _start_of(os.getpid())
+        """Describe the calling process."""
+        started = _process_start_time(os.getpid())
         assert started is not None
         return cls(
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=_boot_and_pid_namespace(),
             pid=os.getpid(),
             started=started,
             command=shlex.join(sys.argv),
@@ -72,38 +74,38 @@ class Holder:
         )
 
 
-_ADAPTER = TypeAdapter(Holder)
+_ADAPTER = TypeAdapter(LockHolder)
 
 
 class RunLock:
-    """This process's right to write into a run's folder.
+    """Exclusive right of this process to write into a run folder.
 
     with RunLock("runs/demo"):
-        ...  # no other process has it
+        ...  # no other process holds the lock
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        """Touches nothing."""
+        """Set the lock path; the disk is not accessed."""
         self._run_dir, self._path = Path(run_dir), Path(run_dir) / LOCK
         self._mine: bytes | None = None
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock, and give a sign every `TOUCH_SECONDS` from then on.
+        """Acquire the lock and start a thread that touches it every `TOUCH_SECONDS`.
 
         Raises:
-            ConfigError: another process has it, or the folder cannot be locked. Nothing in it has changed.
+            ConfigError: another process holds the lock, or the folder cannot be locked. The folder is unchanged.
         """
         assert self._mine is None, self._path
-        with _locking(self._run_dir):
+        with _reporting_lock_errors(self._run_dir):
             self._require_free(time.time())
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(asdict(Holder.this_process())).encode()
+            content = json.dumps(asdict(LockHolder.this_process())).encode()
             draft = self._run_dir / f".{LOCK}.{secrets.token_hex(8)}"
             draft.write_bytes(content)
             try:
-                # the file's time, as the clock of a server may differ from this machine's
-                while not self._take(draft, draft.stat().st_mtime):
+                # time of the file system: the clock of a file server may differ from the local one
+                while not self._try_acquire(draft, draft.stat().st_mtime):
                     pass
             finally:
                 draft.unlink(missing_ok=True)
@@ -112,18 +114,18 @@ class RunLock:
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the lock back, if it is still this one's."""
+        """Release the lock if this object still holds it."""
         if self._mine is None:
             return
         self._released.set()
-        with _locking(self._run_dir), _alone(self._path):
+        with _reporting_lock_errors(self._run_dir), _exclusive(self._path):
             if self.is_held():
                 self._path.unlink()
         self._mine = None
 
     def is_held(self) -> bool:
-        """Whether it is this one's: a process that was stopped for long may have lost it."""
-        return self._mine is not None and _content(self._path) == self._mine
+        """Whether this object still holds the lock; a process that was suspended for long may have lost it."""
+        return self._mine is not None and _read_if_exists(self._path) == self._mine
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -134,29 +136,29 @@ class RunLock:
     ) -> None:
         self.release()
 
-    def _take(self, draft: Path, now: float) -> bool:
-        """Whether the draft has become the lock; else it is to be tried again."""
+    def _try_acquire(self, draft: Path, now: float) -> bool:
+        """Try once to make `draft` the lock file; False: the caller has to retry."""
         try:
             os.link(draft, self._path)
         except FileExistsError:
             pass
         else:
             return True
-        judged = self._require_free(now)
-        with _alone(self._path) as is_there:
-            if not is_there or judged is None or _content(self._path) != judged:
+        dead = self._require_free(now)
+        with _exclusive(self._path) as exists:
+            if not exists or dead is None or _read_if_exists(self._path) != dead:
                 return False
-            self._require_free(now)  # it may have given a sign meanwhile
+            self._require_free(now)  # the holder may have touched the lock in the meantime
             draft.replace(self._path)
         return True
 
     def _require_free(self, now: float) -> bytes | None:
-        """What the lock holds, the holder being dead; None where there is no lock."""
-        content = _content(self._path)
+        """Return the content of a dead holder's lock file, None if there is no lock; raise if the holder is alive."""
+        content = _read_if_exists(self._path)
         if content is None:
             return None
         holder = _parse(content)
-        if _lives(self._run_dir, holder, now):
+        if _is_live(self._run_dir, holder, now):
             who = f"pid {holder.pid} on host {holder.host} since {holder.since}" if holder else "another process"
             raise ConfigError(
                 f"run_dir {self._run_dir} is in use by {who}: wait for it, end it, or choose another run_dir"
@@ -165,46 +167,48 @@ class RunLock:
 
     def _touch(self) -> None:
         while not self._released.wait(TOUCH_SECONDS):
-            with suppress(OSError):  # a network's disk may be away for a while; the next sign may come in time
+            with suppress(
+                OSError
+            ):  # a network file system may be unavailable for a while; the next touch may be in time
                 if not self.is_held():
                     return
-                with _alone(self._path) as is_there:
-                    if is_there and self.is_held():
+                with _exclusive(self._path) as exists:
+                    if exists and self.is_held():
                         os.utime(self._path)
 
 
-def live_holder(run_dir: str | Path) -> Holder | None:
-    """Who has the run's lock and is alive; None: nobody, or nobody whose name can be read.
+def find_live_holder(run_dir: str | Path) -> LockHolder | None:
+    """Return the live holder of the run's lock; None if there is none or the lock file is malformed.
 
     Raises:
         ConfigError: the lock cannot be read.
     """
-    with _locking(Path(run_dir)):
-        content = _content(Path(run_dir) / LOCK)
+    with _reporting_lock_errors(Path(run_dir)):
+        content = _read_if_exists(Path(run_dir) / LOCK)
         holder = None if content is None else _parse(content)
-        return holder if holder is not None and _lives(Path(run_dir), holder, time.time()) else None
+        return holder if holder is not None and _is_live(Path(run_dir), holder, time.time()) else None
 
 
-def _lives(run_dir: Path, holder: Holder | None, now: float) -> bool:
-    if holder is not None and holder.machine == _machine() and holder.host == socket.gethostname():
+def _is_live(run_dir: Path, holder: LockHolder | None, now: float) -> bool:
+    if holder is not None and holder.machine == _boot_and_pid_namespace() and holder.host == socket.gethostname():
         return _is_alive(holder)
-    signs = []
+    modified_at = []
     for name in (LOCK, HEARTBEAT):
         try:
-            signs.append((run_dir / name).stat().st_mtime)
+            modified_at.append((run_dir / name).stat().st_mtime)
         except FileNotFoundError:
             continue
-    return any(now - sign < SILENT_SECONDS for sign in signs)
+    return any(now - time_ < LOCK_TIMEOUT_SECONDS for time_ in modified_at)
 
 
-def _machine() -> str:
+def _boot_and_pid_namespace() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _is_alive(holder: Holder) -> bool:
-    """Of one on this machine."""
-    started = _start_of(holder.pid)
+def _is_alive(holder: LockHolder) -> bool:
+    """Whether a holder of this node is alive."""
+    started = _process_start_time(holder.pid)
     if started is not None:
         return started == holder.started
     try:
@@ -212,12 +216,12 @@ def _is_alive(holder: Holder) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # /proc hides other users' processes: nothing more is known of it
-    return False  # a zombie
+        return True  # /proc hides processes of other users: the start time is unknown
+    return False  # zombie
 
 
-def _start_of(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks after the boot; None where none is seen alive."""
+def _process_start_time(pid: int) -> int | None:
+    """Return when a process of this node started, in clock ticks after boot; None if it is dead or not visible."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -226,15 +230,15 @@ def _start_of(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-def _parse(content: bytes) -> Holder | None:
-    """None: it is no lock of ours."""
+def _parse(content: bytes) -> LockHolder | None:
+    """Parse a lock file; None if it is malformed."""
     try:
         return _ADAPTER.validate_json(content)
     except ValidationError:
         return None
 
 
-def _content(path: Path) -> bytes | None:
+def _read_if_exists(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -242,8 +246,8 @@ def _content(path: Path) -> bytes | None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Whether the file is there; in the block, no other process is in this block for the same file."""
+def _exclusive(path: Path) -> Iterator[bool]:
+    """Hold flock on the file within the block; yields False, without a lock, if the file does not exist."""
     try:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -257,11 +261,11 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _locking(run_dir: Path) -> Iterator[None]:
-    """What the file system refuses, as a sentence."""
+def _reporting_lock_errors(run_dir: Path) -> Iterator[None]:
+    """Convert OSError in the block to ConfigError."""
     try:
         yield
     except OSError as e:
-        unable = e.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
-        why = "its file system needs hard links and flock" if unable else e.strerror
+        unsupported = e.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+        why = "its file system needs hard links and flock" if unsupported else e.strerror
         raise ConfigError(f"run_dir {run_dir} cannot be locked: {why}") from e

@@ -1,11 +1,11 @@
-"""The checkpoints of a run: `<run_dir>/checkpoints/step-000020`. A name stands for a checkpoint that was whole.
+"""Store of a run's checkpoints, `<run_dir>/checkpoints/step-000020`; a folder gets this name only once it is complete.
 
-    .step-000020.4f1c09ab.saving     a draft, being written
-    step-000020                      the same, once every file and folder is on the disk: renamed last
-    .step-000020.4f1c09ab.replaced   what had the name before, until the rename is on the disk
-    .step-000020.4f1c09ab.removed    being deleted, which is not done at once
+    .step-000020.4f1c09ab.saving     checkpoint being written
+    step-000020                      the same folder, renamed after every file and folder is fsynced
+    .step-000020.4f1c09ab.replaced   previous folder of that name, until the rename is fsynced
+    .step-000020.4f1c09ab.removed    checkpoint being deleted, which is not atomic
 
-Who writes holds the run's lock; who only reads does not need it.
+Writers must hold the run lock; readers need no lock.
 """
 
 from __future__ import annotations
@@ -23,22 +23,30 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import (
     MANIFEST,
-    Contents,
+    CheckpointMetadata,
     FileRecord,
     Manifest,
-    NewerFormatError,
+    UnsupportedFormatError,
     read_manifest,
     step_name,
 )
-from megarl.checkpoint.retention import kept_steps
-from megarl.checkpoint.verify import READERS, Advance, damage, damage_told, files_below, hash_file, problems
+from megarl.checkpoint.retention import select_kept_steps
+from megarl.checkpoint.verify import (
+    READERS,
+    ReadCallback,
+    find_damage,
+    find_problems,
+    hash_file,
+    list_files,
+    verify_and_report,
+)
 from megarl.errors import DataError
 
 FOLDER = "checkpoints"
 
 MARGIN_SHARE = 0.02
 MARGIN_BYTES = 64 * 2**20
-"""What a save leaves free, at least: a run writes other files too."""
+"""Minimum disk space that a save leaves free, for the other files of the run: the larger of both margins."""
 
 GIB = 2**30
 
@@ -46,78 +54,78 @@ _HIDDEN = re.compile(r"\.(step-\d{6,})\.[0-9a-f]+\.(saving|replaced|removed)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A folder that has a checkpoint's name."""
+class CheckpointEntry:
+    """A folder with the name of a checkpoint; its content may be damaged."""
 
     step: int
     folder: Path
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Folder name of the checkpoint, for messages."""
         return self.folder.name
 
 
 class CheckpointStore:
-    """Of one run.
+    """The checkpoints of one run.
 
-    store.require_room(num_bytes, step=20)
-    draft = store.begin(20)
-    ...  # write below draft.folder
-    draft.commit(Contents.of(config), records_of_what_was_written)
+    store.require_disk_space(num_bytes, step=20)
+    pending = store.begin(20)
+    ...  # write files into pending.folder
+    pending.commit(CheckpointMetadata.from_config(config), records_of_written_files)
     store.prune(keep_last=2, keep_every=0)
     """
 
     def __init__(self, run_dir: str | Path) -> None:
-        """Touches nothing."""
+        """Set the folder path; the disk is not accessed."""
         self.folder = Path(run_dir) / FOLDER
 
-    def require_room(self, num_bytes: int, *, step: int) -> None:
-        """Return if the disk has room for a checkpoint of this size, and a margin.
+    def require_disk_space(self, num_bytes: int, *, step: int) -> None:
+        """Return if the disk has room for a checkpoint of `num_bytes` plus a margin.
 
         Raises:
-            DataError: it has not.
+            DataError: the free space is too small.
         """
         needed = num_bytes + max(int(num_bytes * MARGIN_SHARE), MARGIN_BYTES)
-        with _writing(self.folder):
-            there = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
-            free = shutil.disk_usage(there).free
+        with _reporting_write_errors(self.folder):
+            existing = next(each for each in (self.folder, *self.folder.absolute().parents) if each.exists())
+            free = shutil.disk_usage(existing).free
         if free < needed:
             raise DataError(
                 f"{self.folder} needs {needed / GIB:.2f} GiB for the checkpoint of step {step}, has {free / GIB:.2f} "
                 "GiB free"
             )
 
-    def begin(self, step: int) -> Draft:
-        """An empty folder for the checkpoint of `step`; a draft that is not committed yet is given up, see `clean`.
+    def begin(self, step: int) -> PendingCheckpoint:
+        """Create an empty folder for the checkpoint of `step`. Removes checkpoints that were begun and never committed.
 
         Raises:
             DataError: the folder cannot be written.
         """
-        with _writing(self.folder):
-            self.clean()
+        with _reporting_write_errors(self.folder):
+            self.remove_partial()
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 _sync(self.folder.parent)
-            folder = self._hidden(step_name(step), "saving")
+            folder = self._hidden_path(step_name(step), "saving")
             folder.mkdir()
-        return Draft(self, step, folder)
+        return PendingCheckpoint(self, step, folder)
 
-    def clean(self) -> list[str]:
-        """Remove what dead saves and interrupted removals have left, and return its names; for the lock's holder only.
+    def remove_partial(self) -> list[str]:
+        """Remove folders left behind by interrupted saves and removals; return their names. Requires the run lock.
 
-        A checkpoint that was to be replaced, and was not, gets its name back.
+        A checkpoint whose replacement was interrupted gets its name back.
 
         Raises:
             DataError: the folder cannot be read or written.
         """
         removed = []
-        for path in self._entries():
+        for path in self._paths():
             match = _HIDDEN.fullmatch(path.name)
             if match is None:
                 continue
             name, what = match.groups()
-            with _writing(self.folder):
+            with _reporting_write_errors(self.folder):
                 if what == "replaced" and not (self.folder / name).exists():
                     path.rename(self.folder / name)
                     _sync(self.folder)
@@ -126,21 +134,21 @@ class CheckpointStore:
                     removed.append(path.name)
         return removed
 
-    def saved(self) -> list[Saved]:
-        """All by step, whole or not: only names are looked at.
+    def entries(self) -> list[CheckpointEntry]:
+        """Return all checkpoints sorted by step, valid or not: only folder names are checked.
 
         Raises:
-            DataError: the folder cannot be read. It is not taken for an empty one: a run would begin anew.
+            DataError: the folder cannot be read. Treating it as empty would make a run start from step 0.
         """
         found = []
-        for path in self._entries():
+        for path in self._paths():
             digits = path.name.removeprefix("step-")
             if digits.isdecimal() and path.name == step_name(int(digits)) and path.is_dir():
-                found.append(Saved(step=int(digits), folder=path))
-        return sorted(found, key=lambda saved: saved.step)
+                found.append(CheckpointEntry(step=int(digits), folder=path))
+        return sorted(found, key=lambda entry: entry.step)
 
-    def _entries(self) -> list[Path]:
-        """What is in the folder, sorted; nothing where there is none."""
+    def _paths(self) -> list[Path]:
+        """Return the sorted content of the folder; empty if the folder does not exist."""
         try:
             return sorted(self.folder.iterdir())
         except FileNotFoundError:
@@ -148,166 +156,171 @@ class CheckpointStore:
         except OSError as e:
             raise DataError(f"{self.folder} cannot be read: {e.strerror}") from e
 
-    def newest_whole(self, say: Callable[[str], None], *, deep: bool = False) -> Saved | None:
-        """The newest checkpoint that can be loaded; None where there is none. Damaged ones are told with `say`.
+    def latest_valid(self, notify: Callable[[str], None], *, deep: bool = False) -> CheckpointEntry | None:
+        """Return the latest valid checkpoint; None if there is none. Reports damaged later ones to `notify`.
 
         Args:
-            deep: read every file, and compare its sha256; else only sizes are.
+            deep: also read every file and compare its SHA-256; else compare sizes only.
 
         Raises:
-            NewerFormatError: a newer megarl wrote the newest that is not damaged.
+            UnsupportedFormatError: the latest checkpoint that is not damaged has a newer or older format.
         """
-        damaged: list[tuple[Saved, list[str]]] = []
-        newest = None
-        for saved in reversed(self.saved()):
-            found = damage_told(saved.folder, say) if deep else damage(saved.folder)
+        damaged: list[tuple[CheckpointEntry, list[str]]] = []
+        latest = None
+        for entry in reversed(self.entries()):
+            found = verify_and_report(entry.folder, notify) if deep else find_damage(entry.folder)
             if not found:
-                newest = saved
+                latest = entry
                 break
-            damaged.append((saved, found))
-        for saved, found in damaged:
-            instead = f"{newest.name} is used instead" if newest else "there is none that is whole"
-            say(f"checkpoint {saved.name} is damaged: {shortened(found)}; {instead}")
-        return newest
+            damaged.append((entry, found))
+        for entry, found in damaged:
+            instead = f"{latest.name} is used instead" if latest else "there is no valid one"
+            notify(f"checkpoint {entry.name} is damaged: {summarize_problems(found)}; {instead}")
+        return latest
 
-    def find(self, which: str, say: Callable[[str], None]) -> Saved:
-        """The checkpoint that a user names, which can be loaded as far as sizes tell.
+    def find(self, which: str, notify: Callable[[str], None]) -> CheckpointEntry:
+        """Return the checkpoint that a user names, after checking its file sizes.
 
         Args:
-            which: `auto`, the newest that is whole; a step; a name, as step-000020; or the folder of one, of any run.
-            say: told of damaged ones.
+            which: `auto` (the latest valid one), a step, a name such as step-000020, or a checkpoint folder of any run.
+            notify: receives a line of text for each damaged checkpoint that `auto` skips.
 
         Raises:
-            DataError: there is none of that name, or it is damaged.
+            DataError: the checkpoint does not exist, is damaged, or has a format that this version cannot read.
         """
         try:
-            return self._find(which, say)
+            return self._find(which, notify)
         except OSError as e:
             raise DataError(f"checkpoint {which} cannot be read: {e.strerror}") from e
 
-    def _find(self, which: str, say: Callable[[str], None]) -> Saved:
+    def _find(self, which: str, notify: Callable[[str], None]) -> CheckpointEntry:
         if which == "auto":
-            newest = self.newest_whole(say)
-            if newest is None:
-                raise DataError(f"{self.folder} has no checkpoint that is whole; {self._what_there_is()}")
-            return newest
+            latest = self.latest_valid(notify)
+            if latest is None:
+                raise DataError(f"{self.folder} has no valid checkpoint; {self._existing_steps()}")
+            return latest
         folder = self.folder / step_name(int(which)) if which.isdecimal() else Path(which)
         if not folder.exists() and (self.folder / which).is_dir():
             folder = self.folder / which
         if not folder.is_dir() or not which:
             named = f"checkpoint of step {which}" if which.isdecimal() else f"folder {which or repr(which)}"
-            raise DataError(f"there is no {named}; {self._what_there_is()}")
+            raise DataError(f"there is no {named}; {self._existing_steps()}")
         if not (folder / MANIFEST).exists():
             if (folder / FOLDER).is_dir():
-                raise DataError(f"{folder} is the folder of a run; {CheckpointStore(folder)._what_there_is()}")
+                raise DataError(
+                    f"{folder} is a run folder, not a checkpoint; {CheckpointStore(folder)._existing_steps()}"
+                )
             if not re.fullmatch(r"step-\d{6,}", folder.name):
-                raise DataError(f"{folder} is no checkpoint: it has no {MANIFEST}; {self._what_there_is()}")
-        if found := damage(folder):
-            raise DataError(f"checkpoint {folder} is damaged: {shortened(found)}; {self._what_there_is()}")
-        return Saved(step=read_manifest(folder).step, folder=folder)
+                raise DataError(f"{folder} is not a checkpoint: it has no {MANIFEST}; {self._existing_steps()}")
+        if found := find_damage(folder):
+            raise DataError(f"checkpoint {folder} is damaged: {summarize_problems(found)}; {self._existing_steps()}")
+        return CheckpointEntry(step=read_manifest(folder).step, folder=folder)
 
-    def verify(self, folder: Path, *, deep: bool = True, advance: Advance | None = None) -> list[str]:
-        """See `megarl.checkpoint.verify.problems`."""
-        return problems(folder, deep=deep, advance=advance)
+    def verify(self, folder: Path, *, deep: bool = True, advance: ReadCallback | None = None) -> list[str]:
+        """Return one message for each difference between `folder` and its manifest, by the rules of `find_problems`."""
+        return find_problems(folder, deep=deep, advance=advance)
 
-    def retention(self, *, keep_last: int, keep_every: int, newest: int | None = None) -> dict[Saved, str | None]:
-        """Every checkpoint by step, with what keeps it; None: it is to go.
+    def retention(
+        self, *, keep_last: int, keep_every: int, newest: int | None = None
+    ) -> dict[CheckpointEntry, str | None]:
+        """Return every checkpoint, by step, with the rule that keeps it; None: `prune` removes it.
 
-        A damaged one takes no whole one's place: it goes when it would if all were whole, as what looks damaged may be
-        a disk that does not answer. What a newer megarl wrote stays; where none is whole, all do.
+        A damaged checkpoint never displaces a valid one. It is removed when the rules would remove it if all were
+        valid, because what looks like damage may be a disk that does not respond. Checkpoints in a format that this
+        version cannot read are kept. If no checkpoint is valid, all are kept.
 
         Args:
-            newest: the step of the newest that is known to be whole, where more than sizes is known: later ones count
-                as damaged. 0: none is.
+            newest: step of the latest checkpoint that is known to be valid, if more than sizes was checked: later ones
+                count as damaged. 0: none is valid.
         """
-        whole, newer, saved = set(), set(), self.saved()
-        for each in saved:
+        valid, unsupported, entries = set(), {}, self.entries()
+        for each in entries:
             try:
-                if not damage(each.folder) and (newest is None or each.step <= newest):
-                    whole.add(each.step)
-            except NewerFormatError:
-                newer.add(each.step)
-        steps = {each.step for each in saved}
-        reasons = dict.fromkeys(steps, "none is whole") if not whole else {}
-        for counted in (steps, whole):
-            reasons |= kept_steps(counted, keep_last=keep_last, keep_every=keep_every)
-        reasons |= dict.fromkeys(newer, "newer format")
-        return {each: reasons.get(each.step) for each in saved}
+                if not find_damage(each.folder) and (newest is None or each.step <= newest):
+                    valid.add(each.step)
+            except UnsupportedFormatError as error:
+                unsupported[each.step] = f"{error.age} format"
+        steps = {each.step for each in entries}
+        reasons = dict.fromkeys(steps, "none is valid") if not valid else {}
+        for candidates in (steps, valid):
+            reasons |= select_kept_steps(candidates, keep_last=keep_last, keep_every=keep_every)
+        reasons |= unsupported
+        return {each: reasons.get(each.step) for each in entries}
 
-    def prune(self, *, keep_last: int, keep_every: int, newest: int | None = None) -> list[Saved]:
-        """Remove the checkpoints that nothing keeps, and return them. The newest that is whole is always kept.
+    def prune(self, *, keep_last: int, keep_every: int, newest: int | None = None) -> list[CheckpointEntry]:
+        """Remove the checkpoints that no retention rule keeps; return them. The latest valid one is always kept.
 
         Args:
-            newest: see `retention`.
+            newest: as in `retention`.
 
         Raises:
-            DataError: one cannot be removed.
+            DataError: a checkpoint cannot be removed.
         """
         plan = self.retention(keep_last=keep_last, keep_every=keep_every, newest=newest)
-        gone = [saved for saved, why in plan.items() if not why]
-        with _writing(self.folder):
-            for saved in gone:
-                self._remove(saved.folder, saved.name)
-        return gone
+        removed = [entry for entry, kept_by in plan.items() if not kept_by]
+        with _reporting_write_errors(self.folder):
+            for entry in removed:
+                self._remove(entry.folder, entry.name)
+        return removed
 
     def _remove(self, path: Path, name: str) -> None:
-        """In two steps, so that what is only half there has neither a checkpoint's name nor one that gets it back."""
-        hidden = self._hidden(name, "removed")
+        """Rename, then delete: a half-deleted folder has neither a checkpoint's name nor a name that is restored."""
+        hidden = self._hidden_path(name, "removed")
         path.rename(hidden)
         _sync(self.folder)
         _delete(hidden)
 
-    def _publish(self, draft: Draft) -> Path:
-        target = self.folder / step_name(draft.step)
+    def _publish(self, pending: PendingCheckpoint) -> Path:
+        target = self.folder / step_name(pending.step)
         if target.exists():
-            target.rename(self._hidden(target.name, "replaced"))
-        draft.folder.rename(target)
-        draft.is_closed = True
+            target.rename(self._hidden_path(target.name, "replaced"))
+        pending.folder.rename(target)
+        pending.is_closed = True
         _sync(self.folder)
         for path in self.folder.glob(f".{target.name}.*.replaced"):
-            with suppress(OSError):  # the next save removes it: this one is whole
+            with suppress(OSError):  # the next save removes it; the new checkpoint is valid
                 self._remove(path, target.name)
         return target
 
-    def _hidden(self, name: str, what: str) -> Path:
-        # a name of its own each time: whoever still writes into a draft that was given up does not reach the next one
-        return self.folder / f".{name}.{secrets.token_hex(4)}.{what}"
+    def _hidden_path(self, name: str, state: str) -> Path:
+        # a unique name each time: a process that still writes into an abandoned folder must not reach the next one
+        return self.folder / f".{name}.{secrets.token_hex(4)}.{state}"
 
-    def _what_there_is(self) -> str:
-        steps = ", ".join(str(saved.step) for saved in self.saved())
-        return f"{self.folder} has those of steps {steps}" if steps else f"{self.folder} has no checkpoints"
+    def _existing_steps(self) -> str:
+        steps = ", ".join(str(entry.step) for entry in self.entries())
+        return f"{self.folder} has checkpoints of steps {steps}" if steps else f"{self.folder} has no checkpoints"
 
 
-class Draft:
-    """A checkpoint that is being written into `folder`."""
+class PendingCheckpoint:
+    """A checkpoint that is being written into `folder`, until `commit` or `discard`."""
 
     def __init__(self, store: CheckpointStore, step: int, folder: Path) -> None:
-        """See `CheckpointStore.begin`."""
+        """Wrap the empty folder that `CheckpointStore.begin` created."""
         self.step, self.folder = step, folder
         self.is_closed = False
         self._store = store
 
-    def commit(self, contents: Contents, files: Mapping[str, FileRecord]) -> Path:
-        """Give the checkpoint its name, once all of it is on the disk; return its folder.
+    def commit(self, metadata: CheckpointMetadata, files: Mapping[str, FileRecord]) -> Path:
+        """Fsync all files, write the manifest and rename the folder to its final name; return the final folder.
 
         Args:
-            contents: what its manifest says beside its files.
-            files: what its writers know of those they wrote, and brought to the disk where they are on another
-                machine; by path relative to `folder`. All others are read.
+            metadata: manifest entries other than the files.
+            files: path relative to `folder` -> size and checksum, for files whose writers computed them. A writer on
+                another node has fsynced its files. All other files are read and hashed here.
 
         Raises:
-            DataError: a file is not as its writer says, or the disk refuses. The draft is as it was.
+            DataError: a file is missing, a size differs from `files`, or writing fails. The folder remains uncommitted.
         """
         assert not self.is_closed, self.folder
-        with _writing(self.folder):
-            there = files_below(self.folder)
-            if missing := files.keys() - there.keys():
-                raise DataError(f"{self.folder} lacks {min(missing)}, which was to be written")
+        with _reporting_write_errors(self.folder):
+            paths = list_files(self.folder)
+            if missing := files.keys() - paths.keys():
+                raise DataError(f"{self.folder} lacks {min(missing)}, which its writer reported as written")
             with ThreadPoolExecutor(READERS) as pool:
-                found = pool.map(_on_disk, there.values(), map(files.get, there))
-                records = dict(zip(there, found, strict=True))
+                found = pool.map(_sync_and_record, paths.values(), map(files.get, paths))
+                records = dict(zip(paths, found, strict=True))
             manifest = Manifest(
-                model=contents.model, layout=contents.layout, data=contents.data, step=self.step, files=records
+                model=metadata.model, layout=metadata.layout, data=metadata.data, step=self.step, files=records
             )
             _write(self.folder / MANIFEST, manifest.as_json())
             for at, _, _ in os.walk(self.folder, topdown=False):
@@ -315,29 +328,29 @@ class Draft:
             return self._store._publish(self)
 
     def discard(self) -> None:
-        """Remove what was written. What cannot be removed, the next save removes."""
+        """Remove the files written so far; the next save removes those that cannot be removed now."""
         if not self.is_closed:
             self.is_closed = True
             with suppress(OSError):
                 _delete(self.folder)
 
 
-def shortened(found: list[str]) -> str:
-    """The first of several problems, and how many more there are."""
+def summarize_problems(found: list[str]) -> str:
+    """Return the first of `found`, followed by the number of further ones."""
     return found[0] if len(found) == 1 else f"{found[0]}, and {len(found) - 1} more"
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """What the disk refuses, as a sentence: it may be full."""
+def _reporting_write_errors(folder: Path) -> Iterator[None]:
+    """Convert OSError in the block, such as that of a full disk, to DataError."""
     try:
         yield
     except OSError as e:
         raise DataError(f"{folder} cannot be written: {e.strerror or e}") from e
 
 
-def _on_disk(path: Path, record: FileRecord | None) -> FileRecord:
-    """Of a file, once it is on the disk; its size has to be that of `record`, where there is one, else it is read."""
+def _sync_and_record(path: Path, record: FileRecord | None) -> FileRecord:
+    """Fsync a file and return `record` after comparing its size; without a record, read and hash the file."""
     size = path.stat().st_size
     if record is not None and record.bytes != size:
         raise DataError(f"{path} has {size} bytes, needs {record.bytes}")
@@ -353,7 +366,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Fsync a file, or the directory entries of a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -362,9 +375,9 @@ def _sync(path: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """All of it; what a writer that is not dead yet adds meanwhile, or keeps open on NFS, is left for the next time."""
+    """Delete a folder. Files that a live writer adds meanwhile, or keeps open on NFS, are left for the next attempt."""
     try:
-        if folder.is_symlink():  # somebody has moved it to another disk, where it stays
+        if folder.is_symlink():  # a user has moved the folder elsewhere: remove only the link
             folder.unlink()
         else:
             shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's folder holds what its manifest names."""
+"""Verification of a checkpoint folder against its manifest, by file sizes or checksums."""
 
 from __future__ import annotations
 
@@ -11,94 +11,97 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.checkpoint.manifest import MANIFEST, FileRecord, Manifest, NewerFormatError, read_manifest, step_name
+from megarl.checkpoint.manifest import MANIFEST, FileRecord, Manifest, UnsupportedFormatError, read_manifest, step_name
 from megarl.errors import DataError
 
-PIECE_BYTES = 2**22
-"""What is read at once."""
+CHUNK_BYTES = 2**22
+"""Bytes per read call while hashing."""
 
 READERS = 16
-"""Files that are read at the same time: hashing lets go of Python's lock, and a network's disk serves many."""
+"""Number of files hashed concurrently: hashing releases the GIL, and network file systems serve parallel reads."""
 
-TELL_SECONDS = 30.0
-"""Between two lines that say how far reading has come."""
+REPORT_SECONDS = 30.0
+"""Interval between two progress reports while files are hashed."""
 
-Advance = Callable[[int], None]
-"""Told how many further bytes were read; from several threads."""
+ReadCallback = Callable[[int], None]
+"""Receives the number of bytes of each read. Called from several threads."""
 
 
-def hash_file(path: Path, advance: Advance | None = None) -> FileRecord:
-    """Size and sha256 of a file."""
+def hash_file(path: Path, advance: ReadCallback | None = None) -> FileRecord:
+    """Return the size and SHA-256 of a file."""
     digest, num_bytes = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-            num_bytes += len(piece)
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
             if advance is not None:
-                advance(len(piece))
+                advance(len(chunk))
     return FileRecord(bytes=num_bytes, sha256=digest.hexdigest())
 
 
-def files_below(folder: Path) -> dict[str, Path]:
-    """Every file of `folder` and the folders in it, by its relative path with `/` between the parts, sorted."""
+def list_files(folder: Path) -> dict[str, Path]:
+    """Return all files in `folder` and its subfolders, keyed and sorted by relative path with `/` as separator."""
     found = (Path(at) / name for at, _, names in os.walk(folder) for name in names)
     return dict(sorted((path.relative_to(folder).as_posix(), path) for path in found))
 
 
-def damage(folder: Path, *, deep: bool = False, advance: Advance | None = None) -> list[str]:
-    """What keeps the checkpoint from being loaded, a sentence each with the file; empty: nothing.
+def find_damage(folder: Path, *, deep: bool = False, advance: ReadCallback | None = None) -> list[str]:
+    """Return the problems that keep the checkpoint from being loaded, one message per file; empty if it is valid.
 
     Args:
-        deep: read every file, and compare its sha256; else only sizes are.
-        advance: told of the bytes read.
+        deep: also read every file and compare its SHA-256; else compare sizes only.
+        advance: receives the number of bytes of each read.
 
     Raises:
-        NewerFormatError: a newer megarl wrote it.
+        UnsupportedFormatError: the checkpoint has a newer or older format.
     """
     try:
         manifest = read_manifest(folder)
-    except NewerFormatError:
+    except UnsupportedFormatError:
         raise
     except DataError as e:
         return [str(e).removeprefix(f"{folder}{os.sep}")]
-    return [*_misfits(folder, manifest), *(_other_contents(folder, manifest, advance) if deep else ())]
+    return [
+        *_find_size_problems(folder, manifest),
+        *(_find_checksum_problems(folder, manifest, advance) if deep else ()),
+    ]
 
 
-def damage_told(folder: Path, say: Callable[[str], None]) -> list[str]:
-    """As `damage`, every file being read; see `telling`."""
-    return damage(folder, deep=True, advance=telling(folder.name, say))
+def verify_and_report(folder: Path, notify: Callable[[str], None]) -> list[str]:
+    """Return the problems that `find_damage` finds by checksum; report the progress to `notify`."""
+    return find_damage(folder, deep=True, advance=make_progress_reporter(folder.name, notify))
 
 
-def telling(name: str, say: Callable[[str], None]) -> Advance:
-    """Tells every `TELL_SECONDS` how far the comparison of checkpoint `name` has come."""
+def make_progress_reporter(name: str, notify: Callable[[str], None]) -> ReadCallback:
+    """Return a callback that reports the bytes read of checkpoint `name` to `notify` every `REPORT_SECONDS`."""
     lock, since, num_bytes = threading.Lock(), time.monotonic(), 0
 
     def advance(read: int) -> None:
         nonlocal since, num_bytes
         with lock:
             num_bytes += read
-            if time.monotonic() - since >= TELL_SECONDS:
+            if time.monotonic() - since >= REPORT_SECONDS:
                 since = time.monotonic()
-                say(f"comparing {name} with its checksums: {num_bytes / 2**30:.1f} GiB read")
+                notify(f"comparing {name} with its checksums: {num_bytes / 2**30:.1f} GiB read")
 
     return advance
 
 
-def problems(folder: Path, *, deep: bool = True, advance: Advance | None = None) -> list[str]:
-    """As `damage`, and files that do not belong there."""
-    found = damage(folder, deep=deep, advance=advance)
+def find_problems(folder: Path, *, deep: bool = True, advance: ReadCallback | None = None) -> list[str]:
+    """Return the problems that `find_damage` finds, and the files that the manifest does not list."""
+    found = find_damage(folder, deep=deep, advance=advance)
     try:
-        named = read_manifest(folder).files.keys()
+        listed = read_manifest(folder).files.keys()
     except DataError:
-        return found  # which say it
-    unknown = files_below(folder).keys() - named - {MANIFEST}
+        return found  # reported there already
+    unknown = list_files(folder).keys() - listed - {MANIFEST}
     return [*found, *(f"{name} is not in the manifest" for name in sorted(unknown))]
 
 
-def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """A step that is not the folder's; files that are not there, or of another size."""
+def _find_size_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield a mismatch of step and folder name, then each file that is missing or has another size."""
     if re.fullmatch(r"step-\d{6,}", folder.name) and folder.name != step_name(manifest.step):
-        yield f"{MANIFEST} is of step {manifest.step}"
+        yield f"{MANIFEST} belongs to step {manifest.step}"
     for name, record in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -112,18 +115,18 @@ def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{name} has {size} bytes, needs {record.bytes}"
 
 
-def _other_contents(folder: Path, manifest: Manifest, advance: Advance | None) -> list[str]:
-    """Files of the right size that hold something else."""
+def _find_checksum_problems(folder: Path, manifest: Manifest, advance: ReadCallback | None) -> list[str]:
+    """Return a message for each file of the stated size whose SHA-256 differs."""
 
-    def problem(named: tuple[str, FileRecord]) -> str | None:
-        name, record = named
+    def find_problem(listed: tuple[str, FileRecord]) -> str | None:
+        name, record = listed
         path = folder / name
         try:
             size = path.stat().st_size
         except OSError:
             size = -1
         if size != record.bytes:
-            return None  # said already
+            return None  # reported by `_find_size_problems`
         try:
             found = hash_file(path, advance)
         except OSError as e:
@@ -133,4 +136,4 @@ def _other_contents(folder: Path, manifest: Manifest, advance: Advance | None) -
         return f"{name} has sha256 {found.sha256}, needs {record.sha256}"
 
     with ThreadPoolExecutor(READERS) as pool:
-        return [said for said in pool.map(problem, manifest.files.items()) if said is not None]
+        return [found for found in pool.map(find_problem, manifest.files.items()) if found is not None]

@@ -16,8 +16,8 @@ from megarl.cli.output import console, print_error
 from megarl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megarl.checkpoint.store import CheckpointStore, Saved
-    from megarl.checkpoint.verify import Advance
+    from megarl.checkpoint.store import CheckpointEntry, CheckpointStore
+    from megarl.checkpoint.verify import ReadCallback
     from megarl.config.checkpoint import CheckpointConfig
 
 ACTIONS = {
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(store: CheckpointStore, run_dir: Path, *, as_json: bool) -> int:
-    from megarl.checkpoint.run_lock import live_holder
+    from megarl.checkpoint.run_lock import find_live_holder
 
     rows = list(_rows(store))
     if as_json:
@@ -101,25 +101,25 @@ def _list(store: CheckpointStore, run_dir: Path, *, as_json: bool) -> int:
     for row in rows:
         for problem in row.problems:
             out.print(f"step {row.step}: {problem}", soft_wrap=True, markup=False)
-    if holder := live_holder(run_dir):
+    if holder := find_live_holder(run_dir):
         out.print(f"in use by pid {holder.pid} on host {holder.host} since {holder.since}", soft_wrap=True)
     return 0
 
 
 def _rows(store: CheckpointStore) -> Iterator[Row]:
-    from megarl.checkpoint.manifest import NewerFormatError, read_manifest
-    from megarl.checkpoint.verify import damage
+    from megarl.checkpoint.manifest import UnsupportedFormatError, read_manifest
+    from megarl.checkpoint.verify import find_damage
 
     options = _retention_config(store)
     kept = store.retention(keep_last=options.keep_last, keep_every=options.keep_every)
     for saved, kept_by in kept.items():
         try:
             manifest = read_manifest(saved.folder)
-            problems = damage(saved.folder)
-        except NewerFormatError as e:
+            problems = find_damage(saved.folder)
+        except UnsupportedFormatError as e:
             manifest, problems = None, [str(e)]
         except DataError:
-            manifest, problems = None, damage(saved.folder)
+            manifest, problems = None, find_damage(saved.folder)
         if not saved.folder.exists():
             continue  # the run has removed it in the meantime
         yield Row(
@@ -168,29 +168,29 @@ def _format_layout(layout: Mapping[str, Any] | None) -> str:
 
 
 def _verify(store: CheckpointStore, step: int | None) -> int:
-    from megarl.checkpoint.manifest import NewerFormatError
-    from megarl.checkpoint.verify import files_below
+    from megarl.checkpoint.manifest import UnsupportedFormatError
+    from megarl.checkpoint.verify import list_files
     from megarl.tracking.progress import format_si
 
-    chosen = [saved for saved in store.saved() if step in (None, saved.step)]
+    chosen = [saved for saved in store.entries() if step in (None, saved.step)]
     if not chosen:
-        there = ", ".join(str(saved.step) for saved in store.saved())
+        there = ", ".join(str(saved.step) for saved in store.entries())
         needed = "checkpoints" if step is None else f"checkpoint of step {step}"
         raise DataError(f"{store.folder} has no {needed}" + (f"; it has steps {there}" if there else ""))
     all_valid = True
     for saved in chosen:
         start, size = time.perf_counter(), _folder_bytes(saved.folder)
-        is_newer = False
+        format_age = ""
         try:
             with _show_read_progress(saved.name, size) as advance:
                 problems = store.verify(saved.folder, advance=advance)
-        except NewerFormatError as e:
-            problems, is_newer = [str(e)], True
+        except UnsupportedFormatError as e:
+            problems, format_age = [str(e)], e.age
         if not saved.folder.exists():
             print(f"{saved.name}  removed while it was read", flush=True)
             continue
-        seconds, num_files = time.perf_counter() - start, len(files_below(saved.folder))
-        result = "newer" if is_newer else "damaged" if problems else "valid"
+        seconds, num_files = time.perf_counter() - start, len(list_files(saved.folder))
+        result = format_age or ("damaged" if problems else "valid")
         print(f"{saved.name}  {result:<7}  {num_files} files  {format_si(size)}B  {seconds:.1f} s", flush=True)
         for problem in problems:
             print_error(f"{saved.name}: {problem}")
@@ -199,13 +199,13 @@ def _verify(store: CheckpointStore, step: int | None) -> int:
 
 
 @contextmanager
-def _show_read_progress(name: str, num_bytes: int) -> Iterator[Advance]:
+def _show_read_progress(name: str, num_bytes: int) -> Iterator[ReadCallback]:
     """Show how many bytes have been read: a progress bar on a terminal, else a line from time to time."""
-    from megarl.checkpoint.verify import telling
+    from megarl.checkpoint.verify import make_progress_reporter
 
     if not sys.stderr.isatty():
         print(f"reading {name}", file=sys.stderr, flush=True)
-        yield telling(name, lambda text: print(text, file=sys.stderr, flush=True))
+        yield make_progress_reporter(name, lambda text: print(text, file=sys.stderr, flush=True))
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -226,7 +226,7 @@ def _prune(store: CheckpointStore, args: argparse.Namespace) -> int:
     if keep_every < 0:
         raise ConfigError(f"--keep-every needs to be at least 0, got {keep_every}")
     with nullcontext() if args.dry_run else RunLock(args.run_dir):
-        for name in () if args.dry_run else store.clean():
+        for name in () if args.dry_run else store.remove_partial():
             print(f"removed  {name}, which is incomplete")
         plan, newest = store.retention(keep_last=keep_last, keep_every=keep_every), None
         if None in plan.values():
@@ -244,23 +244,23 @@ def _find_latest_valid(store: CheckpointStore, *, deep: bool) -> int:
     Args:
         deep: compare checksums; else file sizes only.
     """
-    from megarl.checkpoint.manifest import NewerFormatError
-    from megarl.checkpoint.store import shortened
-    from megarl.checkpoint.verify import damage
+    from megarl.checkpoint.manifest import UnsupportedFormatError
+    from megarl.checkpoint.store import summarize_problems
+    from megarl.checkpoint.verify import find_damage
 
-    for saved in reversed(store.saved()):
+    for saved in reversed(store.entries()):
         try:
             with _show_read_progress(saved.name, _folder_bytes(saved.folder)) if deep else nullcontext() as advance:
-                found = damage(saved.folder, deep=deep, advance=advance)
-        except NewerFormatError as e:
+                found = find_damage(saved.folder, deep=deep, advance=advance)
+        except UnsupportedFormatError as e:
             found = [str(e)]
         if not found:
             return saved.step
-        print_error(f"{saved.name}: {shortened(found)}")
+        print_error(f"{saved.name}: {summarize_problems(found)}")
     return 0
 
 
-def _print_plan(plan: Mapping[Saved, str | None], verb: str) -> None:
+def _print_plan(plan: Mapping[CheckpointEntry, str | None], verb: str) -> None:
     """Print one line per checkpoint: kept, with the rule, or `verb`."""
     from megarl.tracking.progress import format_si
 
@@ -280,19 +280,19 @@ def _retention_config(store: CheckpointStore) -> CheckpointConfig:
     """
     import yaml
 
-    from megarl.checkpoint.manifest import NewerFormatError
-    from megarl.checkpoint.verify import damage
+    from megarl.checkpoint.manifest import UnsupportedFormatError
+    from megarl.checkpoint.verify import find_damage
     from megarl.config.checkpoint import CheckpointConfig
 
-    for saved in reversed(store.saved()):
+    for saved in reversed(store.entries()):
         file = saved.folder / "config.yaml"
         try:
-            if damage(saved.folder) or not file.exists():
+            if find_damage(saved.folder) or not file.exists():
                 continue
             section = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoint"]
             known = {key: value for key, value in section.items() if key in CheckpointConfig.model_fields}
             return CheckpointConfig.model_validate(known)
-        except NewerFormatError:
+        except UnsupportedFormatError:
             continue
         except OSError as e:
             print_error(f"{file} cannot be read: {e.strerror}")
@@ -303,10 +303,10 @@ def _retention_config(store: CheckpointStore) -> CheckpointConfig:
 
 def _folder_bytes(folder: Path) -> int:
     """Return the total size in bytes of the files in `folder`."""
-    from megarl.checkpoint.verify import files_below
+    from megarl.checkpoint.verify import list_files
 
     num_bytes = 0
-    for path in files_below(folder).values():
+    for path in list_files(folder).values():
         with suppress(FileNotFoundError):  # the run may remove a checkpoint in the meantime
             num_bytes += path.stat().st_size
     return num_bytes

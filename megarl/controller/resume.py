@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.config_diff import differences, require_no_contradictions
-from megarl.checkpoint.manifest import Contents, Manifest, read_manifest, require_same_model
-from megarl.checkpoint.store import CheckpointStore, Saved, shortened
-from megarl.checkpoint.verify import damage_told, hash_file
+from megarl.checkpoint.config_diff import diff_configs, require_no_contradictions
+from megarl.checkpoint.manifest import CheckpointMetadata, Manifest, read_manifest, require_same_model
+from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, summarize_problems
+from megarl.checkpoint.verify import hash_file, verify_and_report
 from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal.journal import journal_fingerprint
@@ -54,8 +54,8 @@ def plan_resume(
         notify(f"{store.folder} has no checkpoint to resume from: the run starts from step 0")
         to_rotate = [run_dir / name for name in artifacts if name != JOURNAL]
         return ResumePlan(to_rotate=(*to_rotate, *_incompatible_journal(config, 0, notify)))
-    if which != AUTO and verifies_checksums(config) and (found := damage_told(saved.folder, notify)):
-        raise DataError(f"checkpoint {saved.folder} is damaged: {shortened(found)}")
+    if which != AUTO and verifies_checksums(config) and (found := verify_and_report(saved.folder, notify)):
+        raise DataError(f"checkpoint {saved.folder} is damaged: {summarize_problems(found)}")
     _require_same_run(config, saved, notify)
     if config.trainer.steps < saved.step:
         raise ConfigError(
@@ -63,11 +63,11 @@ def plan_resume(
         )
     if saved.folder.resolve().parent != store.folder.resolve():
         return ResumePlan(checkpoint=saved.folder, to_rotate=tuple(run_dir / name for name in artifacts))
-    later = [each.folder for each in store.saved() if each.step > saved.step] if which != AUTO else []
+    later = [each.folder for each in store.entries() if each.step > saved.step] if which != AUTO else []
     return ResumePlan(checkpoint=saved.folder, to_rotate=(*later, *_incompatible_journal(config, saved.step, notify)))
 
 
-def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Saved | None:
+def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> CheckpointEntry | None:
     """Return the run's newest checkpoint that can be loaded; None if the run has no checkpoints.
 
     Damaged ones are reported to `notify`.
@@ -76,8 +76,8 @@ def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Saved | 
         DataError: the run has checkpoints and all are damaged.
     """
     store = CheckpointStore(config.run_dir)
-    newest = store.newest_whole(notify, deep=verifies_checksums(config))
-    if newest is None and (damaged := store.saved()):
+    newest = store.latest_valid(notify, deep=verifies_checksums(config))
+    if newest is None and (damaged := store.entries()):
         raise DataError(
             f"{store.folder} has no valid checkpoint, all {len(damaged)} are damaged: repair one, resume from a "
             "checkpoint of another run, or start a new run without --resume, which renames this folder"
@@ -126,7 +126,7 @@ def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
         )
 
 
-def _require_same_run(config: StageConfig, saved: Saved, notify: Callable[[str], None]) -> None:
+def _require_same_run(config: StageConfig, saved: CheckpointEntry, notify: Callable[[str], None]) -> None:
     before = load_resolved(saved.folder / "config.yaml")
     if type(before) is not type(config):
         raise ConfigError(
@@ -135,9 +135,9 @@ def _require_same_run(config: StageConfig, saved: Saved, notify: Callable[[str],
             "model"
         )
     manifest = read_manifest(saved.folder)
-    require_same_model(manifest.model, Contents.of(config).model, saved.name)
+    require_same_model(manifest.model, CheckpointMetadata.from_config(config).model, saved.name)
     _require_same_data(manifest, Path(config.data.path), saved.name)
-    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    found = diff_configs(before.model_dump(mode="json"), config.model_dump(mode="json"))
     require_no_contradictions(found, saved.name)
     for each in found:
-        notify(f"{each.path} was {each.saved!r} in {saved.name}, is {each.now!r}")
+        notify(f"{each.path} was {each.saved!r} in {saved.name}, is {each.current!r}")

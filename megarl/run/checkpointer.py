@@ -80,7 +80,7 @@ class Checkpointer:
         self._config, self._models, self._notify = config, models, notify
         self._on_saved, self._run_on_rank0 = on_saved, run_on_rank0
         self._store = CheckpointStore(config.run_dir)
-        self._contents = CheckpointMetadata.of(config)  # read now: the model folder may be deleted later
+        self._contents = CheckpointMetadata.from_config(config)  # read now: the model folder may be deleted later
         self._open: _OpenCheckpoint | None = None
         self._committing: _OpenCheckpoint | None = None
         self._commit_result: Future[None] | None = None

@@ -1,30 +1,55 @@
-"""Checkpoints of a few bytes."""
+"""Checkpoints of a few bytes, for tests."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
-from megarl.checkpoint.manifest import Contents, ModelIdentity
-from megarl.checkpoint.store import CheckpointStore, Draft
+from megarl.checkpoint.manifest import CheckpointMetadata, ModelIdentity
+from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
 from megarl.checkpoint.verify import hash_file
 
-CONTENTS = Contents(
+METADATA = CheckpointMetadata(
     model=ModelIdentity(architecture="Qwen3ForCausalLM", config={"hidden_size": 128}),
     layout={"policy": {"tp": 2, "pp": 1, "world": 4}},
 )
 
 
-def write_files(draft: Draft, fill: bytes = b"w") -> None:
-    """100 and 60 bytes of a model, and a state."""
-    (draft.folder / "policy").mkdir()
-    (draft.folder / "policy" / "__0_0.distcp").write_bytes(fill * 100)
-    (draft.folder / "policy" / ".metadata").write_bytes(fill * 60)
-    (draft.folder / "state.json").write_text('{"step": 1}')
+def write_files(pending: PendingCheckpoint, byte: bytes = b"w") -> None:
+    """Write model files of 100 and 60 bytes, and a run state of 11 bytes."""
+    (pending.folder / "policy").mkdir()
+    (pending.folder / "policy" / "__0_0.distcp").write_bytes(byte * 100)
+    (pending.folder / "policy" / ".metadata").write_bytes(byte * 60)
+    (pending.folder / "state.json").write_text('{"step": 1}')
 
 
-def save(store: CheckpointStore, step: int, fill: bytes = b"w") -> Path:
-    """A checkpoint, one file of which the store is told of, and the others not."""
-    draft = store.begin(step)
-    write_files(draft, fill)
+def save_checkpoint(store: CheckpointStore, step: int, byte: bytes = b"w") -> Path:
+    """Save a checkpoint; one file's record is passed to the store, the store hashes the others itself."""
+    pending = store.begin(step)
+    write_files(pending, byte)
     name = "policy/__0_0.distcp"
-    return draft.commit(CONTENTS, {name: hash_file(draft.folder / name)})
+    return pending.commit(METADATA, {name: hash_file(pending.folder / name)})
+
+
+def write_format_1_manifest(folder: Path, step: int) -> None:
+    """Replace the manifest of the checkpoint in `folder` by one of format 1, with a correct checksum."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != "manifest.json":
+            content = path.read_bytes()
+            record = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            files[path.relative_to(folder).as_posix()] = record
+    tree = {
+        "model": {"architecture": "Qwen3ForCausalLM", "config": {"hidden_size": 128}},
+        "layout": {"policy": {"tp": 2, "pp": 1, "world": 4}},
+        "data": None,
+        "step": step,
+        "files": files,
+        "created": "2026-01-02T03:04:05+00:00",
+        "megarl_version": "0.1.0",
+        "format_version": 1,
+    }
+    canonical = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+    digest = hashlib.sha256(canonical).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(tree | {"sha256": digest}, indent=1) + "\n")

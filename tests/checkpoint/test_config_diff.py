@@ -1,3 +1,5 @@
+"""Which configuration keys may change on resume, and the error that lists the differences."""
+
 from __future__ import annotations
 
 import copy
@@ -5,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.config_diff import ABSENT, differences, require_no_contradictions
+from megarl.checkpoint.config_diff import ABSENT, diff_configs, require_no_contradictions
 from megarl.config import RunConfig
 from megarl.config.load import make_config
 from megarl.errors import ConfigError
 
 
-def tree(*overrides: str) -> dict[str, Any]:
+def make_tree(*overrides: str) -> dict[str, Any]:
     given = {"run_dir": "runs/a", "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
     return make_config(RunConfig, given, overrides).model_dump(mode="json")
 
 
-def found(*overrides: str, saved: tuple[str, ...] = ()) -> dict[str, bool]:
-    """Path -> whether it is allowed."""
-    return {each.path: each.allowed for each in differences(tree(*saved), tree(*saved, *overrides))}
+def find_differences(*overrides: str, saved: tuple[str, ...] = ()) -> dict[str, bool]:
+    """Return the path of each difference and whether it is allowed."""
+    return {each.path: each.allowed for each in diff_configs(make_tree(*saved), make_tree(*saved, *overrides))}
 
 
-def test_equal_configurations_have_none() -> None:
-    assert differences(tree(), copy.deepcopy(tree())) == []
+def test_equal_configurations_have_no_differences() -> None:
+    assert diff_configs(make_tree(), copy.deepcopy(make_tree())) == []
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,8 @@ def test_equal_configurations_have_none() -> None:
         "recovery.max_restarts=3",
     ],
 )
-def test_where_a_run_computes_may_change(override: str) -> None:
-    assert set(found(override).values()) == {True}
+def test_keys_that_set_where_a_run_computes_may_change(override: str) -> None:
+    assert set(find_differences(override).values()) == {True}
 
 
 @pytest.mark.parametrize(
@@ -73,53 +75,55 @@ def test_where_a_run_computes_may_change(override: str) -> None:
         "reward.eval_term=accuracy",
     ],
 )
-def test_what_a_run_computes_may_not(override: str) -> None:
-    assert found(override) == {override.partition("=")[0]: False}
+def test_keys_that_set_what_a_run_computes_may_not_change(override: str) -> None:
+    assert find_differences(override) == {override.partition("=")[0]: False}
 
 
-def test_other_sizes_and_pools() -> None:
+def test_parallel_sizes_and_pools_may_change() -> None:
     split = ("placement.slots_per_node=4", "trainer.parallel.tp=2", "rollout.tp=2", "rollout.replicas=2")
-    assert found(*split) == {
+    assert find_differences(*split) == {
         "placement.slots_per_node": True,
         "rollout.replicas": True,
         "rollout.tp": True,
         "trainer.parallel.tp": True,
     }
-    assert found("placement.pools={b: {}}", "placement.rollout.pool=b") == {
+    assert find_differences("placement.pools={b: {}}", "placement.rollout.pool=b") == {
         "placement.pools.b": True,
         "placement.rollout.pool": True,
     }
 
 
-def test_other_sizes_of_other_models() -> None:
+def test_parallel_sizes_of_auxiliary_models_may_change() -> None:
     ppo = ("algorithm.type=ppo", "reward.terms.m={type: model, path: rm}", "placement.slots_per_node=2")
     split = [f"{model}.parallel={{tp: 2}}" for model in ("algorithm.critic", "algorithm.reference", "reward.terms.m")]
-    assert set(found(*split, saved=ppo).values()) == {True}
-    assert len(found(*split, saved=ppo)) == 3
-    assert found("algorithm.critic.parallel.pp=2", saved=(*ppo, *split, "placement.slots_per_node=4")) == {
+    assert set(find_differences(*split, saved=ppo).values()) == {True}
+    assert len(find_differences(*split, saved=ppo)) == 3
+    assert find_differences("algorithm.critic.parallel.pp=2", saved=(*ppo, *split, "placement.slots_per_node=4")) == {
         "algorithm.critic.parallel.pp": True
     }
 
 
 @pytest.mark.parametrize("trained", ["trainer", "algorithm.critic"])
-def test_the_number_of_steps_decides_a_schedule(trained: str) -> None:
+def test_steps_may_not_change_with_learning_rate_decay(trained: str) -> None:
     ppo = ("algorithm.type=ppo",)
-    assert found("trainer.steps=200", saved=ppo) == {"trainer.steps": True}
-    assert found("trainer.steps=200", saved=(*ppo, f"{trained}.optimizer.decay=cosine")) == {"trainer.steps": False}
+    assert find_differences("trainer.steps=200", saved=ppo) == {"trainer.steps": True}
+    assert find_differences("trainer.steps=200", saved=(*ppo, f"{trained}.optimizer.decay=cosine")) == {
+        "trainer.steps": False
+    }
 
 
-def test_another_algorithm_has_other_keys() -> None:
-    every = {each.path: each for each in differences(tree(), tree("algorithm.type=dapo"))}
-    assert (every["algorithm.type"].saved, every["algorithm.type"].now) == ("grpo", "dapo")
+def test_keys_of_another_algorithm_are_absent() -> None:
+    every = {each.path: each for each in diff_configs(make_tree(), make_tree("algorithm.type=dapo"))}
+    assert (every["algorithm.type"].saved, every["algorithm.type"].current) == ("grpo", "dapo")
     assert every["algorithm.max_batches"].saved is ABSENT
     assert not every["algorithm.max_batches"].allowed
     assert list(every) == sorted(every)
 
 
-def test_contradictions_are_listed_first() -> None:
+def test_disallowed_differences_are_listed_first() -> None:
     changes = ("run_dir=runs/b", "seed=1", "checkpoint.every=3", "algorithm.kl_loss=null")
     with pytest.raises(ConfigError) as error:
-        require_no_contradictions(differences(tree(), tree(*changes)), "step-000020")
+        require_no_contradictions(diff_configs(make_tree(), make_tree(*changes)), "step-000020")
     kl = '{"coefficient": 0.001, "kind": "k3"}'
     assert str(error.value) == (
         "the configuration contradicts that of checkpoint step-000020:\n"
@@ -127,9 +131,11 @@ def test_contradictions_are_listed_first() -> None:
         "  seed: 0 was saved, got 1 (contradicts)\n"
         "  checkpoint.every: 20 was saved, got 3 (allowed)\n"
         '  run_dir: "runs/a" was saved, got "runs/b" (allowed)\n'
-        "set what contradicts back to what was saved, or begin a run of its own in another run_dir"
+        "restore the saved values of the keys marked `contradicts`, or start a new run in another run_dir"
     )
 
 
-def test_allowed_differences_contradict_nothing() -> None:
-    require_no_contradictions(differences(tree(), tree("run_dir=runs/b", "checkpoint.every=3")), "step-000020")
+def test_allowed_differences_raise_no_error() -> None:
+    require_no_contradictions(
+        diff_configs(make_tree(), make_tree("run_dir=runs/b", "checkpoint.every=3")), "step-000020"
+    )

@@ -1,3 +1,5 @@
+"""The run lock: races, dead and remote holders, and file system errors."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint import run_lock
-from megarl.checkpoint.run_lock import HEARTBEAT, SILENT_SECONDS, RunLock, live_holder
+from megarl.checkpoint.run_lock import HEARTBEAT, LOCK_TIMEOUT_SECONDS, RunLock, find_live_holder
 from megarl.errors import ConfigError
 
 RACERS = 8
@@ -25,7 +27,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of each file."""
+    """Return inode and modification time of each file."""
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
@@ -41,8 +43,8 @@ def race(run_dir: Path, results: Any, ready: Any, done: Any) -> None:
     done.wait()
 
 
-def winners(run_dir: Path) -> int:
-    """Of processes that all try at once, and live until all have tried."""
+def count_winners(run_dir: Path) -> int:
+    """Start processes that all try to acquire the lock at once and live until all have tried; return the winners."""
     results, ready, done = FORK.Queue(), FORK.Barrier(RACERS), FORK.Barrier(RACERS + 1)
     processes = [FORK.Process(target=race, args=(run_dir, results, ready, done)) for _ in range(RACERS)]
     for process in processes:
@@ -54,8 +56,8 @@ def winners(run_dir: Path) -> int:
     return sum(won)
 
 
-def hold(run_dir: Path) -> subprocess.Popen[str]:
-    """A process that has the lock."""
+def start_holder(run_dir: Path) -> subprocess.Popen[str]:
+    """Start a process that holds the lock."""
     code = (
         "import sys, time; from megarl.checkpoint.run_lock import RunLock\n"
         "with RunLock(sys.argv[1]): print('held', flush=True); time.sleep(600)"
@@ -71,8 +73,8 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def of_another_host(run_dir: Path, age: float) -> None:
-    """Leaves a lock that gave its last sign so long ago."""
+def write_lock_of_another_host(run_dir: Path, age: float) -> None:
+    """Write a lock of another host, last touched `age` seconds ago."""
     run_dir.mkdir(exist_ok=True)
     with RunLock(run_dir):
         content = json.loads((run_dir / "lock").read_bytes())
@@ -81,29 +83,29 @@ def of_another_host(run_dir: Path, age: float) -> None:
     os.utime(run_dir / "lock", (time.time() - age,) * 2)
 
 
-def test_one_of_many_wins_a_free_lock(tmp_path: Path) -> None:
+def test_one_of_many_processes_acquires_a_free_lock(tmp_path: Path) -> None:
     for trial in range(5):
-        assert winners(tmp_path / str(trial)) == 1
+        assert count_winners(tmp_path / str(trial)) == 1
 
 
-def test_one_of_many_takes_over_from_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The winners of the round before are dead by then. Whoever has judged them waits a moment before it acts."""
-    judge = RunLock._require_free
+def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The winners of the previous round are dead. Each process waits a moment between the check and the takeover."""
+    check = RunLock._require_free
 
-    def judge_and_wait(lock: RunLock, now: float) -> bytes | None:
-        judged = judge(lock, now)
+    def check_and_wait(lock: RunLock, now: float) -> bytes | None:
+        dead = check(lock, now)
         time.sleep(random.Random(os.getpid()).random() * 0.02)
-        return judged
+        return dead
 
-    monkeypatch.setattr(RunLock, "_require_free", judge_and_wait)
+    monkeypatch.setattr(RunLock, "_require_free", check_and_wait)
     for trial in range(10):
-        assert winners(tmp_path) == 1, trial
+        assert count_winners(tmp_path) == 1, trial
         assert listing(tmp_path).keys() == {"lock"}
 
 
-def test_a_live_holder_is_named_and_nothing_changes(tmp_path: Path) -> None:
+def test_a_live_holder_is_reported_and_the_folder_is_unchanged(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    holder = hold(run_dir)
+    holder = start_holder(run_dir)
     try:
         before = listing(tmp_path) | listing(run_dir)
         who = re.escape(f"run_dir {run_dir} is in use by pid {holder.pid} on host {socket.gethostname()} since 2")
@@ -111,28 +113,28 @@ def test_a_live_holder_is_named_and_nothing_changes(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             RunLock(run_dir).acquire()
         assert listing(tmp_path) | listing(run_dir) == before
-        seen = live_holder(run_dir)
+        seen = find_live_holder(run_dir)
         assert seen is not None
         assert seen.pid == holder.pid
     finally:
         kill(holder)
-    assert live_holder(run_dir) is None
+    assert find_live_holder(run_dir) is None
     with RunLock(run_dir) as lock:
         assert lock.is_held()
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_zombie_is_dead(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
+def test_a_zombie_holder_counts_as_dead(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
     holder.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # ended, and still listed
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # ended but not reaped
     with RunLock(tmp_path) as lock:
         assert lock.is_held()
     holder.wait()
 
 
-def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
     try:
         content = json.loads((tmp_path / "lock").read_bytes())
         (tmp_path / "lock").write_text(json.dumps(content | {"started": content["started"] - 1}))
@@ -142,47 +144,47 @@ def test_a_process_id_that_is_used_again_is_another_process(tmp_path: Path) -> N
         kill(holder)
 
 
-def test_a_process_holds_a_folder_once(tmp_path: Path) -> None:
+def test_a_process_cannot_acquire_the_same_lock_twice(tmp_path: Path) -> None:
     with RunLock(tmp_path), pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} "):
         RunLock(tmp_path).acquire()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_holder_on_another_host_lives_while_it_gives_signs(tmp_path: Path) -> None:
-    of_another_host(tmp_path, age=SILENT_SECONDS - 10)
+def test_a_holder_on_another_host_is_alive_while_it_touches_lock_or_heartbeat(tmp_path: Path) -> None:
+    write_lock_of_another_host(tmp_path, age=LOCK_TIMEOUT_SECONDS - 10)
     message = "in use by pid 123 on host n2 since 2026-01-02"
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path).acquire()
-    of_another_host(tmp_path / "b", age=SILENT_SECONDS + 10)
+    write_lock_of_another_host(tmp_path / "b", age=LOCK_TIMEOUT_SECONDS + 10)
     (tmp_path / "b" / HEARTBEAT).write_text("{}")
     before = listing(tmp_path / "b")
     with pytest.raises(ConfigError, match=message):
         RunLock(tmp_path / "b").acquire()
     assert listing(tmp_path / "b") == before
-    os.utime(tmp_path / "b" / HEARTBEAT, (time.time() - SILENT_SECONDS - 1,) * 2)
+    os.utime(tmp_path / "b" / HEARTBEAT, (time.time() - LOCK_TIMEOUT_SECONDS - 1,) * 2)
     with RunLock(tmp_path / "b") as lock:
         assert lock.is_held()
 
 
-def test_the_time_of_the_file_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_another_host(tmp_path, age=10)
+def test_age_is_measured_by_the_file_system_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lock_of_another_host(tmp_path, age=10)
     now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 1000)  # a clock that is ahead
+    monkeypatch.setattr(time, "time", lambda: now + 1000)  # local clock ahead of the file system
     with pytest.raises(ConfigError, match="in use by pid 123 on host n2"):
         RunLock(tmp_path).acquire()
     assert listing(tmp_path).keys() == {"lock"}
 
 
-def test_a_lock_that_cannot_be_read_is_believed_for_a_while(tmp_path: Path) -> None:
+def test_a_malformed_lock_is_respected_until_the_timeout(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("")
     with pytest.raises(ConfigError, match="in use by another process: "):
         RunLock(tmp_path).acquire()
-    os.utime(tmp_path / "lock", (time.time() - SILENT_SECONDS - 1,) * 2)
+    os.utime(tmp_path / "lock", (time.time() - LOCK_TIMEOUT_SECONDS - 1,) * 2)
     with RunLock(tmp_path) as lock:
         assert lock.is_held()
 
 
-def test_the_holder_gives_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_holder_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     with RunLock(tmp_path):
         os.utime(tmp_path / "lock", (0, 0))
@@ -192,12 +194,14 @@ def test_the_holder_gives_signs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert time.time() - (tmp_path / "lock").stat().st_mtime < 10
 
 
-def test_one_that_lost_it_neither_touches_nor_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     lock = RunLock(tmp_path)
     lock.acquire()
-    of_another = json.loads((tmp_path / "lock").read_bytes()) | {"host": "n2", "token": "another"}
-    (tmp_path / "new").write_text(json.dumps(of_another))
+    other_lock = json.loads((tmp_path / "lock").read_bytes()) | {"host": "n2", "token": "another"}
+    (tmp_path / "new").write_text(json.dumps(other_lock))
     os.utime(tmp_path / "new", (0, 0))
     (tmp_path / "new").replace(tmp_path / "lock")
     time.sleep(0.1)
@@ -206,7 +210,7 @@ def test_one_that_lost_it_neither_touches_nor_removes_it(tmp_path: Path, monkeyp
     assert (tmp_path / "lock").stat().st_mtime == 0
 
 
-def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file cannot be locked: Not a directory"):
         RunLock(tmp_path / "file").acquire()
@@ -220,14 +224,12 @@ def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monk
     assert listing(tmp_path).keys() == {"file"}
 
 
-def test_a_disk_that_is_away_for_a_while_does_not_end_the_signs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_touching_continues_after_file_system_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
-    real, away = os.utime, iter([True, True, True])
+    real, outages = os.utime, iter([True, True, True])
 
     def utime(path: Any, *args: Any, **options: Any) -> None:
-        if next(away, False):
+        if next(outages, False):
             raise OSError(116, "Stale file handle")
         real(path, *args, **options)
 
@@ -241,10 +243,10 @@ def test_a_disk_that_is_away_for_a_while_does_not_end_the_signs(
         assert (tmp_path / "lock").stat().st_mtime > 0
 
 
-def test_a_lock_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_folder_named_lock_is_reported(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
-    looks: tuple[Callable[[], object], ...] = (RunLock(tmp_path).acquire, lambda: live_holder(tmp_path))
-    for look in looks:
+    actions: tuple[Callable[[], object], ...] = (RunLock(tmp_path).acquire, lambda: find_live_holder(tmp_path))
+    for action in actions:
         with pytest.raises(ConfigError, match=r"cannot be locked: Is a directory$"):
-            look()
+            action()
     assert listing(tmp_path).keys() == {"lock"}

@@ -15,7 +15,7 @@ from megarl.checkpoint.verify import hash_file
 from megarl.cli.main import main
 from megarl.config import RunConfig, dump_config
 from megarl.config.load import make_config
-from tests.checkpoint.run_folder import CONTENTS, write_files
+from tests.checkpoint.run_folder import METADATA, write_files
 
 FILE = "policy/__0_0.distcp"
 
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         draft = store.begin(step)
         write_files(draft)
         (draft.folder / "config.yaml").write_text(config)
-        draft.commit(CONTENTS, {FILE: hash_file(draft.folder / FILE)})
+        draft.commit(METADATA, {FILE: hash_file(draft.folder / FILE)})
     return folder
 
 
@@ -89,13 +89,31 @@ def test_ls_of_a_run_without_checkpoints(tmp_path: Path, capsys: Captured) -> No
     assert list_rows(tmp_path, capsys) == {}
 
 
-def test_ls_of_a_checkpoint_in_a_newer_format(run_dir: Path, capsys: Captured) -> None:
-    (checkpoint_folder(run_dir, 80) / "manifest.json").write_text('{"format_version": 2}')
+@pytest.mark.parametrize(
+    ("version", "age", "remedy"),
+    [
+        (1, "older", "start a new run, or resume with the version that wrote the checkpoint"),
+        (3, "newer", "use the newer version that wrote the checkpoint"),
+    ],
+)
+def test_a_checkpoint_in_another_format_is_reported_and_kept(
+    run_dir: Path, capsys: Captured, version: int, age: str, remedy: str
+) -> None:
+    folder = checkpoint_folder(run_dir, 80)
+    (folder / "manifest.json").write_text(json.dumps({"format_version": version}))
+    message = f"checkpoint {folder} has format {version}, but this version of megarl reads format 2: {remedy}"
     rows = list_rows(run_dir, capsys)
-    assert (rows[80]["whole"], rows[80]["kept_by"]) == (False, "newer format")
-    assert "needs a newer megarl" in rows[80]["problems"][0]
+    assert (rows[80]["whole"], rows[80]["kept_by"]) == (False, f"{age} format")
+    assert rows[80]["problems"] == [message]
     assert main(["checkpoint", "verify", str(run_dir), "80"]) == 1
-    assert "step-000080 is of format 2" in capsys.readouterr().err
+    answer = capsys.readouterr()
+    assert answer.out.split()[:2] == ["step-000080", age]
+    assert f"error: step-000080: {message}" in answer.err
+    assert main(["checkpoint", "prune", str(run_dir), "--keep-last", "1", "--keep-every", "0"]) == 0
+    answer = capsys.readouterr()
+    assert f"error: step-000080: {message}" in answer.err
+    assert f"({age} format)" in answer.out
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step-000060", "step-000080"]
 
 
 def test_verify_reports_the_file_and_the_failed_check(run_dir: Path, capsys: Captured) -> None:
@@ -184,7 +202,7 @@ def test_prune_removes_nothing_if_no_checkpoint_is_valid(run_dir: Path, capsys: 
     for step in (20, 40, 60, 80):
         corrupt(checkpoint_folder(run_dir, step) / FILE)
     assert main(["checkpoint", "prune", str(run_dir)]) == 0
-    assert capsys.readouterr().out.count("(none is whole)") == 2
+    assert capsys.readouterr().out.count("(none is valid)") == 2
     assert len(list_rows(run_dir, capsys)) == 4
 
 
@@ -195,7 +213,7 @@ def test_unknown_keys_of_another_version_are_ignored(run_dir: Path, capsys: Capt
     )
     draft = store.begin(100)
     (draft.folder / "config.yaml").write_text(f"novel: 1\n{config}")
-    draft.commit(CONTENTS, {})
+    draft.commit(METADATA, {})
     kept = {step: row["kept_by"] for step, row in list_rows(run_dir, capsys).items()}
     assert kept == {20: None, 40: "keep_every", 60: None, 80: "keep_every", 100: "keep_last"}
 
@@ -218,7 +236,7 @@ def test_a_checkpoint_removed_during_verify_is_not_reported_as_damaged(
 
 
 def test_verify_prints_progress(run_dir: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.checkpoint.verify.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
     assert main(["checkpoint", "verify", str(run_dir), "20"]) == 0
     printed = "comparing step-000020 with its checksums: 0.0 GiB read"
     assert capsys.readouterr().err.splitlines() == ["reading step-000020", *[printed] * 4]

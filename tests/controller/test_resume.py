@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint.manifest import Contents
+from megarl.checkpoint.manifest import CheckpointMetadata
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig, SftConfig, StageConfig, dump_config
@@ -19,6 +19,7 @@ from megarl.controller.resume import ResumePlan, latest_valid, plan_resume
 from megarl.controller.run_stage import RUN_ARTIFACTS
 from megarl.errors import ConfigError, DataError
 from megarl.run.run_state import RunState
+from tests.checkpoint.run_folder import write_format_1_manifest
 from tests.run.finished_groups import run_config
 
 
@@ -37,7 +38,7 @@ def save(config: RunConfig, *steps: int) -> None:
         (draft.folder / "policy" / "0.distcp").write_text("weights")
         (draft.folder / "config.yaml").write_text(dump_config(config))
         RunState(step=step).write(draft.folder)
-        draft.commit(Contents.of(config), {})
+        draft.commit(CheckpointMetadata.from_config(config), {})
 
 
 def find(config: StageConfig, which: str) -> tuple[ResumePlan, list[str]]:
@@ -123,7 +124,9 @@ def test_incompatible_settings_are_refused_with_every_difference(which: str, tmp
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     save(make_config(tmp_path), 2)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "hidden_size": 16}))
-    with pytest.raises(DataError, match=r"^checkpoint step-000002 is of another model: needs hidden_size 8, got 16$"):
+    with pytest.raises(
+        DataError, match=r"^checkpoint step-000002 belongs to another model: needs hidden_size 8, got 16$"
+    ):
         find(make_config(tmp_path), "auto")
 
 
@@ -147,28 +150,51 @@ def test_a_checkpoint_of_another_command_is_refused(which: str, tmp_path: Path) 
 def test_a_missing_checkpoint_is_reported_with_the_existing_ones(which: str, tmp_path: Path) -> None:
     config = make_config(tmp_path)
     save(config, 2)
-    with pytest.raises(DataError, match=r"^there is no .*; .* has those of steps 2$"):
+    with pytest.raises(DataError, match=r"^there is no .*; .* has checkpoints of steps 2$"):
         find(config, which)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("megarl.checkpoint.manifest.Manifest.__init__", _newer(), raising=True)
+        patch.setattr("megarl.checkpoint.manifest.Manifest.__init__", _write_newer_format(), raising=True)
         save(config, 2)
-    with pytest.raises(DataError, match=r"is of format 2, this megarl reads up to 1; needs a newer megarl$"):
+    with pytest.raises(
+        DataError, match=r"has format 3, but this version of megarl reads format 2: use the newer version "
+    ):
         find(config, "auto")
 
 
-def _newer() -> Any:
+def _write_newer_format() -> Any:
     from megarl.checkpoint.manifest import Manifest
 
     original = Manifest.__init__
 
     def init(self: Any, **fields: Any) -> None:
-        original(self, **fields, format_version=2)
+        original(self, **fields, format_version=3)
 
     return init
+
+
+@pytest.mark.parametrize("which", ["auto", "4", "step-000004", "path"])
+def test_an_older_format_is_refused_and_the_run_does_not_start_over(which: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save(config, 2, 4)
+    for step in (2, 4):
+        write_format_1_manifest(CheckpointStore(config.run_dir).folder / f"step-{step:06d}", step)
+    folder = CheckpointStore(config.run_dir).folder / "step-000004"
+    before = list_paths(config)
+    message = (
+        f"checkpoint {folder} has format 1, but this version of megarl reads format 2: start a new run, or resume "
+        "with the version that wrote the checkpoint"
+    )
+    with pytest.raises(DataError) as error:
+        find(config, str(folder) if which == "path" else which)
+    assert str(error.value) == message
+    with pytest.raises(DataError) as error:
+        latest_valid(config, str)  # called by a run that has lost its trainer
+    assert str(error.value) == message
+    assert list_paths(config) == before
 
 
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start(tmp_path: Path) -> None:
@@ -229,7 +255,7 @@ def test_a_journal_of_the_previous_format_is_refused(tmp_path: Path, steps: tupl
 def test_a_long_verification_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path)
     save(config, 2)
-    monkeypatch.setattr("megarl.checkpoint.verify.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("megarl.checkpoint.verify.REPORT_SECONDS", 0.0)
     for which in ("auto", "2"):
         _, messages = find(config, which)
         assert messages == ["comparing step-000002 with its checksums: 0.0 GiB read"] * 3
@@ -242,7 +268,7 @@ def test_other_rows_are_refused_but_a_data_file_may_move(tmp_path: Path) -> None
     draft = CheckpointStore(config.run_dir).begin(2)
     (draft.folder / "config.yaml").write_text(dump_config(config))
     RunState(step=2).write(draft.folder)
-    draft.commit(replace(Contents.of(config), data=hash_file(rows)), {})
+    draft.commit(replace(CheckpointMetadata.from_config(config), data=hash_file(rows)), {})
     moved = rows.rename(tmp_path / "moved.jsonl")
     config = make_config(tmp_path, data={"path": str(moved)})
     assert find(config, "auto")[0].checkpoint is not None
