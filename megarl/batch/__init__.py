@@ -1,1 +1,1 @@
-"""Trajectories, and how they become packed micro-batches."""
+"""Trajectories, load balancing, and packing into micro-batches."""

@@ -1,17 +1,18 @@
-"""Which sequence goes to which data-parallel rank and micro-batch.
+"""Load balancing: assign sequences to data-parallel ranks and micro-batches.
 
-Ranks meet in every micro-batch wherever experts or pipeline stages are spread over them. So a step lasts as long as
-the sum, over micro-batch indices, of the costliest rank. The micro-batches of one index make a *round*:
+With expert or pipeline parallelism, ranks synchronize in every micro-batch. A step therefore takes the sum, over
+micro-batch indices, of the most expensive rank. The micro-batches of one index form a *round*:
 
               rank 0    rank 1    rank 2
-    round 0  [#######] [#######] [###### ]   costliest round first
-    round 1  [####   ] [####   ] [####   ]   level: nobody waits
+    round 0  [#######] [#######] [###### ]   most expensive round first
+    round 1  [####   ] [####   ] [####   ]   balanced: no rank waits
 
-1. Best-fit-decreasing finds how few rounds hold all tokens.
-2. A round is to cost what its longest sequence costs, or an even share of what is left: very long sequences meet.
-3. Longest first, each sequence goes where most is missing and where it fits.
-4. Swaps level each round.
-5. Ranks share each round such that their totals agree.
+1. Best-fit-decreasing bin packing finds a small number of rounds that hold all tokens.
+2. The target cost of a round is that of its longest sequence or an even share of the remaining cost, whichever is
+   larger: very long sequences share a round.
+3. Longest first, each sequence goes to the micro-batch that is furthest below its target and has room for it.
+4. Swaps balance each round.
+5. The micro-batches of each round are assigned to ranks such that the ranks' totals are close.
 
 Shapes: N sequences, M micro-batches (rounds * dp); a micro-batch is a list of indices, shortest sequence first.
 """
@@ -25,23 +26,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LEVEL = 5e-4
-"""A round whose costliest micro-batch is above the mean by at most this share needs no more swaps."""
+BALANCE_TOLERANCE = 5e-4
+"""Swapping in a round ends once its most expensive micro-batch exceeds the mean by at most this fraction."""
 
 SWAPS_PER_RANK = 4
-"""In one round; the first few level nearly all of what swaps can."""
+"""Maximum number of swaps per rank and round; the first few achieve nearly all of the balance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:
-    """What one sequence costs to compute: linear in its tokens, and attention's square.
+    """Compute cost of a sequence: a term linear in its tokens, and a quadratic one for attention.
 
     PaLM (arXiv 2204.02311, appendix B) counts 2 floating-point operations per token and parameter, and 4 per token,
     head, dimension and attended position; causal attention attends to half of the positions.
     """
 
     matmul_parameters: int
-    """That one token is multiplied with: of experts the active ones, with the head, without the embedding."""
+    """Parameters that one token is multiplied with: active experts only, with the head, without the embedding."""
     attention_layers: int
     """Layers with softmax attention, windowed ones included."""
     attention_width: int
@@ -49,7 +50,7 @@ class SequenceCost:
     windowed_layers: int = 0
     """Of `attention_layers`, those with sliding-window attention."""
     window: int = 0
-    """Positions that a token of a windowed layer attends to at most, its own included."""
+    """Maximum number of positions that a token of a windowed layer attends to, its own included."""
 
     def __post_init__(self) -> None:
         assert self.matmul_parameters > 0, f"matmul_parameters needs to be positive, got {self.matmul_parameters}"
@@ -57,15 +58,15 @@ class SequenceCost:
         assert self.window > 0 or not self.windowed_layers, f"{self.windowed_layers} layers have window {self.window}"
 
     def flops(self, num_tokens: int) -> int:
-        """Floating-point operations of one sequence's forward pass; training takes three times as many."""
-        whole_layers = self.attention_layers - self.windowed_layers
-        pairs = whole_layers * _attended(num_tokens, num_tokens)
-        pairs += self.windowed_layers * _attended(num_tokens, self.window)
+        """Return the floating-point operations of a sequence's forward pass; training takes three times as many."""
+        full_layers = self.attention_layers - self.windowed_layers
+        pairs = full_layers * _num_attended_pairs(num_tokens, num_tokens)
+        pairs += self.windowed_layers * _num_attended_pairs(num_tokens, self.window)
         return 2 * (self.matmul_parameters * num_tokens + self.attention_width * pairs)
 
 
-def _attended(num_tokens: int, window: int) -> int:
-    """Pairs of a token and a position that it attends to, in one layer."""
+def _num_attended_pairs(num_tokens: int, window: int) -> int:
+    """Return the number of (query, key) position pairs of one layer."""
     growing = min(num_tokens, window)
     return growing * (growing + 1) // 2 + (num_tokens - growing) * window
 
@@ -75,37 +76,42 @@ QWEN2_5_7B = SequenceCost(
     attention_layers=28,
     attention_width=28 * (128 + 128),
 )
-"""A usual size, for whoever does not know the model: attention costs as much as the rest at 70,000 tokens."""
+"""Default for an unknown model: attention costs as much as the rest at 70,000 tokens."""
 
 
 def plan_micro_batches(
     lengths: Sequence[int], *, dp: int, max_tokens: int, cost: SequenceCost = QWEN2_5_7B
 ) -> list[list[list[int]]]:
-    """[dp][micro-batch] -> indices into `lengths`, ascending; every rank gets the same number of micro-batches.
+    """Return the plan `[dp][micro-batch]`: ascending indices into `lengths`, equally many micro-batches per rank.
 
-    A micro-batch holds at most `max_tokens` tokens; a longer sequence stands alone. Micro-batches with the same index
-    cost nearly the same on all ranks, costliest first. Some are empty where sequences are few. Equal arguments give
-    equal plans.
+    A micro-batch holds at most `max_tokens` tokens, or one longer sequence. Micro-batches with the same index cost
+    nearly the same on all ranks, the most expensive come first. With few sequences some micro-batches are empty. The
+    plan is deterministic.
+
+    Args:
+        lengths: tokens of each sequence.
+        dp: number of data-parallel ranks.
+        cost: compute cost of a sequence by its length.
     """
     lengths_N = np.array(lengths, np.int64)
     costs_N = np.array([cost.flops(n) for n in lengths], np.float64)
     descending_N = np.argsort(-lengths_N, kind="stable")
     fewest = _best_fit(lengths_N, descending_N, max_tokens)
     rounds = max(1, -(-len(fewest) // dp))
-    targets_M = np.repeat(_targets(costs_N[descending_N], rounds, dp), dp)
-    micro_batches = _spread(lengths_N, costs_N, descending_N, targets_M, max_tokens)
+    targets_M = np.repeat(_cost_targets(costs_N[descending_N], rounds, dp), dp)
+    micro_batches = _fill_to_targets(lengths_N, costs_N, descending_N, targets_M, max_tokens)
     if micro_batches is None:
         micro_batches = fewest + [[] for _ in range(rounds * dp - len(fewest))]
     micro_batches = [micro_batch[::-1] for micro_batch in micro_batches]
     micro_batches.sort(key=lambda micro_batch: -costs_N[micro_batch].sum())
     for first in range(0, rounds * dp, dp):
         members = slice(first, first + dp)
-        micro_batches[members] = _level(micro_batches[members], lengths_N, costs_N, max_tokens)
-    return _deal(micro_batches, costs_N, dp)
+        micro_batches[members] = _balance_round(micro_batches[members], lengths_N, costs_N, max_tokens)
+    return _assign_to_ranks(micro_batches, costs_N, dp)
 
 
 def _best_fit(lengths_N: NDArray[np.int64], descending_N: NDArray[np.intp], max_tokens: int) -> list[list[int]]:
-    """Few micro-batches that hold everything: each sequence goes where it leaves the least room."""
+    """Return a small number of micro-batches that hold all sequences, by best-fit-decreasing bin packing."""
     micro_batches: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for i, length in zip(descending_N.tolist(), lengths_N[descending_N].tolist(), strict=True):
@@ -120,8 +126,8 @@ def _best_fit(lengths_N: NDArray[np.int64], descending_N: NDArray[np.intp], max_
     return micro_batches
 
 
-def _targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int) -> list[float]:
-    """By round, what each of its micro-batches is to cost."""
+def _cost_targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int) -> list[float]:
+    """Return, for each round, the target cost of each of its micro-batches."""
     left = float(descending_costs_N.sum())
     targets = []
     for k in range(rounds):
@@ -131,17 +137,17 @@ def _targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int) -> l
     return targets
 
 
-def _spread(
+def _fill_to_targets(
     lengths_N: NDArray[np.int64],
     costs_N: NDArray[np.float64],
     descending_N: NDArray[np.intp],
     targets_M: NDArray[np.float64],
     max_tokens: int,
 ) -> list[list[int]] | None:
-    """Micro-batches near their targets, longest sequence first; None where one no longer fits anywhere."""
+    """Fill micro-batches close to their target costs, longest sequence first; None if a sequence does not fit."""
     micro_batches: list[list[int]] = [[] for _ in targets_M]
     missing_M = targets_M.copy()
-    room_M = np.full(len(targets_M), np.iinfo(np.int64).max)  # empty: takes a sequence of any length
+    room_M = np.full(len(targets_M), np.iinfo(np.int64).max)  # an empty micro-batch takes a sequence of any length
     for i in descending_N.tolist():
         m = int(np.where(room_M >= lengths_N[i], missing_M, -np.inf).argmax())
         if room_M[m] < lengths_N[i]:
@@ -152,15 +158,15 @@ def _spread(
     return micro_batches
 
 
-def _level(
+def _balance_round(
     micro_batches: Sequence[list[int]], lengths_N: NDArray[np.int64], costs_N: NDArray[np.float64], max_tokens: int
 ) -> list[list[int]]:
-    """One round after swaps between its costliest micro-batch and the cheapest that gains from one."""
+    """Return a round after swaps between its most expensive micro-batch and the cheapest one that gains from it."""
     held = [np.array(micro_batch, np.intp) for micro_batch in micro_batches]
     loads = np.array([costs_N[indices].sum() for indices in held])
     for _ in range(SWAPS_PER_RANK * len(held)):
         top = int(loads.argmax())
-        if loads[top] <= loads.mean() * (1 + LEVEL):
+        if loads[top] <= loads.mean() * (1 + BALANCE_TOLERANCE):
             break
         for other in np.argsort(loads, kind="stable").tolist():
             room = max_tokens - int(lengths_N[held[other]].sum())
@@ -184,16 +190,18 @@ def _best_swap(
     costs_N: NDArray[np.float64],
     room: int,
 ) -> tuple[list[int], list[int]] | None:
-    """The sequence to give, and the one (or none) to take for it, that bring both loads closest; None: no gain."""
+    """Return the sequence to give and the one (or none) to take that best equalize both loads; None if none helps."""
     gap = costs_N[mine].sum() - costs_N[theirs].sum()
-    # Place 0 of theirs stands for no sequence.
+    # Index 0 of `theirs` stands for no sequence.
     lengths = np.concatenate([[0], lengths_N[theirs]])
     costs = np.concatenate([[0.0], costs_N[theirs]])
     fitting = np.searchsorted(lengths, lengths_N[mine] - room)
     ideal = np.searchsorted(costs, costs_N[mine] - gap / 2)
     place = np.maximum(np.stack([ideal - 1, ideal]), fitting)
     difference = costs_N[mine] - costs[np.minimum(place, len(theirs))]
-    gains = (place <= len(theirs)) & (difference > gap * LEVEL) & (difference < gap * (1 - LEVEL))
+    gains = (
+        (place <= len(theirs)) & (difference > gap * BALANCE_TOLERANCE) & (difference < gap * (1 - BALANCE_TOLERANCE))
+    )
     if not gains.any():
         return None
     best = int(np.where(gains, abs(difference - gap / 2), np.inf).argmin())
@@ -201,8 +209,14 @@ def _best_swap(
     return [int(mine[best % len(mine)])], [] if taken == 0 else [int(theirs[taken - 1])]
 
 
-def _deal(micro_batches: Sequence[list[int]], costs_N: NDArray[np.float64], dp: int) -> list[list[list[int]]]:
-    """[dp][round]: the costliest of a round goes to the rank with the least so far, the most uneven round first."""
+def _assign_to_ranks(
+    micro_batches: Sequence[list[int]], costs_N: NDArray[np.float64], dp: int
+) -> list[list[list[int]]]:
+    """Return the plan `[dp][round]`.
+
+    The most expensive micro-batch of a round goes to the rank with the lowest total so far, in order of the most
+    uneven rounds first.
+    """
     loads_KR = np.array([costs_N[micro_batch].sum() for micro_batch in micro_batches]).reshape(-1, dp)
     plan: list[list[list[int]]] = [[[] for _ in loads_KR] for _ in range(dp)]
     totals_R = np.zeros(dp)

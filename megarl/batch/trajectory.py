@@ -1,4 +1,4 @@
-"""One episode as tokens."""
+"""Tokenized prompts and trajectories."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode. Every array has length T: prompt, sampled tokens, tool output, in order.
+    """One episode of T tokens: prompt, sampled tokens and tool output, in order.
 
-    Arrays (not lists), so that they cross processes through shared memory without a copy.
+    Arrays rather than lists, so that they are transferred between processes through shared memory without a copy.
     """
 
     prompt_id: str
-    """Identifies the prompt's row in its data source."""
+    """Identifier of the prompt's row in its data source."""
 
     group_id: int
-    """Completions of the same prompt in the same step share it."""
+    """Index shared by the completions of the same prompt in the same step."""
 
     token_ids: NDArray[np.int32]
-    """[T]."""
+    """[T]: ids of all tokens of the episode."""
 
     loss_mask: NDArray[np.bool_]
-    """[T]. True on tokens that the policy sampled; False on prompt and tool output."""
+    """[T]: True for tokens that the policy sampled, False for prompt and tool output."""
 
     logprobs: NDArray[np.float32]
-    """[T]. As the engine sampled them; 0.0 where loss_mask is False."""
+    """[T]: log-probabilities from the rollout engine; 0.0 where loss_mask is False."""
 
     policy_versions: NDArray[np.int32]
-    """[T]. The weights that produced each token (an update may land mid-sequence); -1 where loss_mask is False."""
+    """[T]: version of the weights that sampled each token (weights may be updated mid-sequence); -1 where loss_mask is
+    False."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Reward term -> value, before weighting."""
 
     reward: float = 0.0
-    """The weighted sum of `rewards`."""
+    """Weighted sum of `rewards`."""
 
     finish_reason: str = "stop"
-    """`stop`: the policy ended it; `length`: cut at a limit."""
+    """`stop`: ended by the policy; `length`: truncated at a token limit."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -52,30 +53,30 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return len(self.token_ids)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first sampled one (all of them where none was sampled)."""
+        """Number of tokens before the first sampled one; T if none was sampled."""
         sampled = np.flatnonzero(self.loss_mask)
         return int(sampled[0]) if len(sampled) else self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One row of a data source, tokenized."""
+    """A tokenized row of a data source."""
 
     prompt_id: str
     """`<file name>:<row number from 1>`."""
 
     text: str
-    """What was tokenized, template applied."""
+    """The tokenized text, with the template applied."""
 
     token_ids: tuple[int, ...]
 
     row: Mapping[str, Any]
-    """The row as it was read: what rewards compare with."""
+    """The row as read, for reward functions."""
 
     answer: str | None = None
-    """The reference, where the row has one."""
+    """Reference answer, if the row has one."""

@@ -1,4 +1,4 @@
-"""A row's prompt -> the text and the tokens that the policy sees."""
+"""Render and tokenize a row's prompt by the prompt and chat templates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PLACEHOLDER = "{prompt}"
 
 
 class PromptTemplate:
-    """Renders prompts as `data.prompt_template`, `data.chat_template` and `data.system_prompt` say.
+    """Renders prompts according to `data.prompt_template`, `data.chat_template` and `data.system_prompt`.
 
     Raises:
-        ConfigError: the template lacks `{prompt}`, or a system prompt stands beside `chat_template: never`.
-        DataError: the tokenizer lacks the chat template that the configuration asks for.
+        ConfigError: the template lacks `{prompt}`, or a system prompt is combined with `chat_template: never`.
+        DataError: the tokenizer lacks the chat template that the configuration requires.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -30,18 +30,21 @@ class PromptTemplate:
             raise ConfigError("data.system_prompt needs a chat template, got data.chat_template: never")
         has_template = tokenizer.chat_template is not None
         if config.chat_template == "always" and not has_template:
-            raise DataError(f"data.chat_template: always needs a tokenizer with a chat template, {_name(tokenizer)}")
+            raise DataError(
+                f"data.chat_template: always needs a tokenizer with a chat template, {_no_template(tokenizer)}"
+            )
         if config.system_prompt is not None and not has_template:
-            raise DataError(f"data.system_prompt needs a tokenizer with a chat template, {_name(tokenizer)}")
+            raise DataError(f"data.system_prompt needs a tokenizer with a chat template, {_no_template(tokenizer)}")
         self._config = config
         self._tokenizer = tokenizer
         self._chat = has_template and config.chat_template != "never"
 
     def render(self, row: Row) -> str:
-        """The row's prompt as text, ready to be continued by the policy.
+        """Return the row's prompt as text for the policy to continue.
 
         Raises:
-            DataError: names file:line; no such field, neither a string nor messages, or refused by the chat template.
+            DataError: the field is missing or neither a string nor messages, or the chat template rejects the prompt.
+                The message names file:line.
         """
         prompt = row.value(self._config.fields.prompt, "data.fields.prompt")
         if isinstance(prompt, str):
@@ -64,18 +67,18 @@ class PromptTemplate:
         return text
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Rendered prompts as token ids.
+        """Tokenize rendered prompts.
 
-        A chat template writes special tokens itself; a plain prompt gets those that the tokenizer adds (a bos).
+        Chat templates contain their special tokens; plain prompts get those that the tokenizer adds, such as bos.
         """
         return self._encode(texts, add_special_tokens=not self._chat)
 
     def tokenize_continuations(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts that stand behind a prompt, as token ids: nothing is put before them."""
+        """Tokenize texts that follow a prompt, without adding special tokens."""
         return self._encode(texts, add_special_tokens=False)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # verbose would warn of texts longer than the model; the caller's limit reports those with file and line.
+        # verbose would warn about texts longer than the model; the caller reports those with file and line.
         encoded = self._tokenizer(
             list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
         )
@@ -91,11 +94,13 @@ class PromptTemplate:
                 raise DataError(f"{row.where}: {field} needs messages {{role, content}}, got {message!r}")
         if not self._chat:
             reason = (
-                "got data.chat_template: never" if self._config.chat_template == "never" else _name(self._tokenizer)
+                "got data.chat_template: never"
+                if self._config.chat_template == "never"
+                else _no_template(self._tokenizer)
             )
             raise DataError(f"{row.where}: {field} holds messages, which need a chat template, {reason}")
         return prompt
 
 
-def _name(tokenizer: PreTrainedTokenizerBase) -> str:
-    return f"the one of {tokenizer.name_or_path or 'this model'} has none"
+def _no_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    return f"the tokenizer of {tokenizer.name_or_path or 'this model'} has none"

@@ -1,4 +1,4 @@
-"""A data file -> demonstrations for supervised fine-tuning."""
+"""Load demonstrations for supervised fine-tuning from a data file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.data import DataConfig
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.progress_bar import track
-from megarl.data.prompts import OverlongRows, in_batches
+from megarl.data.prompts import OverlongFilter, batch_rows
 from megarl.data.rows import Row, read_rows
 from megarl.errors import DataError
 
@@ -19,31 +19,33 @@ from megarl.errors import DataError
 def load_demonstrations(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, path: str | None = None
 ) -> list[Trajectory]:
-    """Every row of `path` (default: `data.path`) as prompt + response + eos; `group_id` counts them.
+    """Return each row of `path` (default: `data.path`) as prompt + response + eos, with its index as `group_id`.
 
-    Prompt and response are tokenized apart: the prompt's tokens are those that generation will start from.
+    Prompt and response are tokenized separately, so that the prompt's tokens are those that generation starts from.
 
     Raises:
-        DataError: names file:line; a row without prompt or response, or with more than `max_tokens` tokens where
-            `data.overlong_prompts` is `error`; or no row left.
+        DataError: a row lacks prompt or response, or has more than `max_tokens` tokens while `data.overlong_prompts` is
+            `error` (the message names file:line); or no row is left.
     """
     file = Path(path or config.path)
     template = PromptTemplate(config, tokenizer)
-    overlong = OverlongRows(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
+    overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
     eos = tokenizer.eos_token_id
     demonstrations: list[Trajectory] = []
-    for rows in track(in_batches(read_rows(file)), f"tokenizing {file.name}"):
+    for rows in track(batch_rows(read_rows(file)), f"tokenizing {file.name}"):
         prompts = template.tokenize([template.render(row) for row in rows])
-        responses = template.tokenize_continuations([_response(row, config.fields.response) for row in rows])
+        responses = template.tokenize_continuations([_read_response(row, config.fields.response) for row in rows])
         for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            if overlong.keeps(row, len(prompt) + len(response) + 1):
-                demonstrations.append(answered(row, prompt, [*response, eos], group_id=len(demonstrations)))
-    overlong.close(kept=len(demonstrations))
+            if overlong.keep(row, len(prompt) + len(response) + 1):
+                demonstrations.append(
+                    make_supervised_trajectory(row, prompt, [*response, eos], group_id=len(demonstrations))
+                )
+    overlong.report_dropped(num_kept=len(demonstrations))
     return demonstrations
 
 
-def answered(row: Row, prompt: list[int], response: list[int], *, group_id: int) -> Trajectory:
-    """The row's prompt followed by an answer to it, as if the policy had sampled that."""
+def make_supervised_trajectory(row: Row, prompt: list[int], response: list[int], *, group_id: int) -> Trajectory:
+    """Return prompt and response as a trajectory whose response counts as sampled by the policy."""
     num_tokens = len(prompt) + len(response)
     loss_mask = np.zeros(num_tokens, dtype=np.bool_)
     loss_mask[len(prompt) :] = True
@@ -57,7 +59,7 @@ def answered(row: Row, prompt: list[int], response: list[int], *, group_id: int)
     )
 
 
-def _response(row: Row, field: str) -> str:
+def _read_response(row: Row, field: str) -> str:
     if field not in row.fields:
         has = ", ".join(repr(name) for name in row.fields) or "no fields"
         raise DataError(

@@ -1,4 +1,4 @@
-"""A progress bar for work that turns out to be long."""
+"""Progress bar that appears only for long work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 T = TypeVar("T")
 
 QUIET_SECONDS = 3.0
-"""Work that ends within this time shows nothing."""
+"""Work that ends within this time shows no progress bar."""
 
 
 def track(batches: Iterable[list[T]], what: str, *, quiet_seconds: float = QUIET_SECONDS) -> Iterator[list[T]]:
-    """`batches` unchanged; past `quiet_seconds` a line on stderr counts their rows (on a terminal only)."""
+    """Yield `batches` unchanged; after `quiet_seconds`, show the number of rows on stderr if it is a terminal."""
     console = Console(stderr=True)
     progress = Progress(
         SpinnerColumn(),

@@ -1,4 +1,4 @@
-"""The longest prompt that a model's context allows."""
+"""Maximum prompt length that a model's context allows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from megarl.config import RunConfig
 from megarl.errors import ConfigError
 
 
-def prompt_budget(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
-    """Longest prompt in tokens: `data.max_prompt_tokens`, else what the context leaves after the completion.
+def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
+    """Return the maximum prompt length in tokens.
+
+    This is `data.max_prompt_tokens` if set, else the context length minus `rollout.max_new_tokens`.
 
     Args:
-        hf_config: the content of the model's config.json.
+        hf_config: content of the model's config.json.
 
     Raises:
-        ConfigError: prompt and completion do not fit the model's context.
+        ConfigError: prompt and completion together exceed the model's context.
     """
     context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
     prompt = config.data.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, each with its line for error messages."""
+"""Read rows of JSONL and Parquet files, with their line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ PARQUET_BATCH_ROWS = 1024
 
 
 class Row(NamedTuple):
-    """One row and where it stands."""
+    """A row and its position in a data file."""
 
     path: Path
     line: int
-    """From 1: the line of a JSONL file (blank lines count), the row of a Parquet file."""
+    """Line of a JSONL file (blank lines count) or row of a Parquet file, from 1."""
     fields: Mapping[str, Any]
 
     @property
     def where(self) -> str:
-        """`<path>:<line>`, to open an error message with."""
+        """`<path>:<line>`, to start an error message with."""
         return f"{self.path}:{self.line}"
 
     @property
     def prompt_id(self) -> str:
-        """`<file name>:<line>`."""
+        """Identifier of the row, `<file name>:<line>`."""
         return f"{self.path.name}:{self.line}"
 
     def text(self, field: str, key: str) -> str:
-        """The string in `field`; `key` is the YAML path that names the field.
+        """Return the string in `field`; `key` is the YAML key that names the field.
 
         Raises:
-            DataError: the field is missing or holds no string.
+            DataError: the field is missing or not a string.
         """
         value = self.value(field, key)
         if not isinstance(value, str):
@@ -45,7 +45,7 @@ class Row(NamedTuple):
         return value
 
     def value(self, field: str, key: str) -> Any:
-        """Whatever stands in `field`.
+        """Return the value of `field`; `key` is the YAML key that names the field.
 
         Raises:
             DataError: the field is missing.
@@ -57,10 +57,11 @@ class Row(NamedTuple):
 
 
 def read_rows(path: str | Path) -> Iterator[Row]:
-    """The rows of `path` in order, read as they are asked for.
+    """Yield the rows of `path` in order, read lazily.
 
     Raises:
-        DataError: no such file, an unknown suffix, no rows, or a row that cannot be read (names file:line).
+        DataError: the file does not exist, has an unknown suffix or no rows, or a row cannot be read (the message names
+            file:line).
     """
     path = Path(path)
     match path.suffix:
@@ -74,16 +75,16 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise DataError(f"{path}: no such data file (working directory {Path.cwd()})")
     if not path.is_file():
         raise DataError(f"{path}: needs a file, got a folder")
-    return _not_empty(path, read(path))
+    return _require_rows(path, read(path))
 
 
-def _not_empty(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
+def _require_rows(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
     empty = True
     for row in rows:
         empty = False
         yield row
     if empty:
-        raise DataError(f"{path}: the data file holds no rows")
+        raise DataError(f"{path}: the data file has no rows")
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""An endless, shuffled and resumable stream of row numbers."""
+"""Endless, shuffled and resumable sampling of row numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megarl.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """Where a sampler stands, counted in rows: all that is needed to continue it."""
+    """Position of a sampler, counted in rows; sufficient to resume it."""
 
     epoch: int
-    """Complete passes over the data."""
+    """Number of complete passes over the data."""
     position: int
-    """Prompts already taken of this epoch."""
+    """Number of prompts taken from the current epoch."""
     seed: int
 
 
 class PromptSampler:
-    """Row numbers in `range(num_rows)`, each once an epoch, in an order that only (seed, epoch) decides.
+    """Yields row numbers in `range(num_rows)`, each once per epoch, in an order that depends only on (seed, epoch).
 
     >>> sampler = PromptSampler(num_rows=3, seed=0, shuffle=False)
     >>> sampler.take(4)
@@ -41,7 +41,7 @@ class PromptSampler:
         self._order = self._permutation()
 
     def take(self, n: int) -> list[int]:
-        """The next `n` row numbers; a batch may reach over the end of an epoch."""
+        """Return the next `n` row numbers; a batch may cross the end of an epoch."""
         taken: list[int] = []
         while len(taken) < n:
             if self._position == self.num_rows:
@@ -53,18 +53,18 @@ class PromptSampler:
         return taken
 
     def state(self) -> SamplerState:
-        """Where this sampler stands."""
+        """Return the current position."""
         return SamplerState(epoch=self._epoch, position=self._position, seed=self._seed)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue where `state` was taken; its seed replaces this sampler's.
+        """Resume from `state`; its seed replaces that of this sampler.
 
         Raises:
-            DataError: the state is of more rows than there are.
+            DataError: the state refers to more rows than the data has.
         """
         if not 0 <= state.position <= self.num_rows or state.epoch < 0:
             raise DataError(
-                f"the sampler's state stands at prompt {state.position} of epoch {state.epoch}, but the data has "
+                f"the sampler state is at prompt {state.position} of epoch {state.epoch}, but the data has "
                 f"{self.num_rows} rows: it is not the data that the state was saved with"
             )
         self._seed, self._epoch, self._position = state.seed, state.epoch, state.position
@@ -73,7 +73,7 @@ class PromptSampler:
     def _permutation(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         if not self.shuffle:
             return np.arange(self.num_rows, dtype=np.int64)
-        # NumPy freezes RandomState's stream for good; a Generator's may change between releases, and a resumed run
-        # would then see prompts twice.
+        # NumPy guarantees RandomState's stream for good; a Generator's may change between releases, and a resumed run
+        # would then repeat prompts.
         bits = np.random.MT19937(np.random.SeedSequence([self._seed, self._epoch]))
         return np.random.RandomState(bits).permutation(self.num_rows).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A model small enough to train on a laptop's CPU, in Hugging Face format."""
+"""Create a model in Hugging Face format that is small enough to train on a laptop CPU."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def write_tiny_model(
 ) -> None:
     """Write a tokenizer trained on `texts` and a random Qwen3 of these sizes (0.49M parameters) into `directory`.
 
-    The embedding has `vocab_size` rows, of which the tokenizer uses as many as it found merges for. The same texts
-    and seed give the same weights, and the global random state stays as it was.
+    The embedding has `vocab_size` rows; the tokenizer uses as many of them as it found merges for. The same texts and
+    seed give the same weights. The global random state is unchanged.
 
     Raises:
-        DataError: `vocab_size` does not hold the 256 bytes and 2 special tokens, or there are no texts.
+        DataError: `vocab_size` is too small for the 256 bytes and 2 special tokens, or there are no texts.
     """
     if vocab_size < 258:
         raise DataError(f"a byte-level vocabulary needs vocab_size >= 256 + 2 = 258, got {vocab_size}")
@@ -66,7 +66,7 @@ def write_tiny_model(
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A bar for a file of 2 MB would be the loudest line of the demo."""
+    """Disable the progress bars of transformers: the file has only 2 MB."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -77,7 +77,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; every digit is a token of its own.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; every digit is a separate token.
 
     Raises:
         DataError: there are no texts.
@@ -86,7 +86,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context_length: int) 
     if not any(texts):
         raise DataError("a tokenizer needs texts to be trained on, got none")
     tokenizer = Tokenizer(models.BPE())
-    # Single digits: a model this small adds numbers digit by digit or not at all.
+    # A model this small learns addition only digit by digit.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

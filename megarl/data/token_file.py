@@ -1,8 +1,8 @@
-"""Files of token sequences, one JSON object a line, and files of their scores.
+"""Files of token sequences, one JSON object per line, and files of their scores.
 
     {"id": "a", "token_ids": [5, 9, 2]}  ->  {"id": "a", "logprobs": [-1.25, -0.5], "entropy": [2.0, 1.5]}
 
-Files may be longer than memory: what is read is forgotten once it is scored.
+Files may be larger than memory: lines are read in chunks and dropped after scoring.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from numpy.typing import NDArray
 from megarl.data.progress_bar import track
 from megarl.errors import ConfigError, DataError
 
-PROBLEMS_SHOWN = 20
-"""Bad lines that an error names; the others are counted."""
+MAX_REPORTED_LINES = 20
+"""Maximum number of bad lines that an error lists; further ones are only counted."""
 
 LINES_PER_BATCH = 1024
-"""Lines between two updates of the progress bar while a file is checked."""
+"""Lines per update of the progress bar while a file is checked."""
 
-COMPUTED = ("logprobs", "entropy")
-"""Keys of a line of scores that do not come from the line of tokens."""
+SCORE_KEYS = ("logprobs", "entropy")
+"""Keys that scoring adds to a line, replacing existing ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLine:
-    """One sequence of T tokens."""
+class TokenSequence:
+    """A sequence of T tokens from one line of a file."""
 
     where: str
-    """`<path>:<line>`, to open an error message with."""
+    """`<path>:<line>`, to start an error message with."""
 
     token_ids: NDArray[np.int32]
-    """[T], T >= 1."""
+    """[T]: token ids, T >= 1."""
 
-    rest: dict[str, Any]
-    """The line's other keys."""
+    other_keys: dict[str, Any]
+    """All keys of the line except `token_ids`."""
 
-    def with_scores(self, logprobs: NDArray[np.float32], entropy: NDArray[np.float32]) -> str:
-        """The line of scores, without its end: what came with the tokens, and [T - 1] of each.
+    def to_json_line(self, logprobs: NDArray[np.float32], entropy: NDArray[np.float32]) -> str:
+        """Return the line of scores without a newline: `other_keys`, and both scores as lists of length T - 1.
 
         Raises:
-            DataError: a score is not finite, which JSON cannot say.
+            DataError: a score is not finite, which JSON cannot represent.
         """
-        for name, values in zip(COMPUTED, (logprobs, entropy), strict=True):
+        for name, values in zip(SCORE_KEYS, (logprobs, entropy), strict=True):
             assert len(values) == len(self.token_ids) - 1, f"{self.where}: {len(values)} {name}"
             if not np.isfinite(values).all():
                 at = int(np.flatnonzero(~np.isfinite(values))[0])
                 raise DataError(f"{self.where}: the model needs to give a finite {name}[{at}], got {values[at]}")
-        rest = {key: value for key, value in self.rest.items() if key not in COMPUTED}
-        scores = {"logprobs": _numbers(logprobs), "entropy": _numbers(entropy)}
-        return json.dumps(rest | scores, separators=(",", ":"))
+        other_keys = {key: value for key, value in self.other_keys.items() if key not in SCORE_KEYS}
+        scores = {"logprobs": _to_json_numbers(logprobs), "entropy": _to_json_numbers(entropy)}
+        return json.dumps(other_keys | scores, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCount:
-    """How much there is to score."""
+    """Number of lines and tokens to score."""
 
     num_lines: int
     num_tokens: int
@@ -71,17 +71,18 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """Token sequences for one model. Blank lines are skipped; keys other than `token_ids` are kept."""
+    """A file of token sequences for one model. Blank lines are skipped; keys other than `token_ids` are kept."""
 
     path: Path
     vocab_size: int
     max_positions: int
 
     def check(self) -> TokenCount:
-        """Read the whole file.
+        """Validate all lines of the file and count them.
 
         Raises:
-            DataError: there is no such file, it holds no sequence, or some are bad: names the first `PROBLEMS_SHOWN`.
+            DataError: the file does not exist or has no sequences, or lines are bad; the message lists the first
+                `MAX_REPORTED_LINES`.
         """
         self._require_file()
         problems: list[str] = []
@@ -92,24 +93,26 @@ class TokenFile:
                     num_tokens += len(self._parse(number, raw).token_ids)
                 except DataError as e:
                     num_problems += 1
-                    if num_problems <= PROBLEMS_SHOWN:
+                    if num_problems <= MAX_REPORTED_LINES:
                         problems.append(str(e))
             num_lines += len(batch)
         if not num_lines:
-            raise DataError(f"{self.path}: the file holds no token sequences")
-        if num_problems > PROBLEMS_SHOWN:
-            problems.append(f"{self.path}: {num_problems - PROBLEMS_SHOWN} more bad lines, {num_problems} together")
+            raise DataError(f"{self.path}: the file has no token sequences")
+        if num_problems > MAX_REPORTED_LINES:
+            problems.append(f"{self.path}: {num_problems - MAX_REPORTED_LINES} more bad lines, {num_problems} in total")
         if problems:
             raise DataError("\n".join(problems))
         return TokenCount(num_lines=num_lines, num_tokens=num_tokens)
 
-    def chunks(self, *, max_tokens: int, max_lines: int) -> Iterator[list[TokenLine]]:
-        """The sequences in order, in lists of at most so many tokens and lines; a longer sequence stands alone.
+    def chunks(self, *, max_tokens: int, max_lines: int) -> Iterator[list[TokenSequence]]:
+        """Yield the sequences in order, in lists of at most `max_tokens` tokens and `max_lines` lines.
+
+        A sequence longer than `max_tokens` forms a separate list.
 
         Raises:
             DataError: a line is bad.
         """
-        chunk: list[TokenLine] = []
+        chunk: list[TokenSequence] = []
         num_tokens = 0
         for number, raw in self._raw_lines():
             line = self._parse(number, raw)
@@ -129,7 +132,7 @@ class TokenFile:
             raise DataError(f"{self.path}: needs a file, which is read twice, got {what}")
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
-        # Binary, because text mode would also end lines at U+2028 and report a bad byte without its line.
+        # Binary, because text mode would also split lines at U+2028 and report a bad byte without its line.
         try:
             with self.path.open("rb") as file:
                 yield from ((number, raw) for number, raw in enumerate(file, start=1) if raw.strip())
@@ -141,7 +144,7 @@ class TokenFile:
         while batch := list(islice(lines, LINES_PER_BATCH)):
             yield batch
 
-    def _parse(self, number: int, raw: bytes) -> TokenLine:
+    def _parse(self, number: int, raw: bytes) -> TokenSequence:
         where = f"{self.path}:{number}"
         try:
             fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
@@ -149,25 +152,25 @@ class TokenFile:
             raise DataError(f"{where}: not valid UTF-8 at byte {e.start}") from e
         except json.JSONDecodeError as e:
             raise DataError(f"{where}: not valid JSON at column {e.colno}: {e.msg}") from e
-        except (ValueError, RecursionError) as e:  # numbers of thousands of digits, lists a thousand deep
+        except (ValueError, RecursionError) as e:  # numbers with thousands of digits, lists nested thousands deep
             raise DataError(f"{where}: not valid JSON: {e}") from e
         if not isinstance(fields, dict):
             raise DataError(f"{where}: needs a JSON object, got {type(fields).__name__}")
         if "token_ids" not in fields:
             has = short(list(fields))[1:-1] or "no keys"
             raise DataError(f"{where}: needs a list of integers under token_ids, the line has {has}")
-        problem = self._problem(token_ids := fields.pop("token_ids"))
+        problem = self._find_problem(token_ids := fields.pop("token_ids"))
         if problem:
             raise DataError(f"{where}: {problem}")
-        return TokenLine(where=where, token_ids=np.array(token_ids, np.int32), rest=fields)
+        return TokenSequence(where=where, token_ids=np.array(token_ids, np.int32), other_keys=fields)
 
-    def _problem(self, token_ids: Any) -> str | None:
-        """What is wrong with what stands under `token_ids`."""
+    def _find_problem(self, token_ids: Any) -> str | None:
+        """Return what is wrong with the value of `token_ids`; None if it is valid."""
         if not isinstance(token_ids, list):
             return f"token_ids needs a list of integers, got {short(token_ids)}"
         if not token_ids:
             return "token_ids needs at least one token, got an empty list"
-        # true and false are ints to isinstance
+        # isinstance accepts true and false as ints
         if set(map(type, token_ids)) != {int}:
             at = next(i for i, token in enumerate(token_ids) if type(token) is not int)
             return f"token_ids[{at}] needs to be an integer, got {short(token_ids[at])}"
@@ -188,13 +191,13 @@ class TokenFile:
 
 @contextmanager
 def partial_file(path: Path, *, source: Path) -> Iterator[TextIO]:
-    """A new `<path>.partial` to write to: it becomes `path` when the block ends well, and is removed when it does not.
+    """Open `<path>.partial` for writing; rename it to `path` if the block succeeds, else remove it.
 
     Args:
-        source: a file that is read meanwhile.
+        source: file that is read in the block.
 
     Raises:
-        ConfigError: it would overwrite `source` or something that is no file, or it cannot be written.
+        ConfigError: the output would overwrite `source` or something that is not a file, or it cannot be written.
     """
     draft = path.with_name(f"{path.name}.partial")
     for each in (path, draft):
@@ -214,6 +217,6 @@ def partial_file(path: Path, *, source: Path) -> Iterator[TextIO]:
         draft.unlink(missing_ok=True)
 
 
-def _numbers(values: NDArray[np.float32]) -> Sequence[float]:
-    """Nine digits tell every float32 from its neighbours; the exact value of most takes more than twenty."""
+def _to_json_numbers(values: NDArray[np.float32]) -> Sequence[float]:
+    """Round float32 values to nine digits, which identify each; most exact values have more than twenty."""
     return [float(f"{value:.9g}") for value in values.tolist()]

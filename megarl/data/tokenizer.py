@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the tokens at which its policy stops."""
+"""Load the tokenizer of a model folder and its stop tokens."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""Any one of these makes a folder a tokenizer's."""
+"""A folder with any of these files has a tokenizer."""
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in folder `path`; nothing is downloaded and no code from the folder runs.
+    """Load the tokenizer in folder `path`; nothing is downloaded and no code from the folder runs.
 
     Raises:
-        DataError: no such folder, no tokenizer in it, unreadable files, or no end-of-sequence token.
+        DataError: the folder does not exist or has no tokenizer, a file cannot be read, or the tokenizer has no
+            end-of-sequence token.
     """
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path}: needs a model folder in Hugging Face format, there is no such folder")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(f"{path}: the model folder holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
-    # Looked at first, because the libraries' errors name no file.
+    # Read first, because the libraries' errors do not name the file.
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _read_object(path / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as e:
-        # Rust's parser raises Exception itself, not a subclass. Any other kind is a defect and passes.
+        # The Rust parser raises Exception itself, not a subclass. Any other kind is a bug and propagates.
         if (
             not isinstance(e, OSError | ValueError | KeyError | TypeError | StrictDataclassError)
             and type(e) is not Exception
@@ -48,12 +49,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's eos first, then config.json's and generation_config.json's.
+    """Return all tokens that end a completion: eos of the tokenizer, of config.json and of generation_config.json.
 
-    Chat models often name several (`<|im_end|>` and `<|endoftext|>`), spread over these files.
+    Chat models often have several (`<|im_end|>` and `<|endoftext|>`), spread over these files.
 
     Raises:
-        DataError: a file that is not a JSON object, or an `eos_token_id` that is no integer or list of integers.
+        DataError: a file is not a JSON object, or an `eos_token_id` is neither an integer nor a list of integers.
     """
     ids: list[Any] = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
@@ -68,5 +69,5 @@ def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, empty where there is no such file."""
+    """Return the JSON object in `file`; empty if the file does not exist."""
     return read_json_object(file) if file.is_file() else {}

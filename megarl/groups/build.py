@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import DpoConfig, RunConfig, StageConfig
-from megarl.data.prompt_budget import prompt_budget
+from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.auxiliary_models import total_updates
@@ -125,7 +125,7 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
 def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Load the training prompts and the held-out prompts, which may be none."""
     tokenizer = load_tokenizer(config.model.path)
-    budget = prompt_budget(config, read_hf_config(Path(config.model.path)))
+    budget = resolve_max_prompt_tokens(config, read_hf_config(Path(config.model.path)))
     prompts = load_prompts(config.data, tokenizer, path=config.data.path, max_prompt_tokens=budget)
     if config.data.eval_path is None:
         return prompts, []

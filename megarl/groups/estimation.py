@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch.pack import Column
+from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Trajectory
 from megarl.megatron.requests import SampleKey, TokenColumn
 from megarl.workers.payload import Payload
@@ -33,7 +33,7 @@ class TokenBatch:
     """float32 [N]: reward of each completion."""
     group_ids_N: Tensor
     """int64 [N]: index of each completion's group."""
-    columns: Mapping[Column, Tensor]
+    columns: Mapping[ColumnName, Tensor]
     """Values per token by name, float32 [T] each."""
 
     @property
@@ -85,9 +85,9 @@ class TokenBatch:
         """
         advantages_T = torch.where(self.mask_T, advantages_T, 0.0)
         means_N = self.sequence_sums(advantages_T) / self.lengths.clamp(min=1)
-        found: dict[Column, Tensor] = {"advantages": advantages_T}
+        found: dict[ColumnName, Tensor] = {"advantages": advantages_T}
         for name, column_T in columns.items():
-            found[cast("Column", name)] = column_T
+            found[cast("ColumnName", name)] = column_T
         return EstimatorOutput(columns=found, scalars={"advantages": means_N}, metrics=metrics)
 
 
@@ -95,9 +95,9 @@ class TokenBatch:
 class EstimatorOutput:
     """Result of an estimator for the completions of a step."""
 
-    columns: Mapping[Column, Tensor] = field(default_factory=dict)
+    columns: Mapping[ColumnName, Tensor] = field(default_factory=dict)
     """Values per token by name, float32 [T] each."""
-    scalars: Mapping[Column, Tensor] = field(default_factory=dict)
+    scalars: Mapping[ColumnName, Tensor] = field(default_factory=dict)
     """Values per completion by name, [N] each."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -114,8 +114,8 @@ class EstimateJob:
     arguments: tuple[object, ...]
     rewards: tuple[float, ...]
     """Reward of each completion, N values."""
-    columns: Mapping[Column, Payload[TokenColumn]]
-    outputs: tuple[Column, ...]
+    columns: Mapping[ColumnName, Payload[TokenColumn]]
+    outputs: tuple[ColumnName, ...]
     """Names of the columns of `EstimatorOutput` to return."""
 
 
@@ -123,7 +123,7 @@ class EstimateJob:
 class EstimateSummary:
     """The part of `EstimatorOutput` that is sent to the controller: values per completion and metrics."""
 
-    scalars: Mapping[Column, list[float]]
+    scalars: Mapping[ColumnName, list[float]]
     metrics: Mapping[str, float]
 
 
@@ -133,7 +133,7 @@ def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[
     columns = {name: _concatenate(payload.fetch(), keys) for name, payload in job.columns.items()}
     tokens = make_token_batch(groups, job.rewards, columns)
     output = job.estimator(tokens, *job.arguments)
-    scalars: dict[Column, list[float]] = {name: values_N.tolist() for name, values_N in output.scalars.items()}
+    scalars: dict[ColumnName, list[float]] = {name: values_N.tolist() for name, values_N in output.scalars.items()}
     bounds = tokens.cu_seqlens_N.tolist()
     columns_out: list[TokenColumn] = []
     for name in job.outputs:
@@ -143,7 +143,7 @@ def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[
 
 
 def make_token_batch(
-    groups: Sequence[Sequence[Trajectory]], rewards: Sequence[float], columns: Mapping[Column, Tensor]
+    groups: Sequence[Sequence[Trajectory]], rewards: Sequence[float], columns: Mapping[ColumnName, Tensor]
 ) -> TokenBatch:
     """Concatenate all trajectories of the groups, in order, into one batch.
 

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.batch.pack import Column
+from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, WorkerError
@@ -276,7 +276,7 @@ class RolloutGroup:
 
     def estimate(
         self, job: EstimateJob, groups: Sequence[FinishedGroup]
-    ) -> tuple[EstimateSummary, dict[Column, StoredPayload[TokenColumn]]]:
+    ) -> tuple[EstimateSummary, dict[ColumnName, StoredPayload[TokenColumn]]]:
         """Run `job` on the trajectories of the groups in a worker; its columns stay in the object store."""
         while True:
             call = self._workers[0].invoke.options(num_returns=1 + len(job.outputs))

@@ -2,7 +2,7 @@
 
 `training/loss.py` computes them. Imports nothing heavy: the controller creates these.
 
-Columns are named values that accompany the trajectories, per sequence or per token (`megarl.batch.pack.Column`).
+Columns are named values that accompany the trajectories, per sequence or per token (`megarl.batch.pack.ColumnName`).
 """
 
 from __future__ import annotations

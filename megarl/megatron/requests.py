@@ -12,7 +12,7 @@ from operator import add
 from typing import Any, Literal
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
-from megarl.batch.pack import Column, PerToken, padded_length
+from megarl.batch.pack import ColumnName, PerToken, padded_length
 from megarl.batch.trajectory import Trajectory
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
@@ -76,7 +76,7 @@ class SampleRef:
     index: int
     """Index of the trajectory within that payload."""
     num_tokens: int
-    scalars: Mapping[Column, float] = field(default_factory=dict)
+    scalars: Mapping[ColumnName, float] = field(default_factory=dict)
     """Columns with one value for the whole sequence, such as its advantage."""
 
     @property
@@ -131,7 +131,7 @@ class TrainRequest:
     payloads: tuple[Payload[Sequence[Trajectory]], ...]
     max_tokens_per_micro_batch: int
     loss: LossSpec = field(default_factory=SftLoss)
-    columns: Mapping[Column, Payload[TokenColumn]] = field(default_factory=dict)
+    columns: Mapping[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
     """Columns with one value per token."""
     epochs: int = 1
     """Number of passes over the mini-batches."""

@@ -1,4 +1,4 @@
-"""Boxes of a tensor that lies in a file row after row: which bytes they are.
+"""Byte ranges of a box of a tensor that is stored in row-major order.
 
 tensor [3, 8], box ((1, 3), (2, 6))      runs (10, 4), (18, 4)
 
@@ -18,26 +18,26 @@ Box = tuple[tuple[int, int], ...]
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """Length per dimension."""
+    """Return the shape of the box."""
     return tuple(stop - start for start, stop in box)
 
 
-def runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """First element and number of elements of each run of `box` that lies in one, in row-major order."""
+def contiguous_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """Yield first element and length, in elements, of each contiguous run of `box` in a row-major tensor of `shape`."""
     lengths = extent(box)
     if not all(lengths):
         return
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     partial = [dim for dim, n in enumerate(shape) if lengths[dim] < n]
-    last = partial[-1] if partial else 0  # behind it every dimension is whole
+    last = partial[-1] if partial else 0  # the box covers every later dimension completely
     first = sum(box[dim][0] * strides[dim] for dim in range(last, len(shape)))
     outer = [range(box[dim][0] * strides[dim], box[dim][1] * strides[dim], strides[dim]) for dim in range(last)]
     for start in product(*outer):
         yield first + sum(start), prod(lengths[last:])
 
 
-def pieces(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most `limit` elements that follow one another in the row-major order of `box`."""
+def split_box(box: Box, limit: int) -> Iterator[Box]:
+    """Split `box` into boxes of at most `limit` elements, in row-major order."""
     lengths = extent(box)
     if prod(lengths) <= limit:
         yield box
@@ -46,9 +46,9 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
     start, stop = box[dim]
     step = max(1, limit // prod(lengths[dim + 1 :]))
     for low in range(start, stop, step):
-        yield from pieces((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), limit)
+        yield from split_box((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), limit)
 
 
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Indexes a tensor that holds `outer` with `box`, a part of it."""
+def relative_slices(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the slices that select `box` from a tensor that holds `outer`, which contains it."""
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, outer, strict=True))

@@ -1,4 +1,4 @@
-"""Which tensor goes to which file of a model folder, and where in it: known before anything is written."""
+"""Assignment of tensors to the safetensors files of a model folder, with offsets, before anything is written."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ from pathlib import Path
 
 from megarl.model_files.header import StoredTensor, encode_header, itemsize
 
-Tensors = Mapping[str, tuple[tuple[int, ...], str]]
-"""Name -> shape and dtype as torch names it."""
+TensorSpecs = Mapping[str, tuple[tuple[int, ...], str]]
+"""Tensor name -> shape and dtype name in torch, such as `float32`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """One safetensors file that is to be written."""
+    """A safetensors file to write."""
 
     name: str
-    """In the folder, once it is whole."""
+    """File name in the folder once the file is complete."""
     header: bytes
+    """Header bytes, length prefix included."""
     tensors: Mapping[str, StoredTensor]
+    """Tensor name -> dtype, shape and offset."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the complete file in bytes."""
         return len(self.header) + self.data_bytes
 
     @property
     def data_bytes(self) -> int:
-        """Of its tensors."""
+        """Total size of the tensors in bytes."""
         return sum(stored.num_bytes for stored in self.tensors.values())
 
     @property
     def partial_name(self) -> str:
-        """In the folder, until it is whole."""
+        """File name in the folder until the file is complete."""
         return f".{self.name}.partial"
 
 
-def plan_files(folder: Path, groups: Sequence[Tensors], max_bytes: int) -> tuple[PlannedFile, ...]:
-    """The files of `folder`: each of tensors of one group, unless all of them fit into one file.
+def plan_files(folder: Path, groups: Sequence[TensorSpecs], max_bytes: int) -> tuple[PlannedFile, ...]:
+    """Plan the files of `folder`: one file if all tensors fit, else each file holds tensors of one group only.
 
     Args:
-        max_bytes: of a file's tensors; a larger tensor has a file of its own.
+        groups: tensors by name, shape and dtype.
+        max_bytes: maximum total tensor size of a file; a larger tensor gets a separate file.
     """
     every = {name: tensor for group in groups for name, tensor in group.items()}
     if sum(map(_num_bytes, every.values())) <= max_bytes:
-        contents: list[Tensors] = [every]
+        contents: list[TensorSpecs] = [every]
     else:
-        contents = [content for group in groups for content in _cut(group, max_bytes)]
+        contents = [content for group in groups for content in _split_by_size(group, max_bytes)]
     count = len(contents)
     return tuple(_plan_file(folder, content, number, count) for number, content in enumerate(contents, start=1))
 
 
-def _plan_file(folder: Path, tensors: Tensors, number: int, count: int) -> PlannedFile:
+def _plan_file(folder: Path, tensors: TensorSpecs, number: int, count: int) -> PlannedFile:
     name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
     header, stored = encode_header(tensors, folder / name)
     return PlannedFile(name=name, header=header, tensors=stored)
 
 
-def _cut(tensors: Tensors, max_bytes: int) -> Iterator[Tensors]:
+def _split_by_size(tensors: TensorSpecs, max_bytes: int) -> Iterator[TensorSpecs]:
     content: dict[str, tuple[tuple[int, ...], str]] = {}
     total = 0
     for name, tensor in tensors.items():
@@ -77,19 +80,19 @@ def _num_bytes(tensor: tuple[tuple[int, ...], str]) -> int:
     return prod(tensor[0]) * itemsize(tensor[1])
 
 
-def deal_files(files: Sequence[PlannedFile], held: Sequence[Mapping[str, int]]) -> list[int]:
-    """By file, which process writes it: the one that holds most of it, as long as none writes too much.
+def assign_files(files: Sequence[PlannedFile], held: Sequence[Mapping[str, int]]) -> list[int]:
+    """Return the writing process of each file: the one that holds most of its bytes, within a load limit.
 
-    Too much is more than an even share and a file beyond that.
+    No process writes more than an even share plus the size of the largest file.
 
     Args:
-        held: by process, bytes that it holds of each tensor.
+        held: for each process, tensor name -> bytes of the tensor that it holds.
     """
     sizes = [file.data_bytes for file in files]
     file_of = {name: number for number, file in enumerate(files) for name in file.tensors}
     has = [[0] * len(held) for _ in files]
-    for process, of in enumerate(held):
-        for name, num_bytes in of.items():
+    for process, tensors in enumerate(held):
+        for name, num_bytes in tensors.items():
             has[file_of[name]][process] += num_bytes
     most = sum(sizes) / len(held) + max(sizes, default=0)
     load = [0] * len(held)

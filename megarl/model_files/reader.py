@@ -1,6 +1,6 @@
-"""Boxes of the tensors of a model folder, read straight into other tensors.
+"""Read boxes of a model folder's tensors directly into other tensors.
 
-Files are read, not mapped: pages of a mapping would count as memory of the process.
+Files are read, not memory-mapped: mapped pages would count as memory of the process.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.file_boxes import Box, extent, inside, pieces, runs
+from megarl.model_files.file_boxes import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.weight_index import read_headers
 
-PIECE_ELEMENTS = 2**21
-"""Of a tensor are read at a time: 8 MiB of float32."""
+CHUNK_ELEMENTS = 2**21
+"""Maximum number of tensor elements per read: 8 MiB of float32."""
 
 
-class TensorFolder:
-    """The safetensors of one folder; holds its files open.
+class SafetensorsReader:
+    """Reads the safetensors files of one folder; keeps the files open until `close`.
 
-    with TensorFolder(path) as folder:
+    with SafetensorsReader(path) as folder:
         folder.require_shape("lm_head.weight", (384, 128))
         folder.read("lm_head.weight", ((0, 192), (0, 128)), parameter)
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read the headers.
+        """Read the headers of all files.
 
         Raises:
-            DataError: no safetensors there, or one is not readable; see `read_headers`.
+            DataError: the folder has no safetensors files, or one cannot be read (`read_headers`).
         """
         self.path = Path(path)
         self.tensors: Mapping[str, StoredTensor] = read_headers(self.path)
@@ -60,59 +60,59 @@ class TensorFolder:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Return if tensor `name` is there and has this shape, else raise DataError."""
+        """Return if tensor `name` exists and has this shape, else raise DataError."""
         stored = self._find(name)
         if stored.shape != shape:
             raise DataError(f"{stored.file}: {name} needs shape {list(shape)}, got {list(stored.shape)}")
 
     def read(self, name: str, box: Box, out: Tensor, *, require_finite: bool = False) -> None:
-        """Fill `out` with a box of tensor `name`, converted to the dtype of `out`.
+        """Read a box of tensor `name` into `out`, converted to the dtype of `out`.
 
-        Reads the bytes of the box alone, into `out` itself where it is contiguous, on the CPU and of the stored dtype,
-        else by way of `PIECE_ELEMENTS` elements of scratch memory.
+        Reads only the bytes of the box: directly into `out` if it is contiguous, on the CPU and of the stored dtype,
+        else through a scratch buffer of `CHUNK_ELEMENTS` elements.
 
         Args:
-            out: as large as the box; any device, any strides.
-            require_finite: look for NaN and infinite values in what is read.
+            out: tensor with the shape of the box, on any device, with any strides.
+            require_finite: check the values for NaN and infinity.
 
         Raises:
-            DataError: no such tensor, the box lies outside it, its numbers are no floats where `out` has floats or
-                the other way round, the file is cut short, or a value is not finite.
+            DataError: the tensor does not exist, the box exceeds it, only one of stored dtype and `out` is floating
+                point, the file is truncated, or a value is not finite.
         """
         stored = self._find(name)
         dtype: torch.dtype = getattr(torch, stored.dtype)
-        _require_readable(name, stored, box, dtype, out)
+        _check_request(name, stored, box, dtype, out)
         out = out.detach()
         is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         check = _FiniteCheck(name, stored) if require_finite and dtype.is_floating_point else None
         done = 0
-        for piece in pieces(box, PIECE_ELEMENTS):
-            count = math.prod(extent(piece))
-            values = out.view(-1)[done : done + count] if is_direct else self._space(count, dtype)
-            self._fill(name, stored, piece, values)
+        for chunk in split_box(box, CHUNK_ELEMENTS):
+            count = math.prod(extent(chunk))
+            values = out.view(-1)[done : done + count] if is_direct else self._scratch_view(count, dtype)
+            self._read_box(name, stored, chunk, values)
             if not is_direct:
-                out[inside(piece, box)].copy_(values.view(extent(piece)))
+                out[relative_slices(chunk, box)].copy_(values.view(extent(chunk)))
             if check is not None:
-                check.look(values, piece)
+                check.update(values, chunk)
             done += count
         if check is not None:
-            check.require()
+            check.raise_if_not_finite()
 
     def _find(self, name: str) -> StoredTensor:
         if name not in self.tensors:
-            raise DataError(f"{self.path}: none of its {len(self.tensors)} tensors is {name}")
+            raise DataError(f"{self.path}: none of the {len(self.tensors)} tensors is named {name}")
         return self.tensors[name]
 
-    def _space(self, count: int, dtype: torch.dtype) -> Tensor:
+    def _scratch_view(self, count: int, dtype: torch.dtype) -> Tensor:
         num_bytes = count * dtype.itemsize
         if len(self._scratch) < num_bytes:
-            self._scratch = torch.empty(PIECE_ELEMENTS * dtype.itemsize, dtype=torch.uint8)
+            self._scratch = torch.empty(CHUNK_ELEMENTS * dtype.itemsize, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(dtype)
 
-    def _fill(self, name: str, stored: StoredTensor, box: Box, values: Tensor) -> None:
-        data, at = _memory(values), 0
+    def _read_box(self, name: str, stored: StoredTensor, box: Box, values: Tensor) -> None:
+        data, at = _as_memoryview(values), 0
         handle = self._open(stored.file)
-        for first, count in runs(stored.shape, box):
+        for first, count in contiguous_runs(stored.shape, box):
             stop = at + count * stored.itemsize
             _read_run(handle, data[at:stop], stored.offset + first * stored.itemsize, f"{stored.file}: {name}")
             at = stop
@@ -126,9 +126,9 @@ class TensorFolder:
         return self._handles[file]
 
 
-def _memory(values: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
-    # numpy() would fix the size of the storage for good, and a trainer frees those of weights that it offloads
+def _as_memoryview(values: Tensor) -> memoryview:
+    """Return a memoryview of the bytes of a contiguous CPU tensor."""
+    # numpy() would make the storage non-resizable for good, and a trainer frees the storage of offloaded weights
     array = (ctypes.c_ubyte * (values.numel() * values.element_size())).from_address(values.data_ptr())
     return memoryview(array).cast("B")
 
@@ -141,52 +141,52 @@ def _read_run(handle: int, into: memoryview, offset: int, what: str) -> None:
         except OSError as e:
             raise DataError(f"{what} cannot be read: {e.strerror}") from e
         if count == 0:
-            raise DataError(f"{what} needs {len(into)} bytes at byte {offset}, got {at}: the file is cut short")
+            raise DataError(f"{what} needs {len(into)} bytes at byte {offset}, got {at}: the file is truncated")
         at += count
 
 
-def _require_readable(name: str, stored: StoredTensor, box: Box, dtype: torch.dtype, out: Tensor) -> None:
+def _check_request(name: str, stored: StoredTensor, box: Box, dtype: torch.dtype, out: Tensor) -> None:
     fits = len(box) == len(stored.shape) and all(
         0 <= start <= stop <= n for (start, stop), n in zip(box, stored.shape, strict=True)
     )
     if not fits:
-        raise DataError(f"{stored.file}: {name} has shape {list(stored.shape)}, in which box {box} does not lie")
+        raise DataError(f"{stored.file}: {name} has shape {list(stored.shape)}, which does not contain box {box}")
     assert tuple(out.shape) == extent(box), (name, tuple(out.shape), box)
     if dtype.is_floating_point != out.dtype.is_floating_point:
         wanted = str(out.dtype).removeprefix("torch.")
-        raise DataError(f"{stored.file}: {name} needs a dtype that becomes {wanted}, got {stored.dtype}")
+        raise DataError(f"{stored.file}: {name} needs a dtype that converts to {wanted}, got {stored.dtype}")
 
 
 @dataclass
 class _FiniteCheck:
-    """Counts values of a box that are no numbers."""
+    """Counts the NaN and infinite values of a box."""
 
     name: str
     stored: StoredTensor
-    num_looked: int = 0
+    num_checked: int = 0
     num_bad: int = 0
     first: tuple[int, ...] = ()
-    """Index in the tensor."""
+    """Index of the first bad value in the tensor."""
 
-    def look(self, values: Tensor, piece: Box) -> None:
-        """Take the elements of a piece into account, row-major; one pass over them where all is well."""
-        self.num_looked += values.numel()
+    def update(self, values: Tensor, chunk: Box) -> None:
+        """Check the row-major elements of a chunk; a single pass if all are finite."""
+        self.num_checked += values.numel()
         if not values.numel():
             return
         if values.dtype.itemsize == 1:
-            values = values.float()  # torch compares no 8-bit floats
-        low, high = torch.aminmax(values)  # NaN where any value is
+            values = values.float()  # torch cannot compare 8-bit floats
+        low, high = torch.aminmax(values)  # NaN if any value is NaN
         if math.isfinite(low) and math.isfinite(high):
             return
         bad = torch.nonzero(~torch.isfinite(values))
         if not self.num_bad:
-            at = np.unravel_index(int(bad[0]), extent(piece))
-            self.first = tuple(start + int(i) for (start, _), i in zip(piece, at, strict=True))
+            at = np.unravel_index(int(bad[0]), extent(chunk))
+            self.first = tuple(start + int(i) for (start, _), i in zip(chunk, at, strict=True))
         self.num_bad += len(bad)
 
-    def require(self) -> None:
+    def raise_if_not_finite(self) -> None:
         if self.num_bad:
             raise DataError(
-                f"{self.stored.file}: {self.name} needs finite values, {self.num_bad} of the {self.num_looked} read "
+                f"{self.stored.file}: {self.name} needs finite values, {self.num_bad} of the {self.num_checked} read "
                 f"are NaN or infinite, first at index {list(self.first)}"
             )

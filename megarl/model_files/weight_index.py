@@ -1,4 +1,4 @@
-"""What the safetensors of a model folder hold, from their headers alone; torch is not imported."""
+"""Tensors of a model folder's safetensors files, from headers only; torch is not imported."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
 
 INDEX = "model.safetensors.index.json"
-"""Says which file holds which tensor, where there are several."""
+"""File that maps tensor names to safetensors files, in folders with several of them."""
 
-SHOWN = 3
-"""Tensors that a sentence names."""
+MAX_NAMES = 3
+"""Maximum number of tensors that an error message names."""
 
 
-def derived_tensors(*, tied: bool) -> tuple[str, ...]:
-    """Patterns of names of tensors that are computed from others or repeat them: nobody needs to read them.
+def derived_tensor_patterns(*, tied: bool) -> tuple[str, ...]:
+    """Return name patterns of tensors that are copies of others or computed from them, and need not be read.
 
     Args:
-        tied: whether the head is the embedding.
+        tied: whether the output head shares the embedding weight.
     """
     derived = (
         "*rotary_emb.inv_freq",
-        # where layers predict further tokens, DeepSeek-V3 repeats the embedding and the head in them
+        # DeepSeek-V3 stores copies of the embedding and the head in its multi-token prediction layers
         "model.layers.*.embed_tokens.weight",
         "model.layers.*.shared_head.head.weight",
     )
@@ -33,10 +33,10 @@ def derived_tensors(*, tied: bool) -> tuple[str, ...]:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the files that the index names, or of all *.safetensors where there is no index.
+    """Return the tensors of the files that the index names, or of all *.safetensors files without an index.
 
     Raises:
-        DataError: there are no such files, one is not readable, or they do not hold what the index says.
+        DataError: there are no safetensors files, one cannot be read, or they contradict the index.
     """
     index = folder / INDEX
     file_of = _read_index(index) if index.exists() else {}
@@ -46,20 +46,20 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         if not file.exists():
-            raise DataError(f"{file} is not readable as safetensors: {INDEX} names it and it is not there")
+            raise DataError(f"{file} is not readable as safetensors: {INDEX} names it, but it does not exist")
         for name, stored in read_header(file).items():
             if folder / file_of.get(name, file.name) != file:
                 continue
             if name in tensors:
-                raise DataError(f"{name} lies in {tensors[name].file} and in {file}, which no {INDEX} tells apart")
+                raise DataError(f"{name} is in {tensors[name].file} and in {file}, and there is no {INDEX} to choose")
             tensors[name] = stored
     for name, held_by in file_of.items():
         if name not in tensors:
-            raise DataError(f"{index} places {name} in {held_by}, which does not hold it")
+            raise DataError(f"{index} maps {name} to {held_by}, which does not contain it")
     return tensors
 
 
-def problems(
+def find_tensor_mismatches(
     folder: Path,
     needed: Mapping[str, tuple[int, ...]],
     *,
@@ -67,12 +67,13 @@ def problems(
     ignored: Sequence[str] = (),
     optional: Sequence[str] = (),
 ) -> list[str]:
-    """A sentence for each way in which `folder` does not hold the tensors of `model`; empty where it does.
+    """Return one message for each kind of mismatch between the tensors in `folder` and those `model` needs.
 
     Args:
-        needed: the shape of every tensor.
-        ignored: names, with `*` for anything, of tensors that may be there and are not needed.
-        optional: of `needed`, those that may be missing.
+        needed: tensor name -> shape.
+        model: name of the model in messages.
+        ignored: name patterns (`*` matches anything) of tensors that may exist and are not needed.
+        optional: names in `needed` of tensors that may be missing.
     """
     try:
         tensors = read_headers(folder)
@@ -84,7 +85,7 @@ def problems(
         found.append(f"{folder} lacks {len(missing)} of the {len(needed)} tensors of {model}, {_first(missing)}")
     wrong = [name for name in needed if name in tensors and tensors[name].shape != needed[name]]
     if wrong:
-        shapes = [f"{name}: needs {needed[name]}, got {tensors[name].shape}" for name in wrong[:SHOWN]]
+        shapes = [f"{name}: needs {needed[name]}, got {tensors[name].shape}" for name in wrong[:MAX_NAMES]]
         found.append(
             f"{folder} holds {len(wrong)} tensors of another shape than config.json gives them, first "
             f"{'; '.join(shapes)}"
@@ -110,5 +111,5 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"first {', '.join(names[:SHOWN])}{more}"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"first {', '.join(names[:MAX_NAMES])}{more}"

@@ -1,7 +1,7 @@
-"""Writing planned files box by box, under other names until all files of the folder are whole.
+"""Write planned safetensors files box by box, under temporary names until all files of the folder are complete.
 
-every writer    FileWriter      .model-00001-of-00002.safetensors.partial: header, then boxes wherever they belong
-one of them     publish         after all have finished: final names, then the index
+every writer    SafetensorsWriter   .model-00001-of-00002.safetensors.partial: header, then boxes at their offsets
+one of them     publish             after all have finished: final names, then the index
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.model_files.file_boxes import Box, extent, inside, pieces, runs
+from megarl.model_files.file_boxes import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.file_plan import PlannedFile
-from megarl.model_files.reader import PIECE_ELEMENTS
+from megarl.model_files.reader import CHUNK_ELEMENTS
 from megarl.model_files.weight_index import INDEX
 
 
-class FileWriter:
-    """The files of a folder that one process writes. Its methods raise OSError where the disk does."""
+class SafetensorsWriter:
+    """Writes the files of a folder that are assigned to one process. Methods raise OSError if writing fails."""
 
     def __init__(self, folder: Path, files: Iterable[PlannedFile]) -> None:
-        """`folder` is there, and no other process writes these files."""
+        """Prepare to write `files` into the existing `folder`; no other process may write them."""
         self._folder, self._files = folder, {file.name: file for file in files}
         self._file_of = {name: file for file in self._files.values() for name in file.tensors}
         self._handles: dict[str, int] = {}
         self._written = dict.fromkeys(self._files, 0)
 
-    def box(self, name: str) -> Box:
-        """All of tensor `name`."""
+    def full_box(self, name: str) -> Box:
+        """Return the box that covers all of tensor `name`."""
         return tuple((0, n) for n in self._file_of[name].tensors[name].shape)
 
     def write(self, name: str, box: Box, tensor: Tensor) -> None:
-        """Write a box of tensor `name`; each element is to be written once.
+        """Write a box of tensor `name`. Each element must be written exactly once.
 
         Args:
-            tensor: as large as the box, of the planned dtype; any device, any strides. What is not contiguous on the
-                CPU is copied, `PIECE_ELEMENTS` elements at a time.
+            tensor: values with the shape of the box and the planned dtype, on any device, with any strides. A tensor
+                that is not contiguous on the CPU is copied in chunks of `CHUNK_ELEMENTS` elements.
         """
         file = self._file_of[name]
         stored = file.tensors[name]
@@ -50,11 +50,15 @@ class FileWriter:
         tensor = tensor.detach()
         is_direct = tensor.device.type == "cpu" and tensor.is_contiguous()
         handle, done = self._open(file), 0
-        for piece in pieces(box, PIECE_ELEMENTS):
-            count = prod(extent(piece))
-            part = tensor.view(-1)[done : done + count] if is_direct else tensor[inside(piece, box)].contiguous().cpu()
+        for chunk in split_box(box, CHUNK_ELEMENTS):
+            count = prod(extent(chunk))
+            part = (
+                tensor.view(-1)[done : done + count]
+                if is_direct
+                else tensor[relative_slices(chunk, box)].contiguous().cpu()
+            )
             data, at = part.view(-1).view(torch.uint8).numpy().data, 0
-            for first, length in runs(stored.shape, piece):
+            for first, length in contiguous_runs(stored.shape, chunk):
                 stop = at + length * stored.itemsize
                 _write_run(handle, data[at:stop], stored.offset + first * stored.itemsize)
                 at = stop
@@ -62,10 +66,10 @@ class FileWriter:
         self._written[file.name] += done * stored.itemsize
 
     def finish(self) -> None:
-        """Bring the files to the disk.
+        """Fsync and close the files.
 
         Raises:
-            DataError: not every element of a file was written.
+            DataError: a file is incomplete.
         """
         for file in self._files.values():
             if self._written[file.name] != file.data_bytes:
@@ -77,7 +81,7 @@ class FileWriter:
         self._close()
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Close and delete the files written so far."""
         self._close()
         for file in self._files.values():
             (self._folder / file.partial_name).unlink(missing_ok=True)
@@ -96,10 +100,10 @@ class FileWriter:
 
 
 def publish(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """Give all finished files of the folder their names, in place of any weights that were there; one process does it.
+    """Rename all finished files to their final names, replacing existing weights. Called by one process only.
 
     Raises:
-        DataError: a file is not there as it was planned.
+        DataError: a file is missing or has another size than planned.
     """
     for file in files:
         partial = folder / file.partial_name
@@ -111,7 +115,7 @@ def publish(folder: Path, files: Sequence[PlannedFile]) -> None:
         old.unlink()
     for file in files:
         (folder / file.partial_name).rename(folder / file.name)
-    for left in folder.glob(".*.safetensors.partial"):  # of an attempt that failed
+    for left in folder.glob(".*.safetensors.partial"):  # left by a failed attempt
         left.unlink()
     if len(files) > 1:
         _write_index(folder, files)

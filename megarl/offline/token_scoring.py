@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megarl.config import ScoreConfig
 from megarl.controller.ray_session import reserved_slots
-from megarl.data.token_file import TokenFile, TokenLine
+from megarl.data.token_file import TokenFile, TokenSequence
 from megarl.errors import ConfigError, DataError, MegarlError
 from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.families.cost import sequence_cost
@@ -26,7 +26,7 @@ from megarl.megatron.requests import ModelSpec
 from megarl.megatron.score_worker import SCORE_BY_DP, ScoreRequest, Scores, ScoreWorker
 from megarl.placement.rank_grid import RankGrid
 from megarl.preflight.cluster.cluster_check import RequiredPaths
-from megarl.workers.group import Group, Pending, Processes, WorkerProcesses
+from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.spmd import SpmdWorld
 
 MICRO_BATCHES_PER_CHUNK = 16
@@ -63,7 +63,7 @@ class ScoreGroup:
         model, _ = load_architecture_and_dtype(config.model.path)
         self._cost = sequence_cost(model)
 
-    def start_workers(self) -> Pending[None]:
+    def start_workers(self) -> WorkerFuture[None]:
         """Start building the model on every rank."""
         config = self._config
         spec = ModelSpec(
@@ -75,7 +75,7 @@ class ScoreGroup:
         )
         return self._group.start(ScoreWorker, (spec,))
 
-    def begin_score(self, sequences: Sequences) -> Pending[Scores]:
+    def begin_score(self, sequences: Sequences) -> WorkerFuture[Scores]:
         """Start scoring the sequences, split over the data-parallel replicas."""
         work = ScoreRequest(
             sequences=self._group.put(sequences),
@@ -83,7 +83,7 @@ class ScoreGroup:
             max_tokens_per_micro_batch=self._config.trainer.max_tokens_per_micro_batch,
             cost=self._cost,
         )
-        return self._group.begin(ScoreWorker.score, work, via=SCORE_BY_DP)
+        return self._group.begin(ScoreWorker.score, work, dispatch=SCORE_BY_DP)
 
 
 def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
@@ -135,7 +135,7 @@ def score_file(
     group = _start_group(config, processes)
     per_replica = MICRO_BATCHES_PER_CHUNK * config.trainer.max_tokens_per_micro_batch
 
-    def chunks() -> Iterator[tuple[Sequence[TokenLine], Sequences]]:
+    def chunks() -> Iterator[tuple[Sequence[TokenSequence], Sequences]]:
         for lines in tokens.chunks(max_tokens=group.grid.dp * per_replica, max_lines=LINES_PER_CHUNK):
             sequences = [line.token_ids for line in lines]
             broadcast(sequences)
@@ -145,7 +145,7 @@ def score_file(
     started = time.perf_counter()
     num_lines = num_tokens = 0
     for lines, scores in _score_chunks(group, chunks()):
-        _write(out, (line.with_scores(scores[i].logprobs, scores[i].entropy) for i, line in enumerate(lines)))
+        _write(out, (line.to_json_line(scores[i].logprobs, scores[i].entropy) for i, line in enumerate(lines)))
         num_lines += len(lines)
         num_tokens += sum(len(line.token_ids) for line in lines)
         report(ScoreProgress(num_lines=num_lines, num_tokens=num_tokens, seconds=time.perf_counter() - started))
@@ -153,11 +153,11 @@ def score_file(
 
 def score_with_first(config: ScoreConfig, ranks: SpmdWorld) -> None:
     """Score on a rank other than the first the sequences that the first one broadcasts in `score_file`."""
-    ranks.from_first(None)  # the first rank has checked everything: errors from here on are this rank's own
+    ranks.broadcast_from_rank0(None)  # the first rank has checked everything: errors from here on are this rank's own
     group = _start_group(config, ranks)
 
     def chunks() -> Iterator[tuple[None, Sequences]]:
-        while (sequences := ranks.from_first(None)) is not None:
+        while (sequences := ranks.broadcast_from_rank0(None)) is not None:
             yield None, sequences
 
     deque(_score_chunks(group, chunks()), maxlen=0)
@@ -172,7 +172,7 @@ def _start_group(config: ScoreConfig, processes: Processes) -> ScoreGroup:
 
 def _score_chunks(group: ScoreGroup, chunks: Iterable[tuple[L, Sequences]]) -> Iterator[tuple[L, Scores]]:
     """Yield each chunk's lines with its scores, in order."""
-    in_flight: deque[tuple[L, Pending[Scores]]] = deque()
+    in_flight: deque[tuple[L, WorkerFuture[Scores]]] = deque()
     for lines, sequences in chunks:
         in_flight.append((lines, group.begin_score(sequences)))
         if len(in_flight) == CHUNKS_AHEAD:

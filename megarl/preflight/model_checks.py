@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.config.preference import DpoConfig
 from megarl.config.run import RunConfig, StageConfig
-from megarl.data.prompt_budget import prompt_budget
+from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
@@ -76,4 +76,8 @@ def _find_engine_tp_problems(model: ModelArchitecture, tp: int) -> Iterator[str]
 
 def find_token_limit(config: StageConfig, hf_config: JsonMapping) -> int:
     """Return the most tokens allowed in a prompt; for stages without engines, in a prompt with its answer."""
-    return prompt_budget(config, hf_config) if isinstance(config, RunConfig) else hf_config["max_position_embeddings"]
+    return (
+        resolve_max_prompt_tokens(config, hf_config)
+        if isinstance(config, RunConfig)
+        else hf_config["max_position_embeddings"]
+    )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 from typing_extensions import override
 
-from megarl.batch.pack import Column
+from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.config.algorithms.actor_critic import SafeRlhfConfig
@@ -201,7 +201,7 @@ class RLRun(StageRun):
                 reference = self.models.frozen["reference"]
                 batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
 
-    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: Column = "values") -> None:
+    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
         """Add a column of token values from a critic: V of the state before each token."""
         with self.phase("values"):
             batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
@@ -212,7 +212,7 @@ class RLRun(StageRun):
         return 0.0 if self._adaptive_kl is None else self._adaptive_kl.coefficient
 
     def estimate(
-        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[Column, ...] = ()
+        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[ColumnName, ...] = ()
     ) -> None:
         """Run `estimator(tokens, *arguments)` in a rollout worker, where the tokens are; store its results in `batch`.
 
@@ -262,7 +262,7 @@ class RLRun(StageRun):
         if self._skips_update("sampled", batch_metrics(batch)) or self._skips_update("estimated", self._step_metrics):
             return None
         algorithm = self.config.algorithm
-        columns: dict[Column, Column] = {"advantages": "advantages"}
+        columns: dict[ColumnName, ColumnName] = {"advantages": "advantages"}
         if algorithm.kl_loss is not None:
             columns["ref_logprobs"] = "ref_logprobs"
         if "old_logprobs" in batch.columns:
@@ -283,8 +283,8 @@ class RLRun(StageRun):
         config: CriticConfig,
         *,
         critic: str = "critic",
-        values: Column = "values",
-        returns: Column = "returns",
+        values: ColumnName = "values",
+        returns: ColumnName = "returns",
     ) -> None:
         """Train a critic on the returns; its metrics are `<critic>/...`.
 

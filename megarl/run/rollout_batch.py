@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
 
-from megarl.batch.pack import Column
+from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
@@ -25,9 +25,9 @@ class RolloutBatch:
     """Completions of one step with rewards, log-probs, values and advantages, which the loop adds step by step."""
 
     groups: list[FinishedGroup]
-    scalars: dict[Column, list[float]] = field(default_factory=dict)
+    scalars: dict[ColumnName, list[float]] = field(default_factory=dict)
     """Per completion: N numbers each."""
-    columns: dict[Column, Payload[TokenColumn]] = field(default_factory=dict)
+    columns: dict[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
     """Per token: references to arrays in the object store."""
     sample_indices: list[int] | None = None
     """Completions to train on, possibly repeated; None: each completion once."""
@@ -103,7 +103,9 @@ class RolloutBatch:
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         )
 
-    def train_request(self, config: RunConfig, loss: LossSpec, columns: Mapping[Column, Column]) -> TrainRequest:
+    def train_request(
+        self, config: RunConfig, loss: LossSpec, columns: Mapping[ColumnName, ColumnName]
+    ) -> TrainRequest:
         """Return a training request over `sample_indices`, split into `num_mini_batches` of complete groups.
 
         Args:
@@ -149,7 +151,7 @@ class RolloutBatch:
     def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
-    def _sample(self, sample_index: int, key: SampleKey, columns: Iterable[tuple[Column, Column]]) -> SampleRef:
+    def _sample(self, sample_index: int, key: SampleKey, columns: Iterable[tuple[ColumnName, ColumnName]]) -> SampleRef:
         payload, index = key
         return SampleRef(
             payload=payload,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from megarl.batch.pack import Column, PerToken
+from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import StageConfig
 from megarl.data.preference_pairs import PreferencePair, load_preferences
@@ -130,9 +130,9 @@ def make_pair_request(
     )
 
 
-def make_pair_scalars(pair: PreferencePair) -> tuple[Mapping[Column, float], Mapping[Column, float]]:
+def make_pair_scalars(pair: PreferencePair) -> tuple[Mapping[ColumnName, float], Mapping[ColumnName, float]]:
     """Return the scalars of the chosen and of the rejected answer: the margin and, if labeled, the sign (1: unsafe)."""
-    margin: dict[Column, float] = {"margins": pair.margin}
+    margin: dict[ColumnName, float] = {"margins": pair.margin}
     if pair.safe is None:
         return margin, margin
     chosen, rejected = (-1.0 if safe else 1.0 for safe in pair.safe)

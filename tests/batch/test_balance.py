@@ -1,3 +1,5 @@
+"""Micro-batch plans: validity, balance compared with exhaustive search, and planning time."""
+
 from __future__ import annotations
 
 import itertools
@@ -10,11 +12,11 @@ import pytest
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 
 SMALL = SequenceCost(matmul_parameters=400, attention_layers=2, attention_width=2)
-"""Attention costs as much as the rest at 200 tokens."""
+"""Cost model whose attention costs as much as the rest at 200 tokens."""
 
 
 def loads(plan: list[list[list[int]]], sizes: Sequence[int]) -> np.ndarray:
-    """[dp, rounds]."""
+    """Return the total size of each micro-batch, [dp, rounds]."""
     return np.array([[sum(sizes[i] for i in micro_batch) for micro_batch in rank] for rank in plan])
 
 
@@ -37,7 +39,7 @@ def test_cost_counts_every_multiplication(num_tokens: int) -> None:
     assert cost.flops(num_tokens) == 2 * multiplications
 
 
-def test_the_usual_size_is_that_of_the_model() -> None:
+def test_the_default_cost_matches_qwen2_5_7b() -> None:
     embedding, biases, norms = 152064 * 3584, 28 * (3584 + 2 * 512), 57 * 3584
     assert QWEN2_5_7B.matmul_parameters == 7_615_616_512 - embedding - biases - norms
     attention = QWEN2_5_7B.flops(70_000) - 2 * QWEN2_5_7B.matmul_parameters * 70_000
@@ -45,13 +47,13 @@ def test_the_usual_size_is_that_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"matmul_parameters": 0}, {"windowed_layers": 3}, {"windowed_layers": 1}])
-def test_impossible_sizes(sizes: dict[str, int]) -> None:
+def test_invalid_costs_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(AssertionError):
         SequenceCost(**({"matmul_parameters": 1, "attention_layers": 2, "attention_width": 1} | sizes))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_sequence_once_equally_many_micro_batches_within_the_budget(seed: int) -> None:
+def test_plans_are_deterministic_complete_and_within_the_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 400, size=int(rng.integers(1, 60))).tolist()
     dp, budget = int(rng.integers(1, 9)), int(rng.integers(100, 1000))
@@ -67,7 +69,7 @@ def test_every_sequence_once_equally_many_micro_batches_within_the_budget(seed: 
     assert (np.diff(in_rounds) <= in_rounds[:-1] * 1e-3).all()
 
 
-def test_one_round_is_near_the_best_of_all_partitions() -> None:
+def test_one_round_is_close_to_the_optimum() -> None:
     ratios = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -82,7 +84,7 @@ def test_one_round_is_near_the_best_of_all_partitions() -> None:
     assert np.mean(ratios) <= 1.01
 
 
-def test_several_rounds_are_near_the_best_within_the_budget() -> None:
+def test_several_rounds_are_close_to_the_optimum() -> None:
     ratios, above = [], []
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -97,7 +99,7 @@ def test_several_rounds_are_near_the_best_within_the_budget() -> None:
             if np.bincount(choice, lengths).max() <= 600
         )
         ratios.append(step_cost(plan, costs) / best)
-    # Best fit decreasing is no exact bin packing: now and then it takes a micro-batch more.
+    # Best-fit-decreasing is not optimal: it sometimes needs one more micro-batch.
     assert set(above) <= {0, 1}
     assert np.mean(above) <= 0.1
     assert min(ratios) >= 1 - 1e-9
@@ -106,7 +108,7 @@ def test_several_rounds_are_near_the_best_within_the_budget() -> None:
 
 
 def fewest_rounds(lengths: Sequence[int], *, dp: int, max_tokens: int) -> int:
-    """Over all ways to share out; no length is above the budget."""
+    """Return the minimum number of rounds over all assignments; no length exceeds the budget."""
     for rounds in itertools.count(1):
         choices = itertools.product(range(dp * rounds), repeat=len(lengths))
         if any(np.bincount(choice, lengths).max() <= max_tokens for choice in choices):
@@ -115,7 +117,7 @@ def fewest_rounds(lengths: Sequence[int], *, dp: int, max_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_neither_wait_nor_run_more_micro_batches_than_the_tokens_need(seed: int) -> None:
+def test_ranks_are_balanced_with_the_minimum_number_of_micro_batches(seed: int) -> None:
     lengths = long_tailed(1000, seed)
     plan = plan_micro_batches(lengths, dp=8, max_tokens=16384)
     assert len(plan[0]) == -(-sum(lengths) // (8 * 16384))
@@ -125,7 +127,7 @@ def test_ranks_neither_wait_nor_run_more_micro_batches_than_the_tokens_need(seed
     assert step_cost(plan, costs) <= 1.002 * per_rank.mean()
 
 
-def test_the_cost_decides_not_the_tokens() -> None:
+def test_plans_balance_cost_rather_than_tokens() -> None:
     lengths = [300, *[20] * 40]
     plan = plan_micro_batches(lengths, dp=2, max_tokens=10_000, cost=SMALL)
     costs = loads(plan, [SMALL.flops(n) for n in lengths])
@@ -134,34 +136,34 @@ def test_the_cost_decides_not_the_tokens() -> None:
     assert tokens.max() > 1.3 * tokens.min()
 
 
-def test_long_sequences_meet_in_the_first_round() -> None:
+def test_long_sequences_share_the_first_round() -> None:
     lengths = [10] * 60 + [390] * 3
     plan = plan_micro_batches(lengths, dp=3, max_tokens=400, cost=SMALL)
     assert len(plan[0]) == 2
     assert all(any(lengths[i] == 390 for i in rank[0]) for rank in plan)
 
 
-def test_packs_filled_to_the_last_token() -> None:
-    # Longest first to where most is missing gives [6, 3] and [5, 4], and 2 fits nowhere.
+def test_exactly_filled_micro_batches() -> None:
+    # Filling longest first by missing cost gives [6, 3] and [5, 4], and 2 does not fit.
     lengths = [4, 6, 5, 3, 2]
     plan = plan_micro_batches(lengths, dp=2, max_tokens=10)
     assert loads(plan, lengths).tolist() == [[10], [10]]
 
 
-def test_no_more_micro_batches_than_needed() -> None:
+def test_the_number_of_micro_batches_is_minimal() -> None:
     assert plan_micro_batches([100] * 8, dp=2, max_tokens=400) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     (rank,) = plan_micro_batches([100] * 8, dp=1, max_tokens=400)
     assert [len(micro_batch) for micro_batch in rank] == [4, 4]
 
 
-def test_sequences_longer_than_the_budget_stand_alone() -> None:
+def test_sequences_longer_than_the_budget_get_separate_micro_batches() -> None:
     (rank,) = plan_micro_batches([10, 900, 10], dp=1, max_tokens=100)
     assert rank == [[1], [0, 2]]
     plan = plan_micro_batches([200, 300, 400], dp=2, max_tokens=100)
     assert sorted(itertools.chain(*plan)) == [[], [0], [1], [2]]
 
 
-def test_few_sequences() -> None:
+def test_fewer_sequences_than_ranks() -> None:
     assert plan_micro_batches([], dp=2, max_tokens=100) == [[[]], [[]]]
     assert plan_micro_batches([7], dp=3, max_tokens=100) == [[[0]], [[]], [[]]]
     assert plan_micro_batches([5, 6], dp=2, max_tokens=100) == [[[1]], [[0]]]
@@ -173,7 +175,7 @@ def test_equal_lengths_are_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize(("count", "dp", "seconds"), [(1000, 8, 0.05), (16_000, 128, 2.0)])
-def test_planning_takes_no_time_beside_a_step(count: int, dp: int, seconds: float) -> None:
+def test_planning_is_fast_compared_with_a_step(count: int, dp: int, seconds: float) -> None:
     lengths = long_tailed(count, 0)
     times = []
     for _ in range(3):

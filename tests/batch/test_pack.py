@@ -1,3 +1,5 @@
+"""Packing trajectories: alignment of inputs and targets, padding and dtypes."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,7 +12,7 @@ from megarl.batch.trajectory import Trajectory
 TOKENS = ("token_ids_T", "position_ids_T", "target_ids_T", "mask_T", "rollout_logprobs_T", "sequence_tokens_T")
 
 
-def make(length: int, seed: int) -> Trajectory:
+def make_trajectory(length: int, seed: int) -> Trajectory:
     rng = np.random.default_rng(seed)
     mask = rng.random(length) < 0.5
     mask[0] = False
@@ -24,8 +26,8 @@ def make(length: int, seed: int) -> Trajectory:
     )
 
 
-def columns_of(trajectories):
-    """One number a trajectory, and one a token."""
+def make_columns(trajectories):
+    """Return a column with one number per trajectory, and one with a number per token."""
     rng = np.random.default_rng(9)
     return {
         "advantages": [1.5 * (i + 1) for i in range(len(trajectories))],
@@ -35,9 +37,9 @@ def columns_of(trajectories):
 
 @pytest.mark.parametrize("multiple", [1, 4, 16])
 @pytest.mark.parametrize("lengths", [(1,), (2,), (7, 1, 1, 5), (3, 3, 3, 3), (16,), (40, 2)])
-def test_every_position_carries_what_it_predicts(lengths: tuple[int, ...], multiple: int) -> None:
-    trajectories = [make(n, seed) for seed, n in enumerate(lengths)]
-    columns = columns_of(trajectories)
+def test_every_position_holds_the_values_of_the_token_it_predicts(lengths: tuple[int, ...], multiple: int) -> None:
+    trajectories = [make_trajectory(n, seed) for seed, n in enumerate(lengths)]
+    columns = make_columns(trajectories)
     batch = pack(trajectories, columns, multiple=multiple)
     total = sum(lengths)
     assert len(batch.token_ids_T) == -(-total // multiple) * multiple
@@ -65,8 +67,8 @@ def test_every_position_carries_what_it_predicts(lengths: tuple[int, ...], multi
     assert (batch.sequence_ids_T[total:] == len(lengths)).all()
 
 
-def test_the_dtypes_are_those_that_are_promised() -> None:
-    batch = pack([make(5, 0)], {"advantages": [1]})
+def test_dtypes_match_the_documentation() -> None:
+    batch = pack([make_trajectory(5, 0)], {"advantages": [1]})
     names = (*TOKENS, "sequence_ids_T", "ends_T", "cu_seqlens_S")
     dtypes = [str(getattr(batch, name).dtype).removeprefix("torch.") for name in names]
     assert dtypes == ["int64", "int64", "int64", "bool", "float32", "float32", "int64", "bool", "int32"]
@@ -74,9 +76,9 @@ def test_the_dtypes_are_those_that_are_promised() -> None:
 
 
 @pytest.mark.parametrize(("multiple", "sequence_multiple"), [(4, 4), (24, 8)])
-def test_sequences_padded_one_by_one(multiple: int, sequence_multiple: int) -> None:
-    trajectories = [make(n, n) for n in (7, 1, 8, 5)]
-    columns = columns_of(trajectories)
+def test_each_sequence_is_padded(multiple: int, sequence_multiple: int) -> None:
+    trajectories = [make_trajectory(n, n) for n in (7, 1, 8, 5)]
+    columns = make_columns(trajectories)
     plain = pack(trajectories, columns)
     batch = pack(trajectories, columns, multiple=multiple, sequence_multiple=sequence_multiple)
     assert len(batch.token_ids_T) % multiple == 0
@@ -95,7 +97,7 @@ def test_sequences_padded_one_by_one(multiple: int, sequence_multiple: int) -> N
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_nothing_at_all_is_one_masked_sequence(multiple: int) -> None:
+def test_an_empty_batch_is_one_masked_sequence(multiple: int) -> None:
     batch = pack([], {"advantages": []}, multiple=multiple)
     assert batch.cu_seqlens_S.tolist() == [0, multiple]
     assert not batch.mask_T.any()
@@ -104,7 +106,7 @@ def test_nothing_at_all_is_one_masked_sequence(multiple: int) -> None:
 
 
 def test_a_sampled_first_token_is_refused() -> None:
-    trajectory = make(4, 0)
+    trajectory = make_trajectory(4, 0)
     trajectory.loss_mask[0] = True
     with pytest.raises(AssertionError, match="needs a token before it"):
         pack([trajectory])

@@ -1,3 +1,5 @@
+"""Fixtures: the arithmetic demo data, a tiny model, its tokenizers and JSONL files."""
+
 from __future__ import annotations
 
 import json
@@ -20,7 +22,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sft.jsonl, train.jsonl and heldout.jsonl, as the demo writes them."""
+    """Return a folder with the data files of the arithmetic demo."""
     directory = tmp_path_factory.mktemp("arithmetic")
     write_arithmetic(directory, seed=0)
     return directory
@@ -48,7 +50,7 @@ def chat_tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Writes rows (objects, or raw text for malformed ones) to a file."""
+    """Return a function that writes rows (objects, or raw text for malformed ones) to a file."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> Path:
         path = tmp_path / name

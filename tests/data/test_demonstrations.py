@@ -1,3 +1,5 @@
+"""Loading demonstrations: tokens, loss masks and bad rows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import DataError
 
 
-def test_response_and_eos_are_what_is_learned(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_loss_mask_covers_response_and_eos(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     config = DataConfig(path=str(arithmetic / "sft.jsonl"))
     got = load_demonstrations(config, tokenizer, max_tokens=64)
     prompts = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=64)
@@ -53,12 +55,14 @@ def test_chat_demonstration(jsonl: Callable[..., Path], chat_tokenizer: PreTrain
         ({"response": "b"}, r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing"),
     ],
 )
-def test_bad_rows(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str) -> None:
+def test_bad_rows_are_reported(
+    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         load_demonstrations(DataConfig(path=str(jsonl(row))), tokenizer, max_tokens=64)
 
 
-def test_overlong_counts_prompt_response_and_eos(
+def test_the_length_limit_counts_prompt_response_and_eos(
     jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = str(jsonl({"prompt": "123", "response": "45"}, {"prompt": "1", "response": "2"}))

@@ -1,3 +1,5 @@
+"""Loading preference pairs: tokens, margins, safety labels and bad rows."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from megarl.errors import DataError
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
 
 
-def test_answers_and_eos_are_what_is_compared(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_loss_masks_cover_answers_and_eos(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
     config = DataConfig(path=str(jsonl(PAIR, {"prompt": "2+2=", "chosen": "4", "rejected": "22", "margin": 1.5})))
     got = load_preferences(config, tokenizer, max_tokens=64)
     prompts = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=64)
@@ -50,7 +52,7 @@ def test_chat_pairs_from_parquet(tmp_path: Path, chat_tokenizer: PreTrainedToken
     assert (first.margin, second.margin) == (0.0, 2.0)
 
 
-def test_safety_is_read_where_it_is_asked_for(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_safety_labels_are_read_on_request(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [PAIR | {"chosen_safe": True, "rejected_safe": safe} for safe in (True, False)]
     config = DataConfig(path=str(jsonl(*rows)))
     got = load_preferences(config, tokenizer, max_tokens=64, safety=True)
@@ -75,21 +77,25 @@ def test_safety_is_read_where_it_is_asked_for(jsonl: Callable[..., Path], tokeni
         (PAIR | {"margin": True}, r"'margin' .* got True"),
         (PAIR | {"margin": -1}, r"'margin' .* got -1"),
         (PAIR | {"chosen_safe": 1, "rejected_safe": True}, r"'chosen_safe' \(.*\) needs true or false, got 1"),
-        (PAIR | {"chosen_safe": True}, r"'rejected_safe' \(.*\) needs true or false, got nothing, though"),
+        (PAIR | {"chosen_safe": True}, r"'rejected_safe' \(.*\) needs true or false, got nothing, but"),
         (
             PAIR | {"chosen_safe": True, "rejected_safe": True},
-            r"says which answers are safe .* unlike .*rows.jsonl:1; all rows of a file need to, or none",
+            r"the row has safety labels .* unlike .*rows.jsonl:1; either all rows of a file need them, or none",
         ),
     ],
 )
-def test_bad_rows(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str) -> None:
+def test_bad_rows_are_reported(
+    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str
+) -> None:
     path = str(jsonl(PAIR, row))
     with pytest.raises(DataError, match="rows.jsonl:2: .*" + message):
         load_preferences(DataConfig(path=path), tokenizer, max_tokens=64, safety=True)
 
 
 @pytest.mark.parametrize("longer", ["chosen", "rejected"])
-def test_both_answers_have_to_fit(longer: str, jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_both_answers_must_fit_the_limit(
+    longer: str, jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+) -> None:
     path = str(jsonl({"prompt": "123", "chosen": "4", "rejected": "5"} | {longer: "45"}, PAIR | {"prompt": "1"}))
     assert len(load_preferences(DataConfig(path=path), tokenizer, max_tokens=6)) == 2
     with pytest.raises(DataError, match=r"rows.jsonl:1: the longer sequence has 6 tokens, 1 more than .* = 5"):

@@ -1,3 +1,5 @@
+"""Loading prompts: templates, special tokens, length limits and bad rows."""
+
 from __future__ import annotations
 
 import json
@@ -17,7 +19,7 @@ GSM8K = Path("../shared/data/gsm8k")
 ROOT = Path(__file__).parents[2]
 
 
-def test_demo_prompts(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompts_of_the_demo(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = str(arithmetic / "train.jsonl")
     got = load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=64)
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
@@ -53,7 +55,9 @@ def test_chat_template_is_applied_by_default(
     assert first.token_ids.count(chat_tokenizer.eos_token_id) == 1
 
 
-def test_system_prompt_and_never(jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_system_prompt_and_chat_template_never(
+    jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
     path = str(jsonl({"prompt": "Hi"}))
     (prompt,) = load_prompts(
         DataConfig(path=path, system_prompt="Be brief."), chat_tokenizer, path=path, max_prompt_tokens=64
@@ -65,7 +69,7 @@ def test_system_prompt_and_never(jsonl: Callable[..., Path], chat_tokenizer: Pre
     assert prompt.text == "Hi"
 
 
-def test_tokenizer_that_adds_bos_adds_it_once(
+def test_bos_is_added_to_plain_prompts_only(
     jsonl: Callable[..., Path], chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     from tokenizers.processors import TemplateProcessing
@@ -85,7 +89,7 @@ def test_tokenizer_that_adds_bos_adds_it_once(
 @pytest.mark.parametrize(
     ("value", "answer"), [("#### 72", "#### 72"), (72, "72"), (0.5, "0.5"), (None, None), ([1], None)]
 )
-def test_answers(
+def test_reference_answers(
     jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, value: object, answer: str | None
 ) -> None:
     path = str(jsonl({"prompt": "a", "answer": value}))
@@ -129,13 +133,15 @@ def test_dropped_prompts_are_counted_in_the_log(
         ({"prompt": [{"role": "user", "content": "a"}]}, r"rows.jsonl:1: .* need a chat template"),
     ],
 )
-def test_bad_rows(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str) -> None:
+def test_bad_rows_are_reported(
+    jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, row: object, message: str
+) -> None:
     path = str(jsonl(row))
     with pytest.raises(DataError, match=message):
         load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=64)
 
 
-def test_bad_configurations(
+def test_bad_configurations_are_reported(
     jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = str(jsonl({"prompt": [{"role": "system", "content": "a"}]}))

@@ -1,3 +1,5 @@
+"""Reading JSONL and Parquet rows, and their errors."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ def test_unescaped_line_separator_does_not_end_a_line(tmp_path: Path) -> None:
     assert [r.fields["prompt"] for r in read_rows(path)] == ["a\u2028b"]
 
 
-def test_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
     assert [r.fields for r in read_rows(path)] == [{"prompt": "a"}]
@@ -49,20 +51,20 @@ def test_parquet_rows_equal_what_was_written(tmp_path: Path, monkeypatch: pytest
         ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
     ],
 )
-def test_bad_line_is_named(jsonl: Callable[..., Path], bad: str, message: str) -> None:
+def test_a_bad_line_is_reported(jsonl: Callable[..., Path], bad: str, message: str) -> None:
     path = jsonl({"prompt": "a"}, bad, {"prompt": "b"})
     with pytest.raises(DataError, match=message):
         list(read_rows(path))
 
 
-def test_bad_encoding_is_named(tmp_path: Path) -> None:
+def test_a_bad_encoding_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match=r"rows.jsonl:2: not valid JSON"):
         list(read_rows(path))
 
 
-def test_missing_field_is_named_with_what_the_row_has(jsonl: Callable[..., Path]) -> None:
+def test_a_missing_field_is_reported_with_the_fields_of_the_row(jsonl: Callable[..., Path]) -> None:
     row = next(read_rows(jsonl({"question": "a", "answer": "b"})))
     with pytest.raises(
         DataError, match=r"rows.jsonl:1: field 'prompt' \(data.fields.prompt\) is missing; .* 'question'"
@@ -72,7 +74,7 @@ def test_missing_field_is_named_with_what_the_row_has(jsonl: Callable[..., Path]
         next(read_rows(jsonl({"n": 3}))).text("n", "data.fields.prompt")
 
 
-def test_unusable_files_are_named(tmp_path: Path) -> None:
+def test_unusable_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none.jsonl: no such data file"):
         read_rows(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"rows.csv: .* \.jsonl or \.parquet, got \.csv"):
@@ -81,11 +83,11 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"folder.jsonl: needs a file, got a folder"):
         read_rows(tmp_path / "folder.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match=r"empty.jsonl: the data file holds no rows"):
+    with pytest.raises(DataError, match=r"empty.jsonl: the data file has no rows"):
         list(read_rows(tmp_path / "empty.jsonl"))
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match=r"bad.parquet:1: not readable as Parquet"):
         list(read_rows(tmp_path / "bad.parquet"))
     pq.write_table(pa.Table.from_pylist([{"prompt": "a"}]).slice(0, 0), tmp_path / "empty.parquet")
-    with pytest.raises(DataError, match=r"empty.parquet: the data file holds no rows"):
+    with pytest.raises(DataError, match=r"empty.parquet: the data file has no rows"):
         list(read_rows(tmp_path / "empty.parquet"))

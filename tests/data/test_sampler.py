@@ -1,3 +1,5 @@
+"""The prompt sampler: epochs, resuming, and an order that never changes."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +16,7 @@ from megarl.errors import DataError
 
 
 @given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**40), sizes=st.lists(st.integers(0, 50), max_size=8))
-def test_every_epoch_holds_every_row_once_however_it_is_cut(num_rows: int, seed: int, sizes: list[int]) -> None:
+def test_every_epoch_has_every_row_once_whatever_the_batch_sizes(num_rows: int, seed: int, sizes: list[int]) -> None:
     sampler = PromptSampler(num_rows, seed, shuffle=True)
     stream = [i for n in sizes for i in sampler.take(n)]
     assert len(stream) == sum(sizes)
@@ -24,7 +26,7 @@ def test_every_epoch_holds_every_row_once_however_it_is_cut(num_rows: int, seed:
 
 
 @given(num_rows=st.integers(1, 40), before=st.integers(0, 100), after=st.integers(0, 100), shuffle=st.booleans())
-def test_restored_sampler_continues_exactly(num_rows: int, before: int, after: int, shuffle: bool) -> None:
+def test_a_restored_sampler_resumes_exactly(num_rows: int, before: int, after: int, shuffle: bool) -> None:
     one = PromptSampler(num_rows, 3, shuffle)
     one.take(before)
     saved = json.dumps(dataclasses.asdict(one.state()))
@@ -44,12 +46,12 @@ def test_state_counts_prompts() -> None:
 FROZEN = [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
 
 
-def test_order_is_frozen_for_good() -> None:
-    # A resumed run relies on it: this list may never change.
+def test_the_order_never_changes() -> None:
+    # Resumed runs rely on this order: the list must never change.
     assert PromptSampler(8, 0, shuffle=True).take(16) == FROZEN
 
 
-def test_seeds_and_epochs_differ_and_global_state_does_not_matter() -> None:
+def test_the_order_depends_on_seed_and_epoch_but_not_on_global_state() -> None:
     random.seed(1)
     np.random.seed(1)
     before = np.random.get_state()[1].copy()
@@ -62,8 +64,8 @@ def test_seeds_and_epochs_differ_and_global_state_does_not_matter() -> None:
     assert PromptSampler(3, 1, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_state_of_other_data_is_refused() -> None:
-    with pytest.raises(DataError, match=r"stands at prompt 11 of epoch 0, but the data has 10 rows"):
+def test_the_state_of_other_data_is_refused() -> None:
+    with pytest.raises(DataError, match=r"is at prompt 11 of epoch 0, but the data has 10 rows"):
         PromptSampler(10, 0, shuffle=True).restore(SamplerState(epoch=0, position=11, seed=0))
     with pytest.raises(DataError, match=r"at least one row, got 0"):
         PromptSampler(0, 0, shuffle=True)

@@ -1,3 +1,5 @@
+"""The tiny model: loading with transformers, its tokenizer and determinism."""
+
 from __future__ import annotations
 
 import json
@@ -12,7 +14,7 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import DataError
 
 
-def test_loads_and_generates_with_transformers(tiny_model: Path) -> None:
+def test_transformers_loads_the_model_and_generates(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert 480_000 < sum(p.numel() for p in model.parameters()) < 500_000
@@ -23,7 +25,7 @@ def test_loads_and_generates_with_transformers(tiny_model: Path) -> None:
     assert out.shape[1] <= ids.shape[1] + 3
 
 
-def test_tokenizer_keeps_any_text_and_splits_digits(tiny_model: Path) -> None:
+def test_the_tokenizer_round_trips_any_text_and_splits_digits(tiny_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     for text in ("8+3=11;11-2=9 #### 9", " two  spaces\n", "naïve 日本 🙂 don 't ."):
         assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
@@ -32,7 +34,7 @@ def test_tokenizer_keeps_any_text_and_splits_digits(tiny_model: Path) -> None:
     assert tokenizer("<eos>")["input_ids"] == [tokenizer.eos_token_id]
 
 
-def test_seed_decides_the_weights_and_the_global_state_is_left_alone(tmp_path: Path) -> None:
+def test_the_seed_determines_the_weights_and_global_state_is_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -51,7 +53,7 @@ def test_sizes_are_arguments(tmp_path: Path) -> None:
     assert [config[k] for k in sizes] == [32, 4, 8, 4, 8]
 
 
-def test_impossible_requests(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"256 \+ 2 = 258, got 200"):
         write_tiny_model(tmp_path, ["text"], 0, vocab_size=200)
     with pytest.raises(DataError, match=r"needs texts"):

@@ -1,3 +1,5 @@
+"""Token files: validation, chunks, scores, and output that is renamed once complete."""
+
 from __future__ import annotations
 
 import json
@@ -10,22 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.token_file import PROBLEMS_SHOWN, TokenFile, TokenLine, partial_file
+from megarl.data.token_file import MAX_REPORTED_LINES, TokenFile, TokenSequence, partial_file
 from megarl.errors import ConfigError, DataError
 
 Write = Callable[..., Path]
 
 
-def tokens(path: Path) -> TokenFile:
+def token_file(path: Path) -> TokenFile:
     return TokenFile(path=path, vocab_size=331, max_positions=8)
 
 
-def read(path: Path, *, max_tokens: int = 100, max_lines: int = 100) -> list[list[TokenLine]]:
-    return list(tokens(path).chunks(max_tokens=max_tokens, max_lines=max_lines))
+def read_chunks(path: Path, *, max_tokens: int = 100, max_lines: int = 100) -> list[list[TokenSequence]]:
+    return list(token_file(path).chunks(max_tokens=max_tokens, max_lines=max_lines))
 
 
-def line(n: int, **rest: Any) -> TokenLine:
-    return TokenLine(where="tokens.jsonl:3", token_ids=np.arange(n, dtype=np.int32), rest=rest)
+def make_line(n: int, **other_keys: Any) -> TokenSequence:
+    return TokenSequence(where="tokens.jsonl:3", token_ids=np.arange(n, dtype=np.int32), other_keys=other_keys)
 
 
 @pytest.mark.parametrize(
@@ -56,93 +58,98 @@ def line(n: int, **rest: Any) -> TokenLine:
         ({"token_ids": [1] * 11}, "token_ids has 11 tokens, 3 more than the model's max_position_embeddings = 8"),
     ],
 )
-def test_bad_lines(jsonl: Write, row: Any, message: str) -> None:
+def test_bad_lines_are_reported(jsonl: Write, row: Any, message: str) -> None:
     path = jsonl({"token_ids": [1]}, row, name="tokens.jsonl")
     with pytest.raises(DataError) as error:
-        tokens(path).check()
+        token_file(path).check()
     assert str(error.value) == f"{path}:2: {message}"
-    with pytest.raises(DataError) as error:  # a file that changed after it was checked
-        read(path)
+    with pytest.raises(DataError) as error:  # the file may change after the check
+        read_chunks(path)
     assert str(error.value) == f"{path}:2: {message}"
 
 
-def test_text_that_is_not_utf8_is_named_by_its_line(tmp_path: Path) -> None:
+def test_invalid_utf8_is_reported_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_bytes(b'{"token_ids": [1]}\n{"token_ids": [1], "text": "\xff"}\n')
     with pytest.raises(DataError, match=r"tokens.jsonl:2: not valid UTF-8 at byte 28$"):
-        tokens(path).check()
+        token_file(path).check()
 
 
-def test_all_bad_lines_are_told_at_once(jsonl: Write) -> None:
-    path = jsonl(*[{"token_ids": [1]}, {"token_ids": []}] * (PROBLEMS_SHOWN + 5))
+def test_all_bad_lines_are_reported_at_once(jsonl: Write) -> None:
+    path = jsonl(*[{"token_ids": [1]}, {"token_ids": []}] * (MAX_REPORTED_LINES + 5))
     with pytest.raises(DataError) as error:
-        tokens(path).check()
+        token_file(path).check()
     shown = str(error.value).splitlines()
     assert shown[0].startswith(f"{path}:2: ")
-    assert shown[PROBLEMS_SHOWN - 1].startswith(f"{path}:{2 * PROBLEMS_SHOWN}: ")
-    assert shown[PROBLEMS_SHOWN:] == [f"{path}: 5 more bad lines, {PROBLEMS_SHOWN + 5} together"]
+    assert shown[MAX_REPORTED_LINES - 1].startswith(f"{path}:{2 * MAX_REPORTED_LINES}: ")
+    assert shown[MAX_REPORTED_LINES:] == [f"{path}: 5 more bad lines, {MAX_REPORTED_LINES + 5} in total"]
 
 
-def test_files_that_hold_nothing(tmp_path: Path, jsonl: Write) -> None:
+def test_files_without_sequences_are_refused(tmp_path: Path, jsonl: Write) -> None:
     with pytest.raises(DataError, match=r"none.jsonl: no such file of token sequences"):
-        tokens(tmp_path / "none.jsonl").check()
+        token_file(tmp_path / "none.jsonl").check()
     with pytest.raises(DataError, match=r"needs a file, which is read twice, got a folder"):
-        tokens(tmp_path).check()
+        token_file(tmp_path).check()
     with pytest.raises(DataError, match=r"needs a file, which is read twice, got a stream"):
-        tokens(Path("/dev/null")).check()
-    with pytest.raises(DataError, match=r"the file holds no token sequences"):
-        tokens(jsonl("", "  ")).check()
+        token_file(Path("/dev/null")).check()
+    with pytest.raises(DataError, match=r"the file has no token sequences"):
+        token_file(jsonl("", "  ")).check()
 
 
 def test_check_counts_lines_and_tokens(jsonl: Write) -> None:
-    count = tokens(jsonl("\ufeff" + '{"token_ids": [0, 330]}', "", {"token_ids": [1] * 8})).check()
+    count = token_file(jsonl("\ufeff" + '{"token_ids": [0, 330]}', "", {"token_ids": [1] * 8})).check()
     assert (count.num_lines, count.num_tokens) == (2, 10)
 
 
-def test_chunks_keep_order_within_their_limits(jsonl: Write) -> None:
+def test_chunks_keep_the_order_and_respect_their_limits(jsonl: Write) -> None:
     lengths = [3, 2, 4, 8, 1, 1, 1, 1]
     path = jsonl(*({"token_ids": list(range(n)), "id": i} for i, n in enumerate(lengths)))
-    by_tokens = read(path, max_tokens=5)
+    by_tokens = read_chunks(path, max_tokens=5)
     assert [[len(each.token_ids) for each in chunk] for chunk in by_tokens] == [[3, 2], [4], [8], [1, 1, 1, 1]]
-    by_lines = read(path, max_lines=3)
-    assert [[each.rest["id"] for each in chunk] for chunk in by_lines] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    by_lines = read_chunks(path, max_lines=3)
+    assert [[each.other_keys["id"] for each in chunk] for chunk in by_lines] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert by_lines[0][2].token_ids.tolist() == [0, 1, 2, 3]
     assert by_lines[2][1].where == f"{path}:8"
 
 
-def test_scores_keep_the_other_keys_but_not_their_own(jsonl: Write) -> None:
-    rest = {"id": [1, {"a": None}], "logprobs": "old", "entropy": 3, "text": "\u00e9\ud800"}
-    ((read_line,),) = read(jsonl({"token_ids": [4, 5]} | rest))
+def test_scores_replace_their_keys_and_keep_all_others(jsonl: Write) -> None:
+    other_keys = {"id": [1, {"a": None}], "logprobs": "old", "entropy": 3, "text": "\u00e9\ud800"}
+    ((read_line,),) = read_chunks(jsonl({"token_ids": [4, 5]} | other_keys))
     one = np.array([-0.5], np.float32)
-    written = read_line.with_scores(one, -one)
+    written = read_line.to_json_line(one, -one)
     assert "\n" not in written
     assert written.isascii()
-    assert json.loads(written) == {"id": rest["id"], "text": rest["text"], "logprobs": [-0.5], "entropy": [0.5]}
+    assert json.loads(written) == {
+        "id": other_keys["id"],
+        "text": other_keys["text"],
+        "logprobs": [-0.5],
+        "entropy": [0.5],
+    }
 
 
-def test_one_token_has_no_scores() -> None:
+def test_a_single_token_has_no_scores() -> None:
     nothing = np.zeros(0, np.float32)
-    assert line(1).with_scores(nothing, nothing) == '{"logprobs":[],"entropy":[]}'
+    assert make_line(1).to_json_line(nothing, nothing) == '{"logprobs":[],"entropy":[]}'
 
 
 def test_numbers_survive_the_round_trip() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
     values = bits.view(np.float32)
     values = values[np.isfinite(values)]
-    written = json.loads(line(len(values) + 1).with_scores(values, values[::-1]))
+    written = json.loads(make_line(len(values) + 1).to_json_line(values, values[::-1]))
     assert (np.array(written["logprobs"], np.float32) == values).all()
     assert (np.array(written["entropy"], np.float32) == values[::-1]).all()
     assert all(type(value) is float for value in written["logprobs"])
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
-def test_scores_that_json_cannot_say(bad: float) -> None:
+def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
     good, wrong = np.zeros(3, np.float32), np.array([0, bad, bad], np.float32)
     with pytest.raises(DataError, match=rf"tokens.jsonl:3: the model needs to give a finite entropy\[1\], got {bad}"):
-        line(4).with_scores(good, wrong)
+        make_line(4).to_json_line(good, wrong)
 
 
-def test_output_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_output_appears_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_text("old")
     with partial_file(path, source=tmp_path / "tokens.jsonl") as file:
@@ -156,7 +163,7 @@ def test_output_appears_when_it_is_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_kill_leaves_no_output(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_output(tmp_path: Path) -> None:
     code = (
         "import os, pathlib; from megarl.data.token_file import partial_file\n"
         "with partial_file(pathlib.Path('scores.jsonl'), source=pathlib.Path('tokens.jsonl')) as file:\n"

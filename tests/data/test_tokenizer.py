@@ -1,3 +1,5 @@
+"""Loading tokenizers, their stop tokens, and broken model folders."""
+
 from __future__ import annotations
 
 import json
@@ -13,11 +15,11 @@ from megarl.errors import DataError
 
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """Return a copy of the tiny model that a test may modify."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
-def edit(file: Path, **fields: Any) -> None:
+def edit_json(file: Path, **fields: Any) -> None:
     tree = json.loads(file.read_text())
     tree.update(fields)
     file.write_text(json.dumps(tree))
@@ -26,36 +28,36 @@ def edit(file: Path, **fields: Any) -> None:
 def test_stop_tokens_are_the_union_of_all_three_files(model: Path) -> None:
     tokenizer = load_tokenizer(model)
     assert stop_token_ids(model, tokenizer) == (1,)
-    edit(model / "config.json", eos_token_id=7)
-    edit(model / "generation_config.json", eos_token_id=[9, 7, 1])
+    edit_json(model / "config.json", eos_token_id=7)
+    edit_json(model / "generation_config.json", eos_token_id=[9, 7, 1])
     assert stop_token_ids(model, tokenizer) == (1, 7, 9)
-    edit(model / "config.json", eos_token_id=None)
+    edit_json(model / "config.json", eos_token_id=None)
     (model / "generation_config.json").unlink()
     assert stop_token_ids(model, tokenizer) == (1,)
 
 
 @pytest.mark.parametrize("bad", ["<eos>", [1, "x"], True, -1])
-def test_strange_stop_tokens_are_refused(model: Path, bad: Any) -> None:
-    edit(model / "generation_config.json", eos_token_id=bad)
+def test_invalid_stop_tokens_are_refused(model: Path, bad: Any) -> None:
+    edit_json(model / "generation_config.json", eos_token_id=bad)
     with pytest.raises(DataError, match=r"generation_config.json: eos_token_id needs"):
         stop_token_ids(model, load_tokenizer(model))
 
 
-def test_missing_folder_and_files(tmp_path: Path) -> None:
+def test_a_missing_folder_or_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: needs a model folder .* no such folder"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"holds no tokenizer \(none of tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
-def test_tokenizer_without_eos(model: Path) -> None:
-    edit(model / "tokenizer_config.json", eos_token=None)
+def test_a_tokenizer_without_eos_is_refused(model: Path) -> None:
+    edit_json(model / "tokenizer_config.json", eos_token=None)
     with pytest.raises(DataError, match=r"needs an end-of-sequence token, got none; set eos_token in .*tokenizer_conf"):
         load_tokenizer(model)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-def test_spoiled_files(model: Path, name: str) -> None:
+def test_malformed_files_are_reported(model: Path, name: str) -> None:
     (model / name).write_text('{"a": ')
     with pytest.raises(DataError, match=f"{name} is not valid JSON"):
         load_tokenizer(model)
@@ -64,13 +66,13 @@ def test_spoiled_files(model: Path, name: str) -> None:
         load_tokenizer(model)
 
 
-def test_a_configuration_that_transformers_refuses(model: Path) -> None:
-    edit(model / "config.json", layer_types=["full_attention"], num_hidden_layers=2)
+def test_a_config_that_transformers_rejects_is_reported(model: Path) -> None:
+    edit_json(model / "config.json", layer_types=["full_attention"], num_hidden_layers=2)
     with pytest.raises(DataError, match=r"(?s)the tokenizer cannot be loaded: StrictDataclass.*`num_hidden_layers`"):
         load_tokenizer(model)
 
 
-def test_tokenizer_that_contradicts_itself(model: Path) -> None:
+def test_an_inconsistent_tokenizer_is_reported(model: Path) -> None:
     file = model / "tokenizer.json"
     tree = json.loads(file.read_text())
     tree["model"]["merges"].append(["zzzz", "qqqq"])
@@ -79,7 +81,7 @@ def test_tokenizer_that_contradicts_itself(model: Path) -> None:
         load_tokenizer(model)
 
 
-def test_rows_of_the_vocabulary_that_no_token_has_decode_to_nothing(model: Path) -> None:
+def test_vocabulary_rows_without_a_token_decode_to_an_empty_string(model: Path) -> None:
     tokenizer = load_tokenizer(model)
     assert len(tokenizer) < 383
     assert tokenizer.decode([383, *tokenizer("9")["input_ids"], 383]) == "9"

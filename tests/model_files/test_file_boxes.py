@@ -1,10 +1,12 @@
+"""Contiguous runs and chunks of boxes, compared with NumPy slicing."""
+
 from itertools import chain, pairwise
 from math import prod
 
 import numpy as np
 import pytest
 
-from megarl.model_files.file_boxes import extent, pieces, runs
+from megarl.model_files.file_boxes import contiguous_runs, extent, split_box
 
 CASES = [
     ((), ()),
@@ -22,9 +24,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "box"), CASES)
-def test_runs_are_the_elements_of_the_box_in_as_few_pieces_as_can_be(shape, box):
+def test_runs_cover_the_box_with_the_fewest_runs(shape, box):
     elements = np.arange(prod(shape)).reshape(shape)[tuple(slice(*pair) for pair in box)].ravel().tolist()
-    got = list(runs(shape, box))
+    got = list(contiguous_runs(shape, box))
     assert [first + i for first, count in got for i in range(count)] == elements
     gaps = sum(after != before + 1 for before, after in pairwise(elements))
     assert len(got) == (gaps + 1 if elements else 0)
@@ -32,12 +34,12 @@ def test_runs_are_the_elements_of_the_box_in_as_few_pieces_as_can_be(shape, box)
 
 @pytest.mark.parametrize(("shape", "box"), CASES)
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
-def test_pieces_follow_one_another_and_are_small(shape, box, limit):
-    whole = np.arange(prod(shape)).reshape(shape)
+def test_split_boxes_are_in_order_and_within_the_limit(shape, box, limit):
+    tensor = np.arange(prod(shape)).reshape(shape)
 
-    def elements(of):
-        return whole[tuple(slice(*pair) for pair in of)].ravel().tolist()
+    def elements(part):
+        return tensor[tuple(slice(*pair) for pair in part)].ravel().tolist()
 
-    parts = list(pieces(box, limit))
+    parts = list(split_box(box, limit))
     assert list(chain.from_iterable(elements(part) for part in parts)) == elements(box)
     assert all(prod(extent(part)) <= limit for part in parts)

@@ -1,3 +1,5 @@
+"""Reading boxes of safetensors files: values, errors and memory."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,50 +13,50 @@ from safetensors.torch import save_file
 
 from megarl.errors import DataError
 from megarl.model_files import reader
-from megarl.model_files.reader import TensorFolder
+from megarl.model_files.reader import SafetensorsReader
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int8]
 SHAPES = [(7,), (6, 10), (4, 3, 5), ()]
 
 
-def content(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def make_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {str(shape): (100 * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES}
 
 
-def every_box(shape):
+def boxes_of(shape):
     spans = [[(0, n), (0, n // 2), (n // 2, n), (1, n - 1)] for n in shape]
     return [tuple(box) for box in itertools.product(*spans)]
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(reader, "PIECE_ELEMENTS", 4)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("small_pieces")
-def test_every_box_is_what_safetensors_itself_reads(tmp_path, dtype):
-    save_file(content(dtype), tmp_path / "model.safetensors")
-    with TensorFolder(tmp_path) as folder, safe_open(tmp_path / "model.safetensors", framework="pt") as expected:
+@pytest.mark.usefixtures("small_chunks")
+def test_every_box_equals_what_safetensors_reads(tmp_path, dtype):
+    save_file(make_tensors(dtype), tmp_path / "model.safetensors")
+    with SafetensorsReader(tmp_path) as folder, safe_open(tmp_path / "model.safetensors", framework="pt") as expected:
         for shape in SHAPES:
             name = str(shape)
             assert (folder.tensors[name].shape, getattr(torch, folder.tensors[name].dtype)) == (shape, dtype)
-            for box in every_box(shape):
+            for box in boxes_of(shape):
                 want = expected.get_tensor(name)[tuple(slice(*pair) for pair in box)]
                 out = torch.full(want.shape, 77).to(dtype)
                 folder.read(name, box, out)
                 assert torch.equal(out, want), (name, box)
 
 
-@pytest.mark.parametrize("piece_elements", [4, 2**21])
-def test_any_strides_and_another_dtype_are_filled(tmp_path, monkeypatch, piece_elements):
-    monkeypatch.setattr(reader, "PIECE_ELEMENTS", piece_elements)
-    tensors = content(torch.float32)
+@pytest.mark.parametrize("chunk_elements", [4, 2**21])
+def test_outputs_of_any_strides_and_another_dtype(tmp_path, monkeypatch, chunk_elements):
+    monkeypatch.setattr(reader, "CHUNK_ELEMENTS", chunk_elements)
+    tensors = make_tensors(torch.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     want = tensors["(6, 10)"][1:5, 2:9]
     parameter = torch.nn.Parameter(torch.full((9, 12), 7.0))
-    with TensorFolder(tmp_path) as folder:
+    with SafetensorsReader(tmp_path) as folder:
         folder.read("(6, 10)", ((1, 5), (2, 9)), parameter[3:7, 4:11])
         transposed = torch.zeros(7, 4, dtype=torch.bfloat16).t()
         folder.read("(6, 10)", ((1, 5), (2, 9)), transposed)
@@ -67,11 +69,11 @@ def test_any_strides_and_another_dtype_are_filled(tmp_path, monkeypatch, piece_e
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bit_floats_come_raw_or_converted(tmp_path, dtype):
+def test_eight_bit_floats_are_read_raw_or_converted(tmp_path, dtype):
     stored = torch.randn(6, 4).to(dtype)
     save_file({"w": stored}, tmp_path / "model.safetensors")
     raw, wide = torch.zeros(6, 2, dtype=dtype), torch.zeros(6, 2)
-    with TensorFolder(tmp_path) as folder:
+    with SafetensorsReader(tmp_path) as folder:
         folder.read("w", ((0, 6), (1, 3)), raw, require_finite=True)
         folder.read("w", ((0, 6), (1, 3)), wide)
     assert torch.equal(raw.view(torch.uint8), stored[:, 1:3].contiguous().view(torch.uint8))
@@ -80,12 +82,12 @@ def test_eight_bit_floats_come_raw_or_converted(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("small_pieces")
-def test_values_that_are_no_numbers_are_counted(tmp_path, dtype, out_dtype):
+@pytest.mark.usefixtures("small_chunks")
+def test_nan_and_infinite_values_are_counted(tmp_path, dtype, out_dtype):
     weights = torch.ones(6, 10)
     weights[2, 7], weights[4, 1], weights[5, 9] = float("nan"), float("inf"), float("-inf")
     save_file({"w": weights.to(dtype)}, tmp_path / "model.safetensors")
-    with TensorFolder(tmp_path) as folder:
+    with SafetensorsReader(tmp_path) as folder:
         with pytest.raises(DataError) as error:
             folder.read("w", ((1, 6), (1, 9)), torch.zeros(5, 8, dtype=out_dtype), require_finite=True)
         assert str(error.value) == (
@@ -95,32 +97,32 @@ def test_values_that_are_no_numbers_are_counted(tmp_path, dtype, out_dtype):
         folder.read("w", ((0, 2), (0, 10)), torch.zeros(2, 10, dtype=out_dtype), require_finite=True)
 
 
-def test_large_numbers_are_finite(tmp_path):
+def test_large_float16_values_are_finite(tmp_path):
     save_file({"w": torch.tensor([60000.0, 60000.0, -60000.0]).half()}, tmp_path / "model.safetensors")
     out = torch.zeros(3)
-    with TensorFolder(tmp_path) as folder:
+    with SafetensorsReader(tmp_path) as folder:
         folder.read("w", ((0, 3),), out, require_finite=True)
     assert out.tolist() == [60000.0, 60000.0, -60000.0]
 
 
-def test_what_cannot_be_read_is_said(tmp_path):
+def test_invalid_requests_are_reported(tmp_path):
     save_file({"w": torch.zeros(4, 6), "n": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with TensorFolder(tmp_path) as folder:
-        with pytest.raises(DataError, match=r"none of its 2 tensors is v$"):
+    with SafetensorsReader(tmp_path) as folder:
+        with pytest.raises(DataError, match=r"none of the 2 tensors is named v$"):
             folder.read("v", ((0, 1),), torch.zeros(1))
         with pytest.raises(DataError, match=r"w needs shape \[4, 7\], got \[4, 6\]"):
             folder.require_shape("w", (4, 7))
         folder.require_shape("w", (4, 6))
-        with pytest.raises(DataError, match=r"w has shape \[4, 6\], in which box \(\(0, 5\), \(0, 6\)\) does not lie"):
+        with pytest.raises(DataError, match=r"w has shape \[4, 6\], which does not contain box \(\(0, 5\), \(0, 6\)\)"):
             folder.read("w", ((0, 5), (0, 6)), torch.zeros(5, 6))
-        with pytest.raises(DataError, match="n needs a dtype that becomes float32, got int8"):
+        with pytest.raises(DataError, match="n needs a dtype that converts to float32, got int8"):
             folder.read("n", ((0, 3),), torch.zeros(3))
 
 
-def test_a_file_that_shrinks_under_the_reader_is_named(tmp_path):
+def test_a_file_truncated_while_open_is_reported(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(100)}, file)
-    with TensorFolder(tmp_path) as folder:
+    with SafetensorsReader(tmp_path) as folder:
         file.open("r+b").truncate(file.stat().st_size - 40)
         with pytest.raises(DataError, match=r"model.safetensors: w needs 400 bytes at byte \d+, got 360: the file is"):
             folder.read("w", ((0, 100),), torch.zeros(100))
@@ -129,13 +131,13 @@ def test_a_file_that_shrinks_under_the_reader_is_named(tmp_path):
 MEASURE = """
 import re, sys
 import torch
-from megarl.model_files.reader import TensorFolder
+from megarl.model_files.reader import SafetensorsReader
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
 path, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-with TensorFolder(path) as folder:
+with SafetensorsReader(path) as folder:
     warm = torch.zeros(64, 4096, dtype=dtype)
     folder.read("warm", ((0, 64), (0, 4096)), warm, require_finite=True)
     before = status("VmRSS")
@@ -150,12 +152,12 @@ with TensorFolder(path) as folder:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reading_takes_no_memory_beyond_the_shard_and_the_scratch(tmp_path, dtype):
+def test_reading_needs_no_memory_beyond_the_shard_and_the_scratch_buffer(tmp_path, dtype):
     tensors = {name: torch.rand(9216, 4096) for name in ("rows", "columns")}
     save_file(tensors | {"warm": torch.zeros(64, 4096)}, tmp_path / "model.safetensors")
     last = float(tensors["columns"][-1, -1].to(getattr(torch, dtype)))
     assert (tmp_path / "model.safetensors").stat().st_size > 300e6
-    scratch = reader.PIECE_ELEMENTS * 4
+    scratch = reader.CHUNK_ELEMENTS * 4
     command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
     peak, shard, read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert float(read) == last

@@ -1,3 +1,5 @@
+"""Tensor names and shapes from safetensors headers and the index, and the errors of malformed files."""
+
 from __future__ import annotations
 
 import json
@@ -11,10 +13,10 @@ from safetensors.torch import save_file
 
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
-from megarl.model_files.weight_index import problems, read_headers
+from megarl.model_files.weight_index import find_tensor_mismatches, read_headers
 
 
-def sharded(folder, index=None):
+def write_shards(folder, index=None):
     save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, folder / "one.safetensors")
     save_file({"c": torch.zeros(5, dtype=torch.int64)}, folder / "two.safetensors")
     if index is not None:
@@ -22,82 +24,84 @@ def sharded(folder, index=None):
     return folder
 
 
-def test_all_files_are_read_without_an_index_and_its_own_with_one(tmp_path):
-    tensors = read_headers(sharded(tmp_path))
+def test_all_files_are_read_without_an_index_and_the_listed_ones_with_it(tmp_path):
+    tensors = read_headers(write_shards(tmp_path))
     assert {name: (t.file.name, t.shape, t.dtype) for name, t in tensors.items()} == {
         "a": ("one.safetensors", (2, 3), "float32"),
         "b": ("one.safetensors", (4,), "bfloat16"),
         "c": ("two.safetensors", (5,), "int64"),
     }
     save_file({"a": torch.zeros(9)}, tmp_path / "consolidated.safetensors")
-    sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
+    write_shards(tmp_path, {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
     assert read_headers(tmp_path) == tensors
 
 
 def test_a_tensor_in_two_files_needs_an_index(tmp_path):
-    save_file({"a": torch.zeros(9)}, sharded(tmp_path) / "zero.safetensors")
-    with pytest.raises(DataError, match=r"a lies in .*one\.safetensors and in .*zero\.safetensors, which no model"):
+    save_file({"a": torch.zeros(9)}, write_shards(tmp_path) / "zero.safetensors")
+    with pytest.raises(
+        DataError, match=r"a is in .*one\.safetensors and in .*zero\.safetensors, and there is no model"
+    ):
         read_headers(tmp_path)
-    sharded(tmp_path, {"a": "zero.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
+    write_shards(tmp_path, {"a": "zero.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
     assert read_headers(tmp_path)["a"].shape == (9,)
 
 
 @pytest.mark.parametrize(
-    ("index", "says"),
+    ("index", "message"),
     [
         ({"a": "three.safetensors"}, "three.safetensors is not readable as safetensors: model.safetensors.index.json"),
-        ({"d": "one.safetensors"}, "index.json places d in one.safetensors, which does not hold it"),
+        ({"d": "one.safetensors"}, "index.json maps d to one.safetensors, which does not contain it"),
         (["a"], "index.json needs a mapping from tensors to files under weight_map"),
         ({"a": 1}, "index.json needs a mapping from tensors to files under weight_map"),
     ],
 )
-def test_an_index_that_is_wrong(tmp_path, index, says):
-    with pytest.raises(DataError, match=says):
-        read_headers(sharded(tmp_path, index))
+def test_an_invalid_index(tmp_path, index, message):
+    with pytest.raises(DataError, match=message):
+        read_headers(write_shards(tmp_path, index))
 
 
-def test_an_empty_folder(tmp_path):
+def test_a_folder_without_safetensors(tmp_path):
     with pytest.raises(DataError, match=f"^{tmp_path} holds no safetensors files$"):
         read_headers(tmp_path)
 
 
-def test_a_file_that_is_cut_short_is_told_with_both_sizes(tmp_path):
+def test_a_truncated_file_is_reported_with_both_sizes(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100), "b": torch.zeros(100)}, file)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-500])
+    complete = file.read_bytes()
+    file.write_bytes(complete[:-500])
     with pytest.raises(DataError) as error:
         read_headers(tmp_path)
     assert str(error.value) == (
-        f"{file} is not readable as safetensors: it is cut short, its tensors need {len(whole)} bytes, got "
-        f"{len(whole) - 500}, 500 less; the first that is cut is a"
+        f"{file} is not readable as safetensors: it is truncated, its tensors need {len(complete)} bytes, got "
+        f"{len(complete) - 500}, 500 less; the first truncated tensor is a"
     )
-    file.write_bytes(whole[:50])
+    file.write_bytes(complete[:50])
     with pytest.raises(DataError, match=r"its header needs 8 \+ 120 = 128 bytes, got 50$"):
         read_headers(tmp_path)
-    file.write_bytes(whole[:5])
-    with pytest.raises(DataError, match=r"the length of its header needs 8 bytes, got 5$"):
+    file.write_bytes(complete[:5])
+    with pytest.raises(DataError, match=r"its header length needs 8 bytes, got 5$"):
         read_headers(tmp_path)
 
 
-def described(**info):
+def make_header(**info):
     return json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | info})
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("header", "message"),
     [
         ("notjson", "its header is not valid JSON"),
         ("[]", "its header needs a JSON object, got list"),
         ('{"w": 1}', "tensor w needs dtype, shape and data_offsets, got 1"),
-        (described(shape=[-2]), "tensor w needs dtype, shape and data_offsets"),
-        (described(dtype="F3"), "tensor w has the unknown dtype F3; known are F64"),
-        (described(data_offsets=[0, 4]), r"w needs 8 bytes for F32 \[2\], its data_offsets give 4 - 0 = 4"),
+        (make_header(shape=[-2]), "tensor w needs dtype, shape and data_offsets"),
+        (make_header(dtype="F3"), "tensor w has the unknown dtype F3; known are F64"),
+        (make_header(data_offsets=[0, 4]), r"w needs 8 bytes for F32 \[2\], its data_offsets give 4 - 0 = 4"),
     ],
 )
-def test_a_header_that_is_wrong(tmp_path, header, says):
+def test_an_invalid_header(tmp_path, header, message):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(8))
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         read_headers(tmp_path)
 
 
@@ -107,36 +111,36 @@ def test_a_header_of_absurd_length(tmp_path):
         read_headers(tmp_path)
 
 
-def test_problems_name_what_is_missing_misshapen_and_unknown(tmp_path):
+def test_missing_misshapen_and_unknown_tensors_are_reported(tmp_path):
     held = {"a": torch.zeros(2), "b": torch.zeros(3), "x.rotary_emb.inv_freq": torch.zeros(1)}
     held |= {f"model.layers.{i}.w": torch.zeros(1) for i in range(2, 7)}
     save_file(held, tmp_path / "model.safetensors")
     ignored = ["*.rotary_emb.inv_freq"]
     needed = {name: tuple(t.shape) for name, t in held.items() if not name.startswith("x")}
-    assert problems(tmp_path, needed, ignored=ignored) == []
+    assert find_tensor_mismatches(tmp_path, needed, ignored=ignored) == []
     needed = {"a": (2,), "b": (4,), "c": (1,), "d": (1,), "e": (1,), "f": (1,)}
-    assert problems(tmp_path, needed, model="Qwen3ForCausalLM", ignored=ignored) == [
+    assert find_tensor_mismatches(tmp_path, needed, model="Qwen3ForCausalLM", ignored=ignored) == [
         f"{tmp_path} lacks 4 of the 6 tensors of Qwen3ForCausalLM, first c, d, e and 1 more",
         f"{tmp_path} holds 1 tensors of another shape than config.json gives them, first b: needs (4,), got (3,)",
         f"{tmp_path} holds 5 tensors that Qwen3ForCausalLM as config.json describes it does not have, first "
         "model.layers.2.w, model.layers.3.w, model.layers.4.w and 2 more",
     ]
-    (problem,) = problems(tmp_path / "none", needed)
+    (problem,) = find_tensor_mismatches(tmp_path / "none", needed)
     assert problem == f"{tmp_path / 'none'} holds no safetensors files"
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [(None, "cannot be read: No such file"), ("{", "is not valid JSON"), ("[]", "needs a JSON object, got list")],
 )
-def test_a_json_object_that_is_none(tmp_path, content, says):
+def test_a_file_without_a_json_object(tmp_path, content, message):
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(DataError, match=f"^{file} {says}"):
+    with pytest.raises(DataError, match=f"^{file} {message}"):
         read_json_object(file)
 
 
-def test_headers_need_no_torch():
+def test_reading_headers_does_not_import_torch():
     check = "import sys, megarl.model_files.weight_index; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

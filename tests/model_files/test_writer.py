@@ -1,3 +1,5 @@
+"""Writing model folders: file contents, the index, file assignment and incomplete folders."""
+
 from __future__ import annotations
 
 import json
@@ -11,16 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import DataError
 from megarl.model_files import writer
-from megarl.model_files.file_plan import deal_files, plan_files
-from megarl.model_files.writer import FileWriter, publish
+from megarl.model_files.file_plan import assign_files, plan_files
+from megarl.model_files.writer import SafetensorsWriter, publish
 
 
-def described(tensors):
+def specs_of(tensors):
     return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
 
 
 def quarters(shape):
-    """Boxes that make up the whole: halves of the first two dimensions."""
+    """Return boxes that cover the tensor: halves of its first two dimensions."""
     spans = [[(0, n // 2), (n // 2, n)] if dim < 2 else [(0, n)] for dim, n in enumerate(shape)]
     boxes = [()]
     for span in spans:
@@ -29,7 +31,7 @@ def quarters(shape):
 
 
 def write_all(folder, files, tensors):
-    out = FileWriter(folder, files)
+    out = SafetensorsWriter(folder, files)
     for file in files:
         for name in file.tensors:
             for box in quarters(tensors[name].shape):
@@ -38,8 +40,8 @@ def write_all(folder, files, tensors):
 
 
 @pytest.fixture(params=[4, 2**21])
-def piece_elements(request, monkeypatch):
-    monkeypatch.setattr(writer, "PIECE_ELEMENTS", request.param)
+def chunk_elements(request, monkeypatch):
+    monkeypatch.setattr(writer, "CHUNK_ELEMENTS", request.param)
 
 
 MIXED = {
@@ -52,10 +54,10 @@ MIXED = {
 }
 
 
-@pytest.mark.usefixtures("piece_elements")
-def test_a_file_is_the_one_that_safetensors_writes_byte_by_byte(tmp_path):
+@pytest.mark.usefixtures("chunk_elements")
+def test_a_file_equals_that_of_safetensors_byte_for_byte(tmp_path):
     (tmp_path / "ours").mkdir()
-    files = plan_files(tmp_path / "ours", [described(MIXED)], 10**6)
+    files = plan_files(tmp_path / "ours", [specs_of(MIXED)], 10**6)
     write_all(tmp_path / "ours", files, MIXED)
     publish(tmp_path / "ours", files)
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["model.safetensors"]
@@ -65,11 +67,11 @@ def test_a_file_is_the_one_that_safetensors_writes_byte_by_byte(tmp_path):
     assert got == want
 
 
-def test_several_files_have_an_index(tmp_path):
+def test_several_files_get_an_index(tmp_path):
     tensors = {f"w{i}": torch.randn(4, 8) for i in range(5)} | {"large": torch.randn(40, 8)}
-    files = plan_files(tmp_path, [described(tensors)], 2 * 4 * 8 * 4)
+    files = plan_files(tmp_path, [specs_of(tensors)], 2 * 4 * 8 * 4)
     assert [list(file.tensors) for file in files] == [["w0", "w1"], ["w2", "w3"], ["w4"], ["large"]]
-    write_all(tmp_path, files[:2], tensors)  # as two processes do
+    write_all(tmp_path, files[:2], tensors)  # as two processes would
     write_all(tmp_path, files[2:], tensors)
     publish(tmp_path, files)
     names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
@@ -89,21 +91,21 @@ def test_groups_share_a_file_only_if_all_fit_into_one(tmp_path):
     assert [list(file.tensors) for file in plan_files(tmp_path, groups, 39)] == [["a", "b"], ["c"]]
 
 
-def test_files_are_dealt_evenly_and_to_those_who_hold_them(tmp_path):
+def test_files_are_assigned_evenly_and_to_the_processes_that_hold_them(tmp_path):
     groups = [{f"{stage}.{i}": ((16,), "float32") for i in range(4)} for stage in range(2)]
     files = plan_files(tmp_path, groups, 64)
     stages = [dict.fromkeys(group, 64) for group in groups]
-    assert deal_files(files, stages) == [0] * 4 + [1] * 4
-    assert deal_files(files, stages * 2).count(3) == 2  # two replicas
+    assert assign_files(files, stages) == [0] * 4 + [1] * 4
+    assert assign_files(files, stages * 2).count(3) == 2  # two replicas
     halves = [{name: 32 for group in groups for name in group}] * 2
-    assert sorted(deal_files(files, halves)) == [0] * 4 + [1] * 4
-    assert sorted(deal_files(files, [stages[0] | stages[1], {}])) == [0] * 5 + [1] * 3
-    assert deal_files(files, [{}, {}]).count(0) == 4
+    assert sorted(assign_files(files, halves)) == [0] * 4 + [1] * 4
+    assert sorted(assign_files(files, [stages[0] | stages[1], {}])) == [0] * 5 + [1] * 3
+    assert assign_files(files, [{}, {}]).count(0) == 4
 
 
-def test_a_hole_is_found(tmp_path):
+def test_an_incomplete_tensor_is_reported(tmp_path):
     files = plan_files(tmp_path, [{"w": ((4, 2), "float32")}], 100)
-    out = FileWriter(tmp_path, files)
+    out = SafetensorsWriter(tmp_path, files)
     out.write("w", ((0, 3), (0, 2)), torch.zeros(3, 2))
     with pytest.raises(DataError, match=r"model\.safetensors needs 32 bytes of tensors, got 24"):
         out.finish()
@@ -111,7 +113,7 @@ def test_a_hole_is_found(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_replaced_before_all_files_are_there(tmp_path):
+def test_existing_weights_are_replaced_only_when_all_files_exist(tmp_path):
     before = {"w": torch.ones(4)}
     save_file(before, tmp_path / "model.safetensors")
     files = plan_files(tmp_path, [{"w": ((4,), "float32")}, {"v": ((4,), "float32")}], 16)
@@ -129,9 +131,9 @@ def test_nothing_is_replaced_before_all_files_are_there(tmp_path):
     ]
 
 
-def test_a_full_disk_is_an_error():
+def test_a_full_disk_raises():
     files = plan_files(Path("/dev"), [{"w": ((4,), "float32")}], 100)
-    out = FileWriter(Path("/dev"), files)
+    out = SafetensorsWriter(Path("/dev"), files)
     out._handles["model.safetensors"] = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left on device"):
         out.write("w", ((0, 4),), torch.zeros(4))

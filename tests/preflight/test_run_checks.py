@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megarl.config import RunConfig, SftConfig
-from megarl.data.prompt_budget import prompt_budget
+from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.errors import ConfigError
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_or_raise, check_run
@@ -183,7 +183,7 @@ def test_an_option_that_the_cpu_engine_ignores_is_refused(
     is_reported: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda: gpus)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -266,9 +266,9 @@ def test_context_too_short(tree: dict[str, Any]) -> None:
 
 def test_prompt_budget(tree: dict[str, Any]) -> None:
     config = RunConfig.model_validate(tree)
-    assert prompt_budget(config, {"max_position_embeddings": 128}) == 96
+    assert resolve_max_prompt_tokens(config, {"max_position_embeddings": 128}) == 96
     tree["data"]["max_prompt_tokens"] = 10
-    assert prompt_budget(RunConfig.model_validate(tree), {"max_position_embeddings": 128}) == 10
+    assert resolve_max_prompt_tokens(RunConfig.model_validate(tree), {"max_position_embeddings": 128}) == 10
 
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])
@@ -276,7 +276,7 @@ def test_prompt_budget(tree: dict[str, Any]) -> None:
     ("row", "message"),
     [
         (None, "no such data file"),
-        ("", "holds no rows"),
+        ("", "has no rows"),
         ("{", ":1: not valid JSON"),
         ({"question": "1"}, ":1: field 'prompt' (data.fields.prompt) is missing; the row has 'question'"),
         ({"prompt": "1" * 97}, ":1: the prompt has 97 tokens, 1 more than data.max_prompt_tokens = 96"),
@@ -386,7 +386,7 @@ def test_fewer_demonstrations_than_ranks(tree: dict[str, Any]) -> None:
 
 def test_too_few_gpus(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: ["H200"])
+    monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda: ["H200"])
     placement = {"device": "cuda", "slots_per_node": 2}
     (problem,) = run_problems(tree, placement=placement)
     assert problem.startswith(

@@ -9,7 +9,7 @@ from megarl.errors import DataError
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.model_files.json_object import JsonObject, read_json_object
-from megarl.model_files.weight_index import derived_tensors, problems
+from megarl.model_files.weight_index import derived_tensor_patterns, find_tensor_mismatches
 
 REQUIRED_SIZES = (
     "hidden_size",
@@ -56,8 +56,8 @@ def model_head(config: StageConfig) -> Head:
 def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
     """Return one message for each way in which the safetensors of `folder` do not match `model`."""
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
-    ignored = (*derived_tensors(tied=model.tie_embeddings), *model.ignored_patterns)
-    return problems(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
+    ignored = (*derived_tensor_patterns(tied=model.tie_embeddings), *model.ignored_patterns)
+    return find_tensor_mismatches(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
 
 
 def _is_positive_number(value: object) -> bool:

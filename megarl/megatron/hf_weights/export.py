@@ -29,7 +29,7 @@ from megarl.megatron.hf_weights.file_sink import FileSink
 from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
-from megarl.model_files.writer import FileWriter, publish
+from megarl.model_files.writer import SafetensorsWriter, publish
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
@@ -65,7 +65,7 @@ def save(model: MegatronModel, source: str, folder: str) -> None:
     plan = plan_export(target, layouts, _duplicated_tensors(model, Path(source)))
     config = _on_all_ranks(target, lambda: _prepare(Path(source), target) if is_publisher else {})
     context = SyncContext(rank=rank, sources=layouts, topology=topology, needs=plan.needs)
-    writer = FileWriter(target, plan.files_of(rank))
+    writer = SafetensorsWriter(target, plan.files_of(rank))
     try:
         _on_all_ranks(target, lambda: _write(context, model, writer))
         if is_publisher:
@@ -118,7 +118,7 @@ def _prepare(source: Path, target: Path) -> JsonObject:
     return read_json_object(source / "config.json")
 
 
-def _write(context: SyncContext, model: MegatronModel, writer: FileWriter) -> None:
+def _write(context: SyncContext, model: MegatronModel, writer: SafetensorsWriter) -> None:
     tensors = model.tensors()
     for piece in model.layout.pieces:
         needs = torch_dtype(model.layout.tensors[piece.tensor].dtype)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megarl.model_files.file_plan import PlannedFile, deal_files, plan_files
+from megarl.model_files.file_plan import PlannedFile, assign_files, plan_files
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, volume
 from megarl.reshard.transfer.bucket import torch_dtype
 
@@ -52,7 +52,7 @@ def plan_export(
     for name, source in written.items():
         groups[tuple(holders[source])][name] = (tensors[source].shape, tensors[source].dtype)
     files = plan_files(folder, list(groups.values()), FILE_BYTES)
-    writers = deal_files(files, held)
+    writers = assign_files(files, held)
     order = _interleave_writers(files, writers)
     names: dict[int, list[str]] = defaultdict(list)
     for file, writer in zip(files, writers, strict=True):

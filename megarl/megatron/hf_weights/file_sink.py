@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from megarl.model_files.file_boxes import inside, pieces
-from megarl.model_files.writer import FileWriter
+from megarl.model_files.file_boxes import relative_slices, split_box
+from megarl.model_files.writer import SafetensorsWriter
 from megarl.reshard.layout.layout import Box, extent, intersect, volume
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, identify_memory, map_bucket, torch_dtype
 
@@ -24,7 +24,7 @@ class FileSink:
     After a write error it keeps receiving rounds without writing them: the other ranks would wait for it.
     """
 
-    def __init__(self, writer: FileWriter) -> None:
+    def __init__(self, writer: SafetensorsWriter) -> None:
         self._writer = writer
         self._error: OSError | None = None
         self._thread = ThreadPoolExecutor(1)
@@ -63,7 +63,7 @@ class FileSink:
             elements = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
             boxes[slot.local][slot.local_box] = elements.view(extent(slot.local_box))
         for name, values in boxes.items():
-            union = _bounding_rows(list(values), self._writer.box(name))
+            union = _bounding_rows(list(values), self._writer.full_box(name))
             if union is None:
                 for box, tensor in values.items():
                     self._writer.write(name, box, tensor)
@@ -72,12 +72,12 @@ class FileSink:
 
     def _write_joined(self, name: str, union: Box, values: Mapping[Box, Tensor]) -> None:
         """Join rows whose columns come from several ranks, so that they are written at once, not per rank and row."""
-        for strip in pieces(union, MAX_JOINED_ELEMENTS):
+        for strip in split_box(union, MAX_JOINED_ELEMENTS):
             rows = torch.empty(extent(strip), dtype=next(iter(values.values())).dtype)
             for box, tensor in values.items():
                 shared = intersect(box, strip)
                 if shared is not None:
-                    rows[inside(shared, strip)] = tensor[inside(shared, box)].to(rows.device)
+                    rows[relative_slices(shared, strip)] = tensor[relative_slices(shared, box)].to(rows.device)
             self._writer.write(name, strip, rows)
 
 

@@ -12,7 +12,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.parameter_map import local_shape, shard_pieces
 from megarl.megatron.modeling.gpt_model import ModelChunk
 from megarl.megatron.runtime import platform
-from megarl.model_files.reader import TensorFolder
+from megarl.model_files.reader import SafetensorsReader
 from megarl.reshard.layout.layout import ShardPiece, WeightLayout, slices
 from megarl.reshard.transfer.bucket import dtype_name, torch_dtype
 
@@ -70,7 +70,7 @@ def read_weights(
     """
     for tensor in tensors.values():
         tensor.zero_()
-    with TensorFolder(path) as folder:
+    with SafetensorsReader(path) as folder:
         for piece in layout.pieces:
             if piece.tensor in optional_tensors and piece.tensor not in folder.tensors:
                 continue

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.batch.pack import Column, PackedBatch, PerToken, pack
+from megarl.batch.pack import ColumnName, PackedBatch, PerToken, pack
 from megarl.batch.trajectory import Trajectory
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
@@ -94,7 +94,7 @@ class MegatronModel:
         return local_layout.local_tensors(self.chunks) | self._mtp_tensors
 
     def pack(
-        self, trajectories: Sequence[Trajectory], columns: Mapping[Column, Sequence[float | PerToken]] | None = None
+        self, trajectories: Sequence[Trajectory], columns: Mapping[ColumnName, Sequence[float | PerToken]] | None = None
     ) -> LocalPack:
         """Pack trajectories into one micro-batch on this rank's device, padded for context and sequence parallelism."""
         cp = self.groups.cp

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.batch.pack import Column, PerToken
+from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.megatron.requests import MiniBatch, SampleKey, SampleRef, TrainRequest
 
@@ -17,7 +17,7 @@ class StepSamples:
 
     trajectories: Sequence[Sequence[Trajectory]]
     """The trajectories, indexed by [payload][index]."""
-    columns: Mapping[Column, Mapping[SampleKey, PerToken]]
+    columns: Mapping[ColumnName, Mapping[SampleKey, PerToken]]
     """Per-token columns by name, [num_tokens] for each sample."""
 
     @classmethod
@@ -32,10 +32,10 @@ class StepSamples:
         """Return the trajectory of one sample."""
         return self.trajectories[ref.payload][ref.index]
 
-    def column(self, name: Column, ref: SampleRef) -> float | PerToken:
+    def column(self, name: ColumnName, ref: SampleRef) -> float | PerToken:
         """Return a column of one sample: per token [num_tokens], or one value for the whole sequence."""
         return self.columns[name][ref.key] if name in self.columns else ref.scalars[name]
 
-    def column_names(self, batch: MiniBatch) -> list[Column]:
+    def column_names(self, batch: MiniBatch) -> list[ColumnName]:
         """Return the names of all columns of the mini-batch's samples, sorted."""
         return sorted({*self.columns, *(name for ref in batch.samples for name in ref.scalars)})

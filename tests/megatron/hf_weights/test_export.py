@@ -71,13 +71,13 @@ def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_r
     export.BUCKET_BYTES, export_plan.FILE_BYTES = 20_000, file_bytes
     model = load_architecture(json.loads((Path(source) / "config.json").read_text()), origin=source)
     held = shard(trainer_layouts(model, grid, dtype)[rank], load_folder(source))
-    finish = export.FileWriter.finish
+    finish = export.SafetensorsWriter.finish
 
     def finish_and_record(writer):
         finish(writer)
         wrote.extend(file.name for file in writer._files.values())
 
-    export.FileWriter.finish = finish_and_record
+    export.SafetensorsWriter.finish = finish_and_record
     if rank == faulty_rank:  # simulates a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
