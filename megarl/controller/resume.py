@@ -43,8 +43,8 @@ def plan_resume(
         notify: receives one line of text for each notable finding.
 
     Raises:
-        DataError: the checkpoint does not exist, is damaged (with `auto`: all are), or belongs to another model or to
-            other data. Or the run's rollout journal has another format.
+        DataError: the checkpoint does not exist, is damaged (with `auto`: all are), has another format, or belongs to
+            another model or to other data. Or the run's rollout journal has another format.
         ConfigError: the checkpoint was written by another command or with incompatible settings, or its step is beyond
             `trainer.steps`.
     """
