@@ -30,7 +30,7 @@ def run(fifty_steps: FinishedRun) -> FinishedRun:
 def test_run_succeeds_and_leaves_no_processes_or_temporary_files(run: FinishedRun) -> None:
     assert run.exit_code == 0, run.command.stderr
     assert run.command.stderr == ""
-    assert run.find_leftovers == []
+    assert run.leftovers == []
     assert f"step   {STEPS}/{STEPS}" in run.command.stdout or f"step {STEPS}/{STEPS}" in run.command.stdout
 
 
