@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     with report_on_rank0(world):
         config = make_score_config(args.model, args.overrides, slots=world.slots if world else None)
         if world is not None:
-            world.require(config.sized_placement)
+            world.check_placement(config.sized_placement)
     if world is None:
         _score_on_ray(config, args)
     else:

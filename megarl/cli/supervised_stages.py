@@ -72,7 +72,7 @@ def _load_stage(kind: type[C], args: argparse.Namespace) -> tuple[C, TorchrunWor
     with report_on_rank0(world):
         config = load_config(kind, args.config, args.overrides, slots=world.slots if world else None)
         if world is not None:
-            world.require(config.placement)
+            world.check_placement(config.placement)
     return config, world
 
 

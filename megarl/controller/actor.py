@@ -31,7 +31,7 @@ REPLY_SECONDS = 2.0
 class Controller:
     """Run one training or evaluation stage.
 
-    Hosted by a Ray actor with three threads: one runs the stage, the others serve `events`, `finish_early` and `stop`.
+    Hosted by a Ray actor with three threads: one runs the stage, the others serve `events`, `request_stop` and `stop`.
     """
 
     def __init__(

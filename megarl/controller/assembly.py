@@ -101,13 +101,13 @@ class RunAssembly:
                 rollout.start()
                 self._is_rollout_started = True
                 startup.add_processes(
-                    "trainer ranks", processes.startup_timing(), asked=processes.requested_at, builds="megarl"
+                    "trainer ranks", processes.startup_timing(), requested_at=processes.requested_at, builds="megarl"
                 )
                 startup.add_processes(
-                    "rollout engines", engines.startup_timing(), asked=engines.requested_at, builds="sglang"
+                    "rollout engines", engines.startup_timing(), requested_at=engines.requested_at, builds="sglang"
                 )
                 startup.add_processes(
-                    "rollout workers", rollout.startup_timing(), asked=rollout.requested_at, builds="megarl"
+                    "rollout workers", rollout.startup_timing(), requested_at=rollout.requested_at, builds="megarl"
                 )
             self._monitor.watch(processes, trainer.grid, lambda: {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}

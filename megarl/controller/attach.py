@@ -14,7 +14,7 @@ from megarl.controller.detached import find_controller
 from megarl.controller.ray_session import defer_sigterm
 from megarl.controller.run_stage import POLL_SECONDS, StopRequest, follow
 from megarl.tracking.progress import RunProgress
-from megarl.workers.failures import translate
+from megarl.workers.failures import to_megarl_error
 
 
 def attach(run_dir: Path, *, stop: bool = False) -> None:
@@ -44,6 +44,6 @@ def attach(run_dir: Path, *, stop: bool = False) -> None:
             follow(controller, has_ended, progress, StopRequest(sigterm, math.inf))
         ray.get(controller.outcome.remote())
     except RayError as error:
-        raise translate(error, what="train", name="the controller") from error
+        raise to_megarl_error(error, what="train", name="the controller") from error
     finally:
         ray.shutdown()

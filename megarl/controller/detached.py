@@ -12,10 +12,10 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from megarl.checkpoint.run_lock import SILENT_SECONDS, RunLock
+from megarl.checkpoint.run_lock import LOCK_TIMEOUT_SECONDS, RunLock
 from megarl.config import StageConfig
 from megarl.errors import ConfigError, DataError, WorkerError
-from megarl.process.atomic_files import replaced
+from megarl.process.atomic_files import atomic_write
 from megarl.tracking.heartbeat import HEARTBEAT_FILE
 
 CONTROLLER_FILE = "controller.json"
@@ -43,7 +43,7 @@ def detach_run(config: StageConfig, controller: ray.actor.ActorHandle) -> None:
         ray.kill(controller)
         raise WorkerError(f"the controller did not start: {error}") from error
     where = {"ray_address": ray.get_runtime_context().gcs_address, "actor": _name(config.run_dir)}
-    with replaced(Path(config.run_dir) / CONTROLLER_FILE) as draft:
+    with atomic_write(Path(config.run_dir) / CONTROLLER_FILE) as draft:
         draft.write_text(json.dumps(where) + "\n")
 
 
@@ -52,12 +52,12 @@ def acquire_when_free(lock: RunLock) -> Iterator[None]:
     """Hold the run folder's lock within the block, waiting until its current holder releases it.
 
     The holder is the command that started the run and is about to exit, or this run's previous controller on a lost
-    node. Its lock expires after SILENT_SECONDS without a refresh.
+    node. Its lock expires after `LOCK_TIMEOUT_SECONDS` without a refresh.
 
     Raises:
         ConfigError: another run still holds the lock at the deadline.
     """
-    deadline = time.monotonic() + SILENT_SECONDS + START_TIMEOUT_SECONDS
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS + START_TIMEOUT_SECONDS
     while True:
         try:
             lock.acquire()

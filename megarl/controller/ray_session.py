@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from megarl.config.placement import PlacementConfig
 from megarl.placement.pool import SlotPool, reserve, start_cluster
 from megarl.preflight.cluster.cluster_check import RequiredPaths, check_nodes_or_raise
-from megarl.workers.failures import translate
+from megarl.workers.failures import to_megarl_error
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def reserved_slots(placement: PlacementConfig, places: RequiredPaths, *, what: s
                 check_nodes_or_raise(placement, places)
                 yield reserve(placement)
         except RayError as error:
-            raise translate(error, what=what, name=name) from error
+            raise to_megarl_error(error, what=what, name=name) from error
         finally:
             ray.shutdown()
 

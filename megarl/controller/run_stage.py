@@ -32,9 +32,9 @@ from megarl.preflight.tiny_model import write_missing_model
 from megarl.process import early_stop_signal
 from megarl.process.torchrun_env import torchrun_world
 from megarl.run.events import Event, MessageEvent, PhaseEvent
-from megarl.tracking.progress import RunProgress, StepLine
+from megarl.tracking.progress import RunProgress, StepSummary
 from megarl.tracking.startup import Startup
-from megarl.workers.failures import translate
+from megarl.workers.failures import to_megarl_error
 
 C = TypeVar("C", bound=StageConfig)
 S = TypeVar("S", bound=Section)
@@ -117,7 +117,7 @@ def begin_run(config: StageConfig, name: str, resume: str | None, closing: ExitS
         MegarlError: another run holds the folder, or the checkpoint cannot be resumed; the folder is unchanged.
     """
     closing.enter_context(RunLock(config.run_dir))
-    CheckpointStore(config.run_dir).clean()
+    CheckpointStore(config.run_dir).remove_partial()
     if resume is None:
         plan = ResumePlan(to_rotate=tuple(Path(config.run_dir) / result for result in RUN_ARTIFACTS))
     else:
@@ -146,11 +146,11 @@ def _run_on_cluster(
         try:
             with RunProgress(config.trainer.steps) as progress, defer_sigterm() as sigterm:
                 if checked is not None:
-                    progress.say(checked)
+                    progress.notify(checked)
                 follow(actor, has_ended, progress, StopRequest(sigterm, _grace_seconds(config)))
             return ray.get(result)
         except RayError as error:
-            raise translate(error, what=method.__name__, name="the controller") from error
+            raise to_megarl_error(error, what=method.__name__, name="the controller") from error
         except KeyboardInterrupt:
             ray.wait([actor.stop.remote()], timeout=STOP_SECONDS)
             raise
@@ -266,7 +266,7 @@ class StopRequest:
             if time.monotonic() - since >= self._grace_seconds:
                 raise KeyboardInterrupt
             return "SIGTERM"
-        return "SIGUSR1" if early_stop_signal.is_asked() else ""
+        return "SIGUSR1" if early_stop_signal.stop_requested() else ""
 
 
 def _grace_seconds(config: StageConfig) -> float:
@@ -288,7 +288,7 @@ def follow(
         ended = has_ended()
         was_requested, stop_signal = bool(stop_signal), stop_request.signal_name() or stop_signal
         if stop_signal and not was_requested:
-            progress.say("early end requested: the run stops after the current step")
+            progress.notify("early end requested: the run stops after the current step")
         if stop_signal:
             actor.request_stop.remote(stop_signal)  # on every poll: a restarted controller does not remember it
         try:
@@ -305,8 +305,8 @@ def show_event(event: Event, progress: RunProgress) -> None:
         case PhaseEvent(step, name):
             progress.phase(step, name)
         case MessageEvent(text):
-            progress.say(text)
-        case StepLine():
+            progress.notify(text)
+        case StepSummary():
             progress.done(event)
 
 

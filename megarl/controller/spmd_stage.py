@@ -69,7 +69,7 @@ def run_spmd_stage(
         MegarlError: the error that ended the run, on the first rank that failed; the others exit with its exit code.
     """
     with join_ranks(config.placement, world) as ranks, ExitStack() as closing:
-        config, checkpoint = ranks.on_first(lambda: _prepare(config, name, resume, closing))
+        config, checkpoint = ranks.run_on_rank0(lambda: _prepare(config, name, resume, closing))
         if world.rank != 0:
             config = config.model_copy(update={"tracking": NO_TRACKING})
         with RunProgress(config.trainer.steps) if world.rank == 0 else nullcontext() as progress:
@@ -102,7 +102,7 @@ class _DisplayedEventLog(EventLog):
     @override
     def should_stop(self) -> bool:
         """Return True on all ranks if any of them has received the stop signal; a collective call."""
-        return self._ranks.any(early_stop_signal.is_asked())
+        return self._ranks.any(early_stop_signal.stop_requested())
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from megarl.controller.run_stage import STOP_SECONDS
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.groups.trainer_group import rank_environment
 from megarl.megatron.runtime import platform
-from megarl.placement.hardware import visible_gpus
+from megarl.placement.hardware import visible_gpu_names
 from megarl.placement.network import use_network_to_master
-from megarl.process.torchrun_env import TorchrunWorld, said_once
+from megarl.process.torchrun_env import TorchrunWorld, report_on_rank0
 from megarl.workers.spmd import SpmdWorld
 
 INTERRUPTED_EXIT_CODE = 130
@@ -48,7 +48,7 @@ def join_ranks(placement: PlacementConfig, world: TorchrunWorld) -> Iterator[Spm
     Raises:
         MegarlError: the error that ended the block, on the first rank that failed; the others exit with their code.
     """
-    with said_once(world):
+    with report_on_rank0(world):
         device = choose_device(placement, world)
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=placement.start_timeout_seconds)))
     with (
@@ -68,7 +68,7 @@ def choose_device(placement: PlacementConfig, world: TorchrunWorld) -> str:
     """
     if placement.device == "cpu":
         return "cpu"
-    gpus = len(visible_gpus())
+    gpus = len(visible_gpu_names())
     if placement.device == "cuda" and gpus < world.local_size:
         raise ConfigError(
             f"placement.device: cuda needs a GPU for each of torchrun's {world.local_size} ranks on this node, "

@@ -157,7 +157,7 @@ class EngineGroup(EngineHandles):
         return f"engine {replica}"
 
     def handle(self, replica: int) -> ray.actor.ActorHandle:
-        """Return the engine's Ray actor, an AsyncShell."""
+        """Return the engine's Ray actor, an AsyncWorkerHost."""
         return self.engines[replica].handle
 
     def has_live_node(self, replica: int) -> bool:

@@ -24,7 +24,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngine:
-    """A `GenerationEngine` in a Ray actor (an AsyncShell)."""
+    """A `GenerationEngine` in a Ray actor (an AsyncWorkerHost)."""
 
     handle: ActorHandle
     name: str

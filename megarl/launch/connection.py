@@ -48,6 +48,8 @@ class Connection:
                 line = await asyncio.wait_for(self._reader.readline(), self._timeout)
             except TimeoutError:
                 raise ConnectionLostError(f"no message for {self._timeout:g} s") from None
+            except ConnectionResetError:  # the peer closed its socket while data was under way
+                raise ConnectionLostError("the connection was closed unexpectedly") from None
             except OSError as e:
                 raise ConnectionLostError(f"the connection failed: {e}") from e
             except ValueError as e:  # the line exceeds the limit of the reader

@@ -30,7 +30,7 @@ from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
 from megarl.preflight.cluster.cluster_check import RequiredPaths
 from megarl.workers.dispatch import BROADCAST
-from megarl.workers.group import Pending, WorkerGroup
+from megarl.workers.group import WorkerFuture, WorkerGroup
 
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", "mtp.")
 """Prefixes of the weights' names in a checkpoint, which may also contain optimizer state."""
@@ -70,9 +70,9 @@ class Conversion:
             report(f"starting {self.config.sized_placement.slots} ranks")
             with _started_group(self) as group:
                 report("reading")
-                group.call(self.read, str(self.weights.absolute()), via=BROADCAST)
+                group.call(self.read, str(self.weights.absolute()), dispatch=BROADCAST)
                 report("writing")
-                group.call(self.write, str(draft.absolute()), via=BROADCAST)
+                group.call(self.write, str(draft.absolute()), dispatch=BROADCAST)
         return time.perf_counter() - started
 
 
@@ -83,7 +83,7 @@ class ConvertGroup(WorkerGroup[ConvertWorker]):
         grid = RankGrid.of(config.trainer.parallel, config.sized_placement.slots)
         super().__init__("converter", make_rank_processes(pool, "converter"), grid)
 
-    def start_workers(self, conversion: Conversion) -> Pending[None]:
+    def start_workers(self, conversion: Conversion) -> WorkerFuture[None]:
         """Start building the model on every rank."""
         spec = ModelSpec(
             model_path=str(conversion.description.absolute()),

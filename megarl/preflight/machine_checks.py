@@ -12,7 +12,7 @@ from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.run import RunConfig, StageConfig
 from megarl.errors import ConfigError
 from megarl.placement.assign import assign_nodes, resolve_device
-from megarl.placement.hardware import visible_gpus
+from megarl.placement.hardware import visible_gpu_names
 from megarl.placement.nodes import ClusterNode
 from megarl.placement.rank_grid import RankGrid
 from megarl.process.torchrun_env import torchrun_world
@@ -24,7 +24,7 @@ def find_local_gpu_problems(config: StageConfig) -> Iterator[str]:
     placement = config.placement
     # The GPUs of a joined cluster and of torchrun's other nodes are not visible here.
     if placement.device == "cuda" and "RAY_ADDRESS" not in os.environ and torchrun_world() is None:
-        gpus = len(visible_gpus())
+        gpus = len(visible_gpu_names())
         if gpus < placement.total_slots:
             pools = f", with placement.pools {placement.total_slots}" if placement.pools else ""
             yield (
@@ -42,7 +42,7 @@ def find_device(placement: PlacementConfig, nodes: Sequence[ClusterNode] | None)
         return resolve_device(placement, nodes)
     if "RAY_ADDRESS" in os.environ:
         return None
-    return "cuda" if len(visible_gpus()) >= placement.total_slots else "cpu"
+    return "cuda" if len(visible_gpu_names()) >= placement.total_slots else "cpu"
 
 
 def find_allocation_problems(placement: PlacementConfig, nodes: Sequence[ClusterNode]) -> Iterator[str]:

@@ -47,7 +47,7 @@ class EngineProcesses(Protocol):
         ...
 
     def handle(self, replica: int) -> ray.actor.ActorHandle:
-        """Return the engine's Ray actor, an AsyncShell."""
+        """Return the engine's Ray actor, an AsyncWorkerHost."""
         ...
 
     def has_live_node(self, replica: int) -> bool:

@@ -17,7 +17,7 @@ LIVENESS_GROUP = "liveness"
 
 
 class WorkerLivenessProbe:
-    """Liveness of one rollout worker: a Ray actor (an AsyncShell) with the concurrency group `LIVENESS_GROUP`."""
+    """Liveness of one rollout worker: a Ray actor (an AsyncWorkerHost) with the concurrency group `LIVENESS_GROUP`."""
 
     def __init__(self, worker: ray.actor.ActorHandle, timeout_seconds: float) -> None:
         self._worker, self._timeout = worker, timeout_seconds

@@ -108,8 +108,8 @@ JOBS: dict[str, tuple[list[str], list[str], str]] = {
             "rollout.replicas=2",
         ],
         ["--nodes", "1", "1", "--cpus-per-node", "8", "1"],
-        "placement.pools.r: needs nodes * slots_per_node = 2 * 1 = 2 CPU slots on 2 nodes, labelled "
-        "megarl.het-group=1, beside placement; the cluster has 1 node with 1 CPU slots or more (node1:1)",
+        "placement.pools.r: needs nodes * slots_per_node = 2 * 1 = 2 CPU slots on 2 nodes, labeled "
+        "megarl.het-group=1, in addition to placement; the cluster has 1 node with 1 CPU slots or more (node1:1)",
     ),
     "a tensor group over nodes": (
         ["placement.nodes=2", "trainer.parallel.tp=2"],

@@ -30,7 +30,7 @@ def test_all_events_until_the_end_are_shown(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run_stage, "ray", SimpleNamespace(get=lambda answer: answer))
     controller, messages = Controller(4), list[str]()
     signals = iter(["", "", "SIGUSR1", ""])
-    progress: Any = SimpleNamespace(say=messages.append)
+    progress: Any = SimpleNamespace(notify=messages.append)
     stop_request: Any = SimpleNamespace(signal_name=lambda: next(signals))
     follow(controller, controller.has_ended, progress, stop_request)
     notice = "early end requested: the run stops after the current step"

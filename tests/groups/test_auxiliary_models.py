@@ -104,7 +104,7 @@ def run_two_steps(config: Any, folder: Path) -> RunResult:
     processes_by_role: dict[str, Any] = {"policy": processes}
     try:
         trainer = make_trainer_group(config, processes)
-        models, starting = AuxiliaryModels.run_once(config, processes, pools)
+        models, starting = AuxiliaryModels.start(config, processes, pools)
         groups: dict[str, Any] = {"policy": trainer, **models.trained, **models.frozen}
         processes_by_role = {name: group.group._processes for name, group in groups.items()}
         for pending in [*starting, trainer.start_workers(trainer_spec(config))]:

@@ -172,7 +172,7 @@ def test_padding_of_the_vocabulary_may_differ(tree: dict[str, Any]) -> None:
 
 def test_gpus_of_all_pools(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(machine_checks, "visible_gpus", lambda: ["H200"] * 2)
+    monkeypatch.setattr(machine_checks, "visible_gpu_names", lambda: ["H200"] * 2)
     placement = {"device": "cuda", "slots_per_node": 2, "pools": {"b": {}}, "critic": {"pool": "b"}}
     assert run_problems(tree, algorithm={"type": "ppo", "kl_reward": None}, placement=placement) == [
         "placement.device: cuda needs nodes * slots_per_node = 1 * 2 = 2, with placement.pools 3 GPUs, this machine "

@@ -78,6 +78,8 @@ def test_process_and_its_descendants_are_read(hung_process: tuple[ProcessInfo, i
 def test_stopped_process_is_read(hung_process: tuple[ProcessInfo, int]) -> None:
     info, _ = hung_process
     os.kill(info.pid, signal.SIGSTOP)
+    while psutil.Process(info.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     found = read_stacks({"trainer rank 1": info}, 20)
     assert f"(pid {info.pid} on n1): stopped, in hang_here " in found.summary_lines[0]
     assert f"(pid {info.pid} on n1, stopped)" in found.text

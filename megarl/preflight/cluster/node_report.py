@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import megarl
-from megarl.placement.hardware import Gpu, free_shared_memory, gpus, package_version
+from megarl.placement.hardware import Gpu, free_shared_memory, list_gpus, package_version
 from megarl.preflight.cluster.reachability import Interface, gloo_interface
 
 PACKAGES = ("torch", "megatron-core", "sglang", "ray", "transformers")
@@ -124,7 +124,7 @@ def collect_facts(request: ProbeRequest) -> NodeFacts:
         cores=len(psutil.Process().cpu_affinity() or []),
         memory_bytes=psutil.virtual_memory().available,
         shared_memory_bytes=free_shared_memory(),
-        gpus=tuple(gpus()),
+        gpus=tuple(list_gpus()),
         gloo=gloo_interface(),
         nccl=os.environ.get("NCCL_SOCKET_IFNAME"),
         paths=(

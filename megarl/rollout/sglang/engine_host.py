@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import psutil
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
-from megarl.process.log_tail import end_of
-from megarl.process.startup_trace import importing
+from megarl.process.log_tail import tail
+from megarl.process.startup_trace import record_imports
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang import shm_cleanup
 from megarl.rollout.sglang.private_dir import PrivateFolder
@@ -177,7 +177,7 @@ class EngineHost:
         self._clean_up()
 
     def _launch(self) -> None:
-        with importing():
+        with record_imports():
             from sglang.srt.entrypoints.engine import Engine
 
         host = self
@@ -285,7 +285,7 @@ class EngineHost:
     def _log_tail(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self.processes:
             log = log_file(self._log_dir, candidate.pid or 0)
-            if log.exists() and (lines := end_of(log).splitlines()):
+            if log.exists() and (lines := tail(log).splitlines()):
                 return f"; the end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
         return ""
 

@@ -133,7 +133,7 @@ class SglangEngine:
 
     async def join_trainer(self, transfer_group: TransferGroup) -> None:
         """Connect the TP ranks to the trainer's ranks; see `RolloutEngine.join_trainer`."""
-        await self._weights.join(transfer_group)
+        await self._weights.connect(transfer_group)
 
     async def receive_weights(self) -> list[SyncStats]:
         """Receive the weights on all TP ranks; see `RolloutEngine.receive_weights`."""
