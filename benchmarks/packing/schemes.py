@@ -54,7 +54,7 @@ def karmarkar_karp_cost(lengths: Sequence[int], dp: int, max_tokens: int, cost: 
 
 
 def ours(lengths: Sequence[int], dp: int, max_tokens: int, cost: SequenceCost) -> Plan:
-    """Plan with `megarl.batch.balance.plan_micro_batches`."""
+    """megarl's own planner, `megarl.batch.balance.plan_micro_batches`."""
     return plan_micro_batches(lengths, dp=dp, max_tokens=max_tokens, cost=cost)
 
 

@@ -20,7 +20,7 @@ from megarl.reshard.analysis.sync_report import SyncReport
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One torchrun command."""
+    """One torchrun command of the sweep."""
 
     ranks: int
     layouts: tuple[tuple[str, str], ...]

@@ -14,7 +14,7 @@ CLOSE_TIMEOUT_SECONDS = 2.0
 
 
 class ConnectionLostError(Exception):
-    """The connection to the other node is lost; the message says how this was detected."""
+    """The connection to the other node is lost; the message states how this was detected."""
 
 
 class Connection:

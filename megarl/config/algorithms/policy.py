@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -192,9 +193,9 @@ class PolicyConfig(Section):
         return self.num_mini_batches * self.ppo_epochs
 
     @property
+    @abstractmethod
     def clip_bounds(self) -> tuple[float, float]:
         """Arguments (clip_low, clip_high) of the policy loss."""
-        raise NotImplementedError
 
 
 class ClippedPolicyConfig(PolicyConfig):

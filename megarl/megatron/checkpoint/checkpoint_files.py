@@ -22,7 +22,7 @@ RELEASE = "release"
 """Megatron-LM's name for weights that it did not train: it loads them and starts at iteration 0."""
 
 COMPANIONS = "hf"
-"""Folder of the Hugging Face files beside the weights: config.json, tokenizer."""
+"""Folder of the Hugging Face files that accompany the weights: config.json, tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def _rank_stats(
     stats = _round_stats(rounds, scenario.bucket_bytes, receives=rank in spec.needs)
     if arrangement.strategy in ("micro_dp", "exact"):
         return stats
-    # the gather, then the copy of the rank's own part, one after the other, beside the full model
+    # the gather, then the copy of the rank's own part, one after the other, while the full model is allocated
     full = spec.needs[rank]
     peak = model_bytes(full) + stats.peak_extra_bytes
     if rank not in arrangement.needs:
@@ -141,7 +141,7 @@ def _bytes_by_source(rounds: Sequence[Round], rank: int, group: Sequence[int]) -
 
 def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     kinds, senders = model_replicas(scenario.grid), set(arrangement.senders)
-    # all replicas have the same plan, apart from rank numbers
+    # all replicas have the same plan, except for rank numbers
     plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
     buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
     world = len(scenario.sources)

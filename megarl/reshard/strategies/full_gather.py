@@ -4,7 +4,7 @@
     hybridflow_v    from its own training replica, each rank of which owns its shard     receives (tp - 1)/(tp) of M
 
 Both are baselines from HybridFlow's table 2 (arXiv 2409.19256): the full model, M bytes, is allocated on every rank
-beside its parameters.
+in addition to its parameters.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wai
 
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
-    """Sizes of the buffers that a rank's rounds need beside its parameters, in bytes."""
+    """Sizes of the buffers that a rank's rounds need in addition to its parameters, in bytes."""
 
     bucket: int
     """Size of each of the two buckets to receive into."""

@@ -67,7 +67,7 @@ class WeightSession:
         self._barrier: RoundBarrier | None = None
         """Barrier for the boxes that senders deliver in this update; None before the first."""
         self._received = False
-        """The TP ranks were told to receive boxes in this update."""
+        """Whether the TP ranks have been commanded to receive boxes in this update."""
         self._prepared_full_tensors: tuple[str, ...] = ()
         """Tensors that the TP ranks receive in full, under Hugging Face names."""
         self._sync_seconds = 0.0
