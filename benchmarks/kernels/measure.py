@@ -41,7 +41,7 @@ class KernelReport:
     ratio: float
     """Median over pairs of the loop's time divided by the kernel's."""
     ratio_worst: float
-    """Smallest of these ratios over all runs."""
+    """Smallest of the ratios of all pairs."""
     largest_difference: float
     """Largest absolute difference between the results, relative to the largest result."""
 

@@ -54,7 +54,7 @@ def karmarkar_karp_cost(lengths: Sequence[int], dp: int, max_tokens: int, cost: 
 
 
 def ours(lengths: Sequence[int], dp: int, max_tokens: int, cost: SequenceCost) -> Plan:
-    """megarl's own planner, `megarl.batch.balance.plan_micro_batches`."""
+    """Plan with the planner of megarl, `megarl.batch.balance.plan_micro_batches`."""
     return plan_micro_batches(lengths, dp=dp, max_tokens=max_tokens, cost=cost)
 
 

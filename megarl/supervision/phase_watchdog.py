@@ -86,7 +86,7 @@ class _PhaseTimeout:
             self._dumped.set()
 
     def _write(self, stacks: Callable[[], str]) -> str:
-        """Write the file; return the last part of the error message: the path of the file, or why it was not written."""
+        """Write the file; return the end of the error message: the path, or why the write failed."""
         try:
             found = stacks()
         except (MegarlError, RayError, OSError) as error:
