@@ -232,4 +232,4 @@ def read_on_rank(source, head):
 def test_ranks_reject_folders_with_the_wrong_head(value_folder, tmp_path):
     without = altered(value_folder("qwen2"), tmp_path, lambda t: {n: x for n, x in t.items() if n != "score.weight"})
     assert "has a value head and no logits" in run_ranks(read_on_rank, 1, tmp_path, value_folder("qwen2"), "lm")
-    assert run_ranks(read_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is score.weight")
+    assert run_ranks(read_on_rank, 1, tmp_path, str(without), "value").endswith("tensors is named score.weight")
