@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import atexit
 import json
-import select
+import selectors
 import subprocess
 import sys
 import threading
@@ -85,7 +85,9 @@ class EquivalenceChecker:
 def _read_line(child: subprocess.Popen[bytes], timeout_seconds: float) -> bytes | None:
     """Return the child's next line, or None if it died or timed out. Lines are short enough to arrive at once."""
     assert child.stdout is not None
-    ready, _, _ = select.select([child.stdout], [], [], timeout_seconds)
+    with selectors.PollSelector() as selector:  # select.select fails for descriptors above 1023
+        selector.register(child.stdout, selectors.EVENT_READ)
+        ready = selector.select(timeout_seconds)
     return child.stdout.readline() or None if ready else None
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +20,35 @@ def checker() -> Iterator[EquivalenceChecker]:
     checker = EquivalenceChecker(timeout_seconds=5.0)
     yield checker
     checker.close()
+
+
+@pytest.fixture
+def occupied_descriptors() -> Iterator[None]:
+    """Occupies all file descriptors up to 1,023, so that new ones get higher numbers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 1200
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"needs {needed} file descriptors, the hard limit is {hard}")
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    while opened[-1] < 1023:
+        opened.append(os.dup(opened[-1]))
+    yield
+    for descriptor in opened:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("occupied_descriptors")
+def test_works_with_file_descriptors_above_1023(checker: EquivalenceChecker) -> None:
+    assert checker.is_equivalent("x+1", "1+x")
+    assert checker._child is not None
+    assert checker._child.stdout is not None
+    assert checker._child.stdout.fileno() > 1023
+    checker.timeout_seconds = 0.5
+    assert not checker.is_equivalent("9^{9^{9^{9}}}", "2^x")
+    assert checker._child is None
 
 
 def test_endless_computation_times_out_and_the_next_request_succeeds(checker: EquivalenceChecker) -> None:
