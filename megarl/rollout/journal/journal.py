@@ -57,6 +57,8 @@ class _StepIndex:
 
     read: dict[Path, int] = field(default_factory=dict)
     """Number of bytes of each file that have been read."""
+    unowned: set[Path] = field(default_factory=set)
+    """Files whose first record is damaged: no record says which run wrote them, so their groups are not used."""
     locations: dict[str, list[_EntryLocation]] = field(default_factory=dict)
     """Locations of each request's entries, in the order in which they count."""
     writer: RecordWriter | None = None
@@ -224,36 +226,39 @@ def _read_new_records(index: _StepIndex, folder: Path, fingerprint: str | None) 
         files = sorted((Path(e.path), e.stat().st_size) for e in found if e.name.endswith(SUFFIX))
     for path, size in files:
         start = index.read.get(path, 0)
-        if size == start:
+        if size == start or path in index.unowned:
             continue
         records, end = read_records(path, start)
-        if start == 0 and records:
-            records = records[1:] if _has_owner(path, records[0].meta, fingerprint) else []
+        if start == 0 and end > 0 and not (records and "fingerprint" in records[0].meta):
+            logger.warning("%s is damaged at its beginning; the groups in it are not used", path)
+            index.unowned.add(path)
+            continue
+        for record in records:
+            if "fingerprint" in record.meta:
+                _check_owner(path, record.meta, fingerprint)
         index.read[path] = end
         for record in records:
+            if "fingerprint" in record.meta:
+                continue
             locations = index.locations.setdefault(record.meta["request_id"], [])
             locations.append(_EntryLocation(path, record))
             locations.sort(key=lambda location: (location.path, location.record.start))
 
 
-def _has_owner(path: Path, meta: JsonMapping, fingerprint: str | None) -> bool:
-    """Whether the file's first record has a fingerprint, as in every undamaged file.
+def _check_owner(path: Path, meta: JsonMapping, fingerprint: str | None) -> None:
+    """Check the record that says who wrote the records after it: the first one of a file, and any later one.
 
     Raises:
         DataError: the file has another format.
-        WorkerError: the fingerprint is not `fingerprint`.
+        WorkerError: the record's fingerprint is not `fingerprint`.
     """
-    got = meta.get("fingerprint")
-    if got is None:
-        logger.warning("%s is damaged at its beginning; the groups in it are not used", path)
-        return False
     check_format(path, meta)
+    got = meta["fingerprint"]
     if fingerprint not in (None, got):
         raise WorkerError(
             f"the rollout journal must belong to this run's configuration ({fingerprint}), but {path} belongs to "
             f"another one ({got}); move {path.parent.parent} away"
         )
-    return True
 
 
 def _find_entry(index: _StepIndex, job: GroupJob) -> JournalEntry | None:

@@ -56,10 +56,10 @@ def read_fingerprints(run_dir: str | Path) -> set[str]:
     found: set[str] = set()
     for path in journal_folder(run_dir).glob(f"step-*/*{SUFFIX}"):
         records, _ = read_records(path)
-        for first in records[:1]:
-            if "fingerprint" in first.meta:
-                check_format(path, first.meta)
-                found.add(first.meta["fingerprint"])
+        for record in records:
+            if "fingerprint" in record.meta:
+                check_format(path, record.meta)
+                found.add(record.meta["fingerprint"])
     return found
 
 

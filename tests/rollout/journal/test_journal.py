@@ -161,6 +161,25 @@ def test_damage_is_logged_and_its_group_is_generated_again(tmp_path, caplog, par
     assert as_bits(journal(tmp_path).lookup(STEP, [job(1)])[0]) == as_bits(finished_group(job(1), seed=5))
 
 
+@pytest.mark.parametrize("where", [5, 30], ids=["header", "meta"])
+@pytest.mark.parametrize("num_seen", [1, 2], ids=["beginning", "beginning and a group"])
+def test_groups_appended_to_a_file_with_a_damaged_beginning_are_not_used(tmp_path, caplog, where, num_seen):
+    """The file's owner is unknown, also for a reader that has seen the damage in an earlier lookup."""
+    path = write_journal(tmp_path)
+    seen = read_records(path)[0][num_seen - 1]
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data[: seen.start + seen.length])
+    reader = journal(tmp_path)
+    jobs = [job(group) for group in range(3)]
+    assert reader.lookup(STEP, jobs) == [None] * 3
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert reader.lookup(STEP, jobs) == journal(tmp_path).lookup(STEP, jobs) == [None] * 3
+    assert f"{path} is damaged at its beginning; the groups in it are not used" in caplog.text
+    assert read_step(tmp_path, STEP) == []
+
+
 def test_append_returns_the_entry_that_was_written_first(tmp_path):
     first, late = journal(tmp_path), journal(tmp_path)
     assert late.lookup(STEP, [job()]) == [None]
@@ -211,6 +230,19 @@ def test_journal_of_another_run_is_rejected(tmp_path):
     assert read_fingerprints(tmp_path) == set()
     write_journal(tmp_path)
     assert rotate_journal(tmp_path).name == "journal-aside-2"
+
+
+def test_records_of_another_run_in_the_same_file_are_rejected(tmp_path):
+    path = write_journal(tmp_path / "run", count=1)
+    reader = journal(tmp_path / "run")
+    assert reader.lookup(STEP, [job(0), job(1)])[1] is None
+    journal(tmp_path / "other", "theirs").append(STEP, job(1), *finished_group(job(1)))
+    (other,) = (tmp_path / "other" / "journal" / "step-000012").iterdir()
+    path.write_bytes(path.read_bytes() + other.read_bytes())
+    for each in (reader, reader, journal(tmp_path / "run")):
+        with pytest.raises(WorkerError, match=rf"\(ours\), but {path} belongs to another one \(theirs\); move "):
+            each.lookup(STEP, [job(1)])
+    assert read_fingerprints(tmp_path / "run") == {"ours", "theirs"}
 
 
 def handwritten_record(meta):
