@@ -90,7 +90,7 @@ def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
         "optimizer": "Transformer Engine's FusedAdam",
         "collectives": "nccl",
         "rollout engine": "SGLang on CUDA",
-        "kernels": "Triton",
+        "kernels": "torch",
     }
     machine(gpus=("H200",), transformer_engine=None, apex="0.1")
     assert uses()["optimizer"] == "apex's FusedAdam"
