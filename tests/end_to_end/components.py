@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megarl.rollout.engine import Sampling
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.group import WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
+from tests.rollout.remote import sync
 
 SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
 
@@ -68,6 +69,10 @@ class Components:
         """Export the trainer's weights and return them."""
         self.trainer.save_hf(str(folder))
         return load_file(folder / "model.safetensors")
+
+    def overwrite_served(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all of these weights by noise in the engines, as version 1,000, so that a push must write each."""
+        sync(self.engines, {name: torch.randn_like(tensor) for name, tensor in weights.items()}, 1000)
 
     def served(self, folder: Path) -> dict[str, Tensor]:
         """Return the engine's parameters."""

@@ -11,6 +11,19 @@ from multiprocessing.connection import Client
 from megarl.rollout.sglang.sglang_engine import SglangEngine
 
 
+class TestableEngine(SglangEngine):
+    async def randomize_weights(self):
+        """Overwrite every parameter and buffer with noise, to show that a weight update replaces all of it."""
+        await self._host.call(self._randomize())
+
+    async def _randomize(self):
+        from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+        check = CheckWeightsReqInput(action="reset_tensors")
+        ok, message, *_ = await self._host.tokenizer_manager.check_weights(check)
+        assert ok, message
+
+
 async def answer(engine, connection, number, method, args):
     try:
         reply = (number, True, await getattr(engine, method)(*args))
@@ -21,7 +34,7 @@ async def answer(engine, connection, number, method, args):
 
 async def main(address):
     connection = Client(address, authkey=b"tests")
-    engine = SglangEngine(connection.recv())
+    engine = TestableEngine(connection.recv())
     calls = set()
     while (message := await asyncio.to_thread(receive, connection)) is not None:
         calls.add(asyncio.create_task(answer(engine, connection, *message)))

@@ -41,12 +41,6 @@ def remove_steps(run_dir: str | Path, *, up_to: int) -> None:
         shutil.rmtree(step_folder(journal_folder(run_dir), step), ignore_errors=True)
 
 
-def remove_steps_after(run_dir: str | Path, step: int) -> None:
-    """Remove all steps after `step`; no worker may be working on them."""
-    for late in [each for each in list_steps(run_dir) if each > step]:
-        shutil.rmtree(step_folder(journal_folder(run_dir), late))
-
-
 def read_fingerprints(run_dir: str | Path) -> set[str]:
     """Return the fingerprints of the runs that wrote the journal's files; empty for an empty journal.
 

@@ -147,14 +147,6 @@ class SglangEngine:
         """Set the policy version and resume decoding; see `RolloutEngine.end_weights`."""
         await self._weights.end(policy_version)
 
-    async def abort_weights(self) -> None:
-        """Abort an open update. The engine resumes decoding, unless part of the update was written."""
-        await self._weights.abort()
-
-    async def randomize_weights(self) -> None:
-        """Overwrite every parameter with noise, to test that a weight update replaces all of it."""
-        await self._host.call(self._randomize())
-
     async def read_weights(self, directory: str) -> None:
         """Save the parameters and the buffers of every TP rank as torch files (name -> tensor).
 
@@ -263,14 +255,6 @@ class SglangEngine:
             policy_versions=versions,
             finish_reason=meta["finish_reason"]["type"],
         )
-
-    async def _randomize(self) -> None:
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-        check = CheckWeightsReqInput(action="reset_tensors")
-        ok, message, *_ = await self._host.tokenizer_manager.check_weights(check)
-        if not ok:
-            raise WorkerError(f"SGLang could not overwrite the engine's weights: {message}")
 
     async def _abort(self, request_id: str | None) -> None:
         manager = self._host.tokenizer_manager

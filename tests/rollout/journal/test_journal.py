@@ -15,13 +15,7 @@ from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
 from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_step, read_step
-from megarl.rollout.journal.journal_folder import (
-    list_steps,
-    read_fingerprints,
-    remove_steps,
-    remove_steps_after,
-    rotate_journal,
-)
+from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints, remove_steps, rotate_journal
 from megarl.rollout.journal.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 
@@ -311,7 +305,7 @@ def test_full_disk_keeps_earlier_groups(tmp_path, monkeypatch):
     assert [g is not None for g in journal(tmp_path).lookup(STEP, [job(g) for g in range(3)])] == [True, False, True]
 
 
-def test_remove_steps_and_remove_steps_after(tmp_path):
+def test_remove_steps(tmp_path):
     assert list_steps(tmp_path) == []
     remove_steps(tmp_path, up_to=3)
     writer = journal(tmp_path)
@@ -321,11 +315,9 @@ def test_remove_steps_and_remove_steps_after(tmp_path):
     assert list_steps(tmp_path) == [0, 2, 9, 10, 11]
     remove_steps(tmp_path, up_to=2)
     assert list_steps(tmp_path) == [9, 10, 11]
-    remove_steps_after(tmp_path, 9)
-    assert list_steps(tmp_path) == [9]
     assert len(read_step(tmp_path, 9)) == 1
-    assert read_step(tmp_path, 10) == []
-    assert writer.lookup(10, [job()]) == [None]
+    assert read_step(tmp_path, 2) == []
+    assert writer.lookup(2, [job()]) == [None]
 
 
 def test_step_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monkeypatch):
@@ -344,8 +336,6 @@ def test_step_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monke
         patch.setattr(os, "rmdir", busy)
         remove_steps(tmp_path, up_to=2)
         assert list_steps(tmp_path) == [2, 3]
-        with pytest.raises(OSError, match="Directory not empty"):
-            remove_steps_after(tmp_path, 1)  # the remaining groups would be replayed
     remove_steps(tmp_path, up_to=2)
     assert list_steps(tmp_path) == [3]
 

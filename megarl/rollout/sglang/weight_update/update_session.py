@@ -221,10 +221,6 @@ class WeightSession:
                     self._is_open = False
                 await self._calls.resume()
 
-    async def abort(self) -> None:
-        """Close an open update without setting a version."""
-        await self._close("the update was aborted")
-
     async def dump(self, directory: str) -> None:
         """Have every TP rank save its parameters in `directory`."""
         await self._query(dump_command(directory))

@@ -152,12 +152,13 @@ def test_abandoned_update_can_be_restarted(engine, model_dir, served, tmp_path):
     assert_serves(engine, model_dir, weights, 7, tmp_path)
 
 
-def test_aborted_update_that_wrote_nothing_resumes_generation(engine, model_dir, served, tmp_path):
+def test_failed_update_that_wrote_nothing_resumes_requests_in_flight(engine, model_dir, served, tmp_path):
     engine.call("begin_weights")
     pending = engine.submit("generate_many", requests(PROMPTS))
     time.sleep(0.1)
     assert not pending.done()
-    engine.call("abort_weights")
+    with pytest.raises(WeightSyncError, match="25 of 25 tensors did not arrive"):
+        engine.call("end_weights", 6)
     assert len(pending.result(30)) == len(PROMPTS)
     assert_serves(engine, model_dir, served, 5, tmp_path)
 
