@@ -8,6 +8,7 @@
     |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
     |   `-- RestartLimitError      processes were lost more often than `recovery` allows
+    |-- LostLockError              another run has taken over the run folder; exit code 1
     |-- LostNodeError              a node of a run was lost and not replaced in time; exit code 4
     |-- LaunchError                nodes did not join the launch, or one was lost; exit code 1
     |-- WeightSyncError            a weight sync did not complete; exit code 1
@@ -61,6 +62,10 @@ class LostEngineError(WorkerError):
 
 class RestartLimitError(WorkerError):
     """Processes were lost too often, or repeatedly for the same reason; the message includes the last failure."""
+
+
+class LostLockError(MegarlError):
+    """This run no longer holds the lock of its run folder; the message names the folder and the new holder."""
 
 
 class LostNodeError(MegarlError):

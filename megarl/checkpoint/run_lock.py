@@ -4,6 +4,9 @@
     held by a dead process  flock the existing file, check that it is still the one found dead, then replace it
 
 If two processes find the same dead holder, flock serializes them, and the second finds the file replaced.
+
+A process that is suspended for long counts as dead and loses the lock. Writers therefore call `require_lock` before
+each write. The controller of a run writes for its driver, which holds the lock: it adopts the driver's `LockClaim`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError, LostLockError
 
 LOCK = "lock"
 
@@ -77,6 +80,53 @@ class LockHolder:
 _ADAPTER = TypeAdapter(LockHolder)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockClaim:
+    """An acquisition of a run folder's lock as plain data, for processes that write for the holder."""
+
+    run_dir: str
+    token: str
+
+
+_tokens: dict[Path, str] = {}
+"""Run folder -> token of its last acquisition by this process, or by the process that this one writes for."""
+
+
+def adopt_claim(claim: LockClaim) -> None:
+    """Let this process write for the holder of the lock: `require_lock` then checks the holder's claim."""
+    _tokens[Path(claim.run_dir).absolute()] = claim.token
+
+
+def find_claim(run_dir: str | Path) -> LockClaim | None:
+    """Return this process's claim to the folder, still valid or not; None if it never had one."""
+    token = _tokens.get(Path(run_dir).absolute())
+    return None if token is None else LockClaim(run_dir=str(run_dir), token=token)
+
+
+def require_lock(run_dir: str | Path) -> None:
+    """Return if this process still has the lock that it acquired or adopted, or if it never had one.
+
+    Raises:
+        LostLockError: another process has taken over the folder, or the lock was released.
+        DataError: the lock cannot be read.
+    """
+    claim, path = find_claim(run_dir), Path(run_dir) / LOCK
+    if claim is None:
+        return
+    try:
+        content = _read_if_exists(path)
+    except OSError as e:
+        raise DataError(f"{path} cannot be read: {e.strerror}") from e
+    holder = None if content is None else _parse(content)
+    if holder is None or holder.token != claim.token:
+        who = "no process" if content is None else _describe(holder)
+        raise LostLockError(
+            f"run_dir {run_dir} no longer belongs to this run: {who} holds it now. A run that is suspended for longer "
+            f"than {LOCK_TIMEOUT_SECONDS:g} s can lose its folder to another one. This run ends without writing more; "
+            "follow the other one, or resume from a checkpoint with another run_dir"
+        )
+
+
 class RunLock:
     """Exclusive right of this process to write into a run folder.
 
@@ -100,7 +150,8 @@ class RunLock:
         with _reporting_lock_errors(self._run_dir):
             self._require_free(time.time())
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(asdict(LockHolder.this_process())).encode()
+            holder = LockHolder.this_process()
+            content = json.dumps(asdict(holder)).encode()
             draft = self._run_dir / f".{LOCK}.{secrets.token_hex(8)}"
             draft.write_bytes(content)
             try:
@@ -110,6 +161,7 @@ class RunLock:
             finally:
                 draft.unlink(missing_ok=True)
         self._mine = content
+        adopt_claim(LockClaim(run_dir=str(self._run_dir), token=holder.token))
         self._released.clear()
         threading.Thread(target=self._touch, name="run lock", daemon=True).start()
 
@@ -159,9 +211,9 @@ class RunLock:
             return None
         holder = _parse(content)
         if _is_live(self._run_dir, holder, now):
-            who = f"pid {holder.pid} on host {holder.host} since {holder.since}" if holder else "another process"
             raise ConfigError(
-                f"run_dir {self._run_dir} is in use by {who}: wait for it, end it, or choose another run_dir"
+                f"run_dir {self._run_dir} is in use by {_describe(holder)}: wait for it, end it, or choose another "
+                "run_dir"
             )
         return content
 
@@ -236,6 +288,11 @@ def _parse(content: bytes) -> LockHolder | None:
         return _ADAPTER.validate_json(content)
     except ValidationError:
         return None
+
+
+def _describe(holder: LockHolder | None) -> str:
+    """Name the holder for messages; `holder`: None if the lock file is malformed."""
+    return f"pid {holder.pid} on host {holder.host} since {holder.since}" if holder else "another process"
 
 
 def _read_if_exists(path: Path) -> bytes | None:

@@ -5,7 +5,7 @@
     .step-000020.4f1c09ab.replaced   previous folder of that name, until the rename is fsynced
     .step-000020.4f1c09ab.removed    checkpoint being deleted, which is not atomic
 
-Writers must hold the run lock; readers need no lock.
+Writers must hold the run lock, which `begin` and `commit` check by `require_lock`; readers need no lock.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megarl.checkpoint.manifest import (
     step_name,
 )
 from megarl.checkpoint.retention import select_kept_steps
+from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.verify import (
     READERS,
     ReadCallback,
@@ -101,7 +102,9 @@ class CheckpointStore:
 
         Raises:
             DataError: the folder cannot be written.
+            LostLockError: this process has lost the run lock; nothing is removed.
         """
+        require_lock(self.folder.parent)
         with _reporting_write_errors(self.folder):
             self.remove_partial()
             if not self.folder.is_dir():
@@ -310,6 +313,7 @@ class PendingCheckpoint:
 
         Raises:
             DataError: a file is missing, a size differs from `files`, or writing fails. The folder remains uncommitted.
+            LostLockError: this process has lost the run lock. The folder remains uncommitted.
         """
         assert not self.is_closed, self.folder
         with _reporting_write_errors(self.folder):
@@ -325,6 +329,7 @@ class PendingCheckpoint:
             _write(self.folder / MANIFEST, manifest.as_json())
             for at, _, _ in os.walk(self.folder, topdown=False):
                 _sync(Path(at))
+            require_lock(self._store.folder.parent)  # last, because hashing and fsync can take minutes
             return self._store._publish(self)
 
     def discard(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 
 from megarl import IMPORT_STARTED_AT
-from megarl.checkpoint.run_lock import RunLock
+from megarl.checkpoint.run_lock import LockClaim, RunLock, adopt_claim
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.detached import acquire_when_free
 from megarl.controller.recovery import train_with_recovery
@@ -35,14 +35,22 @@ class Controller:
     """
 
     def __init__(
-        self, startup: Startup, requested_at: float, autostart: tuple[RunConfig, Path | None] | None = None
+        self,
+        startup: Startup,
+        requested_at: float,
+        autostart: tuple[RunConfig, Path | None] | None = None,
+        claim: LockClaim | None = None,
     ) -> None:
         """Args:
         startup: start-up trace of the command, to which this process adds its own spans.
         requested_at: when the driver requested this actor from Ray, in Unix seconds.
         autostart: arguments of `train` for a detached run, which starts at construction, also after Ray has restarted
             this actor; None: the driver calls the stage's method.
+        claim: the driver's claim to the run folder, for which the stage writes; None: the driver has not locked one,
+            or the run is detached and this actor acquires the lock itself.
         """
+        if claim is not None:
+            adopt_claim(claim)
         startup.add("controller", "ray", [(requested_at, IMPORT_STARTED_AT)])
         startup.add("controller", "imports", [(IMPORT_STARTED_AT, time.time())])
         self._startup = startup

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.checkpoint.run_lock import RunLock
+from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.config.algorithms.model_sections import FrozenModelConfig
@@ -177,7 +177,9 @@ def _start_controller(
         scheduling_strategy=here,
         **options,
     )
-    return hosted.remote(startup, time.time(), None if autostart is None else (*autostart, None)[:2])
+    if autostart is not None:
+        return hosted.remote(startup, time.time(), (*autostart, None)[:2])
+    return hosted.remote(startup, time.time(), None, find_claim(config.run_dir))
 
 
 def resolve_and_check(config: C) -> C:

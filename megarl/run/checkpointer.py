@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord
+from megarl.checkpoint.run_lock import require_lock
 from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
 from megarl.checkpoint.verify import hash_file
 from megarl.config import StageConfig, dump_config
@@ -243,10 +244,13 @@ class Checkpointer:
         remove_steps(self._config.run_dir, up_to=self._store.entries()[-options.keep_last :][0].step)
 
     def _abort(self, step: int, draft: PendingCheckpoint | None, error: DataError) -> None:
+        """Discard and report the failed checkpoint. If the run has lost its folder, the run ends: LostLockError."""
         if draft is not None:
             self._run_on_rank0(draft.discard)
         self.last_step = 0
         self._notify(f"step {step}: checkpoint failed: {error}")
+        # the failure may be that the new owner of the folder has removed the unfinished checkpoint
+        self._run_on_rank0(lambda: require_lock(self._config.run_dir))
 
     def _expected_bytes(self) -> int:
         """Estimate the size of the first checkpoint: weights, float32 master weights and both Adam moments."""

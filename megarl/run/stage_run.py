@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from functools import partial
 
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import StageConfig
 from megarl.data.sampler import PromptSampler
 from megarl.errors import EarlyStop
@@ -54,7 +55,9 @@ class StageRun:
         self.totals = self._resumed.totals.snapshot(timer)
         timer.resume(self._resumed.totals.seconds, self._resumed.totals.seconds_by_phase)
         metrics = None if resumed is None else resumed_metrics(resumed)
-        self._tracker = Tracker(config.tracking, Path(config.run_dir), resumed=metrics)
+        self._tracker = Tracker(
+            config.tracking, config.run_dir, resumed=metrics, require_lock=partial(require_lock, config.run_dir)
+        )
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = True) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +49,20 @@ class Tracker:
         ConfigError: `tracking.wandb` is configured and the wandb package is not installed.
     """
 
-    def __init__(self, config: TrackingConfig, run_dir: str | Path, *, resumed: ResumedMetrics | None = None) -> None:
-        """`resumed`: drop what was logged after this position."""
+    def __init__(
+        self,
+        config: TrackingConfig,
+        run_dir: str | Path,
+        *,
+        resumed: ResumedMetrics | None = None,
+        require_lock: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args:
+        resumed: drop what was logged after this position.
+        require_lock: called before each write; raises if this process may no longer write into `run_dir`.
+        """
+        self._require_lock = require_lock
+        require_lock()
         self._run_dir = run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = []
@@ -81,7 +93,9 @@ class Tracker:
 
         Raises:
             DataError: a file cannot be written.
+            LostLockError: `require_lock` found that another run has taken over the folder; nothing is written.
         """
+        self._require_lock()
         numbers = {name: float(value) for name, value in metrics.items()}
         for sink in self._sinks:
             try:

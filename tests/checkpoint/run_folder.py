@@ -53,3 +53,11 @@ def write_format_1_manifest(folder: Path, step: int) -> None:
     canonical = json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(canonical).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(tree | {"sha256": digest}, indent=1) + "\n")
+
+
+def take_over(run_dir: Path) -> None:
+    """Replace the lock of the run folder by one of another host, as if this process had been suspended for long."""
+    content = json.loads((run_dir / "lock").read_bytes())
+    content |= {"host": "n2", "machine": "another boot", "since": "2026-01-02T03:04:05+00:00", "pid": 123, "token": "b"}
+    (run_dir / "new-lock").write_text(json.dumps(content))
+    (run_dir / "new-lock").replace(run_dir / "lock")

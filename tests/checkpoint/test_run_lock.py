@@ -19,8 +19,17 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint import run_lock
-from megarl.checkpoint.run_lock import HEARTBEAT, LOCK_TIMEOUT_SECONDS, RunLock, find_live_holder
-from megarl.errors import ConfigError
+from megarl.checkpoint.run_lock import (
+    HEARTBEAT,
+    LOCK_TIMEOUT_SECONDS,
+    RunLock,
+    adopt_claim,
+    find_claim,
+    find_live_holder,
+    require_lock,
+)
+from megarl.errors import ConfigError, DataError, LostLockError
+from tests.checkpoint.run_folder import take_over
 
 RACERS = 8
 FORK = multiprocessing.get_context("fork")
@@ -208,6 +217,50 @@ def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
     assert not lock.is_held()
     lock.release()
     assert (tmp_path / "lock").stat().st_mtime == 0
+
+
+def test_a_process_that_lost_the_lock_is_told_who_holds_it(tmp_path: Path) -> None:
+    require_lock(tmp_path)  # never acquired by this process: nothing to lose
+    with RunLock(tmp_path):
+        require_lock(tmp_path)
+        take_over(tmp_path)
+        message = rf"^run_dir {re.escape(str(tmp_path))} .* pid 123 on host n2 since 2026-01-02T\S+ holds it now"
+        with pytest.raises(LostLockError, match=message):
+            require_lock(tmp_path)
+        (tmp_path / "lock").write_text("{")
+        with pytest.raises(LostLockError, match="another process holds it now"):
+            require_lock(tmp_path)
+        (tmp_path / "lock").unlink()
+        with pytest.raises(LostLockError, match="no process holds it now"):
+            require_lock(tmp_path)
+    with RunLock(tmp_path):
+        require_lock(tmp_path)
+    with pytest.raises(LostLockError, match="no process holds it now"):
+        require_lock(tmp_path)  # a thread that is still writing after the release
+
+
+def test_a_process_that_writes_for_the_holder_adopts_its_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_claim(tmp_path) is None
+    with RunLock(tmp_path):
+        claim = find_claim(tmp_path)
+        assert claim is not None
+        monkeypatch.setattr(run_lock, "_tokens", {})  # as in another process
+        adopt_claim(claim)
+        require_lock(tmp_path)
+        take_over(tmp_path)
+        with pytest.raises(LostLockError):
+            require_lock(tmp_path)
+
+
+def test_a_lock_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        content = (tmp_path / "lock").read_bytes()
+        (tmp_path / "lock").unlink()
+        (tmp_path / "lock").mkdir()
+        with pytest.raises(DataError, match="lock cannot be read: Is a directory"):
+            require_lock(tmp_path)
+        (tmp_path / "lock").rmdir()
+        (tmp_path / "lock").write_bytes(content)
 
 
 def test_a_folder_that_cannot_be_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.manifest import FileRecord, NewerFormatError, OlderFormatError, read_manifest
+from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
-from megarl.errors import DataError
-from tests.checkpoint.run_folder import METADATA, save_checkpoint, write_files, write_format_1_manifest
+from megarl.errors import DataError, LostLockError
+from tests.checkpoint.run_folder import METADATA, save_checkpoint, take_over, write_files, write_format_1_manifest
 
 FILE = "policy/__0_0.distcp"
 
@@ -86,6 +87,29 @@ def test_commit_refuses_files_that_differ_from_their_records(
     with pytest.raises(DataError, match=message):
         pending.commit(METADATA, files)
     assert steps(store) == [20]
+
+
+def test_a_run_that_lost_its_folder_commits_no_checkpoint(store: CheckpointStore) -> None:
+    run_dir = store.folder.parent
+    with RunLock(run_dir):
+        save_checkpoint(store, 20)
+        pending = store.begin(40)
+        write_files(pending)
+        take_over(run_dir)
+        with pytest.raises(LostLockError, match="pid 123 on host n2"):
+            pending.commit(METADATA, {})
+    assert steps(store) == [20]
+
+
+def test_a_run_that_lost_its_folder_does_not_remove_the_checkpoint_that_its_new_owner_writes(
+    store: CheckpointStore,
+) -> None:
+    with RunLock(store.folder.parent):
+        of_new_owner = store.begin(20)
+        take_over(store.folder.parent)
+        with pytest.raises(LostLockError):
+            store.begin(20)
+    assert folder_names(store) == [of_new_owner.folder.name]
 
 
 class KilledError(BaseException):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.controller import run_stage
-from megarl.controller.run_stage import follow
+from megarl.checkpoint import run_lock
+from megarl.checkpoint.run_lock import RunLock, require_lock
+from megarl.config import SftConfig
+from megarl.config.load import make_config
+from megarl.controller import actor, run_stage
+from megarl.controller.run_stage import _start_controller, follow
+from megarl.errors import LostLockError
 from megarl.run.events import EventLog, MessageEvent
+from megarl.tracking.startup import Startup
+from tests.checkpoint.run_folder import take_over
 
 
 class Controller:
@@ -36,3 +44,20 @@ def test_all_events_until_the_end_are_shown(monkeypatch: pytest.MonkeyPatch) -> 
     notice = "early end requested: the run stops after the current step"
     assert messages == ["3 left", "2 left", notice, "1 left", "0 left"]
     assert controller.stop_requests == ["SIGUSR1", "SIGUSR1"]
+
+
+def test_the_controller_checks_the_lock_that_its_driver_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = list[tuple[Any, ...]]()
+    hosted = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *arguments: created.append(arguments)))
+    node = SimpleNamespace(get_node_id=lambda: "0" * 56)
+    fake = SimpleNamespace(get_runtime_context=lambda: node, remote=lambda _: hosted)
+    monkeypatch.setattr(run_stage, "ray", fake)
+    tree = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d"}}
+    with RunLock(tmp_path):
+        _start_controller(make_config(SftConfig, tree), Startup(0.0))
+        monkeypatch.setattr(run_lock, "_tokens", {})  # as in another process
+        actor.Controller(*created[0])
+        require_lock(tmp_path)
+        take_over(tmp_path)
+        with pytest.raises(LostLockError, match="pid 123 on host n2"):
+            require_lock(tmp_path)

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.manifest import read_manifest
+from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.checkpoint.verify import hash_file
 from megarl.config import RunConfig
-from megarl.errors import DataError
+from megarl.errors import DataError, LostLockError
 from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveStats
 from megarl.rollout.journal.journal_folder import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.run_state import RunState
+from tests.checkpoint.run_folder import take_over
 from tests.run.finished_groups import run_config
 
 
@@ -197,6 +199,21 @@ def test_a_disk_that_is_full_at_commit_fails_only_that_checkpoint(
     run.step(4)
     run.checkpoints.finish()
     assert run.steps == [4]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_run_that_lost_its_folder_ends_at_the_next_checkpoint(is_removed: bool, tmp_path: Path) -> None:
+    """`is_removed`: the new owner has already removed the unfinished checkpoint, so that its commit fails."""
+    run = make_run(tmp_path)
+    run_dir = Path(run.config.run_dir)
+    with RunLock(run_dir):
+        run.step(2)
+        take_over(run_dir)
+        if is_removed:
+            CheckpointStore(run_dir).remove_partial()
+        with pytest.raises(LostLockError, match=f"{run_dir}.*pid 123 on host n2"):
+            run.checkpoints.finish()
+    assert run.steps == run.saved == []
 
 
 def test_failing_to_remove_old_files_does_not_fail_the_checkpoint(
