@@ -18,7 +18,9 @@ from megarl.workers.failures import to_megarl_error
 
 
 def attach(run_dir: Path, *, stop: bool = False) -> None:
-    """Show the run's progress until it ends.
+    """Show the latest events of the run, at most `megarl.run.events.MAX_EVENTS`, then its progress until it ends.
+
+    Several processes can be attached to one run; each shows all events.
 
     SIGUSR1 and SIGTERM are forwarded to the run as a request to end early. Ctrl-C ends this process only.
 

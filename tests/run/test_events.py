@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megarl.run import events
 from megarl.run.events import Event, EventLog, MessageEvent
 
 
@@ -41,3 +44,38 @@ def test_the_first_events_of_a_restarted_controller_are_received() -> None:
     assert received == first
     later = add(after, "step 3")
     assert after.since(cursor)[0] == later
+
+
+def test_readers_are_independent() -> None:
+    log = EventLog()
+    first = add(log, *"abcde")
+    _, cursor = log.since(0)
+    later = add(log, "f")
+    assert log.since(cursor)[0] == later
+    assert log.since(0)[0] == first + later  # a second reader, after the first one has read everything
+    assert log.since(cursor)[0] == later
+
+
+def test_the_log_keeps_the_newest_events_and_reports_how_many_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_EVENTS", 3)
+    log = EventLog()
+    _, cursor = log.since(0)
+    newest = add(log, *"abcde")[2:]
+    dropped = MessageEvent("2 earlier events are no longer available: the log keeps the newest 3")
+    assert log.since(0)[0] == log.since(cursor)[0] == [dropped, *newest]
+    _, cursor = log.since(cursor)
+    later = add(log, "f")
+    assert log.since(cursor)[0] == later
+    for text in "abcdefghij":
+        add(log, text)
+        received, cursor = log.since(cursor)
+    assert received == [MessageEvent("j")]
+
+
+def test_a_reader_of_a_restarted_controller_is_told_what_the_new_log_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_EVENTS", 2)
+    _, cursor = EventLog().since(0)
+    after = EventLog()
+    newest = add(after, *"abc")[1:]
+    dropped = MessageEvent("1 earlier event is no longer available: the log keeps the newest 2")
+    assert after.since(cursor)[0] == [dropped, *newest]
