@@ -12,6 +12,7 @@ from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
+from megarl.preflight.model_checks import find_model_notices
 from megarl.preflight.run_checks import check_or_raise
 
 
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     print(dump_config(config), end="")
     for line in _describe_pools(config.placement, nodes) if nodes else ():
         print(f"# {line}")
+    for notice in find_model_notices(config):
+        print(f"# {notice}")
     print(f"# ok: no problems found for megarl {args.stage}")
     return 0
 

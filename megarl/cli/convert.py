@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     plan = plan_import if args.direction == "hf-to-megatron" else plan_export
     conversion = plan(config, args.model, args.output, args.dtype)
+    if conversion.notice is not None:
+        print(f"--model: {conversion.notice}", file=sys.stderr)
     with ConvertProgress() as progress:
         seconds = conversion.run(progress.show)
     from megarl.tracking.progress import format_si

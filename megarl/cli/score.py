@@ -76,7 +76,7 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
             scorer_processes,
         )
 
-        tokens = open_tokens(config, args.input)
+        tokens = open_tokens(config, args.input, _print_notice)
         with ScoreProgressBar(tokens.check()) as progress, scorer_processes(config) as processes:
             score_file(config, processes, tokens, out, progress.show)
 
@@ -91,9 +91,13 @@ def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: Torchr
             score_with_first(config, ranks)
             return
         with partial_file(args.output, source=args.input) as out:
-            tokens = open_tokens(config, args.input)
+            tokens = open_tokens(config, args.input, _print_notice)
             with ScoreProgressBar(tokens.check()) as progress:
                 score_file(config, ranks, tokens, out, progress.show, broadcast=ranks.broadcast_from_rank0)
+
+
+def _print_notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class ScoreProgressBar:

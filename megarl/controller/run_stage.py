@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ from megarl.controller.resume import ResumePlan, plan_resume
 from megarl.errors import ConfigError
 from megarl.placement.pool import start_cluster
 from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
+from megarl.preflight.model_checks import find_model_notices
 from megarl.preflight.run_checks import check_or_raise
 from megarl.preflight.tiny_model import write_missing_model
 from megarl.process import early_stop_signal
@@ -185,11 +187,15 @@ def _start_controller(
 def resolve_and_check(config: C) -> C:
     """Write the tiny model if configured, run the preflight checks, and return `config` with absolute paths.
 
+    Prints the messages of `find_model_notices` to stderr.
+
     Raises:
         MegarlError: the checks found problems.
     """
     write_missing_model(config)
     check_or_raise(config)
+    for notice in find_model_notices(config):
+        sys.stderr.write(f"{notice}\n")
     return with_absolute_paths(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, RELEASE, TRACKER
 from megarl.megatron.requests import ModelSpec
+from megarl.model_files.json_object import read_json_object
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
@@ -50,13 +52,17 @@ class ConvertWorker:
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
-        from megarl.megatron.hf_weights.export import COPIED_PATTERNS
+        from megarl.megatron.hf_weights.export import COPIED_PATTERNS, set_mtp_layers
 
         model_state.save_model(self._model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
             return
         try:
             _copy_companions(Path(self._model.spec.model_path), Path(root) / COMPANIONS, COPIED_PATTERNS)
+            config_file = Path(root) / COMPANIONS / "config.json"
+            config = read_json_object(config_file)
+            if set_mtp_layers(config, self._model.architecture):
+                config_file.write_text(json.dumps(config, indent=2) + "\n")
             (Path(root) / TRACKER).write_text(RELEASE)
         except OSError as e:
             raise DataError(f"{root}: rank 0 could not write the checkpoint: {e}") from e

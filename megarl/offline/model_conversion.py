@@ -22,7 +22,11 @@ from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, find_weights
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems
-from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
+from megarl.megatron.families.model_folder import (
+    describe_ignored_mtp_layers,
+    find_weight_problems,
+    load_architecture_from_folder,
+)
 from megarl.megatron.requests import ModelSpec
 from megarl.model_files.header import itemsize
 from megarl.model_files.weight_index import read_headers
@@ -55,6 +59,8 @@ class Conversion:
     dtype: str
     num_bytes: int
     """Size of the weights in `dtype`."""
+    notice: str | None = None
+    """Message for the user about MTP layers that are ignored."""
 
     def run(self, report: Callable[[str], None]) -> float:
         """Write `output`, which appears once it is complete, and return the duration in seconds.
@@ -127,6 +133,7 @@ def plan_import(config: ConvertConfig, folder: Path, output: Path, dtype: str) -
         head=model.head,
         dtype=dtype,
         num_bytes=num_bytes,
+        notice=describe_ignored_mtp_layers(folder, head=None),
     )
 
 

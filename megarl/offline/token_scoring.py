@@ -21,7 +21,11 @@ from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.layout_checks import parallel_problems
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
-from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
+from megarl.megatron.families.model_folder import (
+    describe_ignored_mtp_layers,
+    find_weight_problems,
+    load_architecture_from_folder,
+)
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.score_worker import SCORE_BY_DP, ScoreRequest, Scores, ScoreWorker
 from megarl.placement.rank_grid import RankGrid
@@ -86,8 +90,11 @@ class ScoreGroup:
         return self._group.begin(ScoreWorker.score, work, dispatch=SCORE_BY_DP)
 
 
-def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
+def open_tokens(config: ScoreConfig, path: Path, notify: Callable[[str], None]) -> TokenFile:
     """Check the model folder and the parallel sizes, and return the token file in `path`.
+
+    Args:
+        notify: receives a line for the user if MTP layers are ignored.
 
     Raises:
         ConfigError: all problems of the model folder and the parallel sizes.
@@ -101,6 +108,9 @@ def open_tokens(config: ScoreConfig, path: Path) -> TokenFile:
     problems += parallel_problems(model, config.trainer.parallel, config.sized_placement.slots)
     if problems:
         raise ConfigError("\n".join(problems))
+    notice = describe_ignored_mtp_layers(folder)
+    if notice is not None:
+        notify(f"model.path: {notice}")
     return TokenFile(path=path, vocab_size=model.vocab_size, max_positions=model.max_positions)
 
 

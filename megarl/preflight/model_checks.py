@@ -9,15 +9,17 @@ from megarl.config.preference import DpoConfig
 from megarl.config.run import RunConfig, StageConfig
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.errors import ConfigError, DataError
-from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
-from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture
 from megarl.megatron.families.model_folder import (
+    describe_ignored_mtp_layers,
     find_weight_problems,
     load_architecture_from_folder,
     model_head,
 )
 from megarl.model_files.json_object import JsonMapping, JsonObject
+from megarl.preflight.tiny_model import will_write_model
 from megarl.rollout.unsupported_options import find_engine_problems
 
 
@@ -34,6 +36,7 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
     except ConfigError as e:
         yield f"model.path: {e}"
         return
+    model = drop_missing_mtp_layers(model, folder)
     yield from (f"model.path: {problem}" for problem in find_weight_problems(folder, model))
     yield from parallel_problems(model, config.trainer.parallel, config.placement.slots)
     yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
@@ -41,6 +44,26 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
         yield from _find_engine_tp_problems(model, config.rollout.tp)
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
+
+
+def find_model_notices(config: StageConfig) -> list[str]:
+    """Return one message for each model that is loaded without the MTP layers that its config.json names.
+
+    The model folders need to have passed the checks.
+    """
+    if will_write_model(config):
+        return []
+    models: list[tuple[str, str, Head | None]] = [("model.path", config.model.path, model_head(config))]
+    if isinstance(config, RunConfig):
+        models += [(f"{m.key}.path", m.path, None if m.is_reward_model else m.head) for m in config.auxiliary_models]
+    if isinstance(config, DpoConfig) and config.dpo.reference.path is not None:
+        models.append(("dpo.reference.path", config.dpo.reference.path, "lm"))
+    notices: dict[str, str] = {}
+    for key, path, head in models:
+        message = describe_ignored_mtp_layers(Path(path), head=head)
+        if message is not None:
+            notices.setdefault(message, f"{key}: {message}")  # models in the same folder share one notice
+    return list(notices.values())
 
 
 def find_reference_problems(config: DpoConfig) -> Iterator[str]:

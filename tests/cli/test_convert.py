@@ -22,6 +22,7 @@ from megarl.megatron.checkpoint.checkpoint_files import find_weights
 from megarl.offline import model_conversion
 from megarl.offline.model_conversion import plan_export, plan_import
 from tests.cli.tiny_run import write_tiny_run
+from tests.megatron.fidelity.models import CONFIGS, build
 
 Convert = Callable[..., int]
 
@@ -197,6 +198,13 @@ def test_folders_that_are_not_checkpoints_are_rejected(
     assert "--model: needs the folder of a Megatron checkpoint, there is no folder none" in capsys.readouterr().err
     assert convert("megatron-to-hf", model) == 2
     assert f"--model: {model} is no Megatron checkpoint: latest_checkpointed_iteration.txt" in capsys.readouterr().err
+
+
+def test_missing_mtp_layers_are_reported(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build(CONFIGS["deepseek_v3"]).save_pretrained(folder)
+    conversion = plan_import(ConvertConfig(), folder, tmp_path / "out", "auto")
+    assert conversion.notice == f"{folder}: config.json names 1 MTP layer, the folder has none: ignoring it"
 
 
 def test_an_output_folder_that_appears_during_conversion_is_not_overwritten(

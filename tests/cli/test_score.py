@@ -17,6 +17,7 @@ from megarl.data.token_file import TokenCount
 from megarl.errors import ConfigError
 from megarl.offline.token_scoring import ScoreProgress
 from tests.cli.tiny_run import write_rows, write_tiny_run
+from tests.megatron.fidelity.models import CONFIGS, build
 
 Score = Callable[..., int]
 
@@ -130,3 +131,11 @@ def test_progress_off_a_terminal_is_plain_lines(
         "",
         "scored 1,000/3,000 lines  5.00 ktok/s\nscored 3,000/3,000 lines  6.00 ktok/s  5.0 s\n",
     )
+
+
+def test_missing_mtp_layers_are_reported(score: Score, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "without-mtp"
+    build(CONFIGS["deepseek_v3"]).save_pretrained(folder)
+    assert score({"token_ids": []}, folder=folder) == 2
+    notice = f"model.path: {folder}: config.json names 1 MTP layer, the folder has none: ignoring it\n"
+    assert notice in capsys.readouterr().err

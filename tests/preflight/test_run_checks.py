@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megarl.cli.main import main
 from megarl.config import RunConfig, SftConfig
+from megarl.controller.run_stage import resolve_and_check
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.errors import ConfigError
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_or_raise, check_run
-from tests.cli.tiny_run import write_rows, write_tiny_run
-from tests.megatron.fidelity.models import save_model
+from tests.cli.tiny_run import write_config, write_rows, write_tiny_run
+from tests.megatron.fidelity.models import CONFIGS, build, save_model
 
 PLACEHOLDER = {"type": "python", "path": "tests.preflight.test_run_checks:reward"}
 
@@ -112,6 +114,24 @@ def test_tokenizer_missing(tree: dict[str, Any]) -> None:
     (problem,) = run_problems(tree)
     assert problem.startswith("model.path: ")
     assert "holds no tokenizer" in problem
+
+
+def test_missing_mtp_layers_are_no_problem_but_a_notice(
+    tree: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "without-mtp"
+    build(CONFIGS["deepseek_v3"]).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tree["model"]["path"]) / name, folder)
+    del tree["rollout"]
+    tree["model"] = {"path": str(folder)}
+    notice = f"model.path: {folder}: config.json names 1 MTP layer, the folder has none: ignoring it"
+    assert check_run(SftConfig.model_validate(tree)) == []
+    assert main(["check", str(write_config(tmp_path / "sft.yaml", tree)), "--stage", "sft"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-2:] == [f"# {notice}", "# ok: no problems found for megarl sft"]
+    resolve_and_check(SftConfig.model_validate(tree))
+    assert capsys.readouterr().err == f"{notice}\n"
 
 
 def weights(tree: dict[str, Any]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,9 @@ from megarl.megatron.families import (
     qwen3,
     qwen3_moe,
 )
-from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture
+from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture, hf_tensors_of
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
+from megarl.model_files.weight_index import read_headers
 
 
 class FamilyReader(Protocol):
@@ -89,8 +91,25 @@ def _require_value_head(config: JsonMapping, architecture: str, head: Head | Non
         raise ConfigError(f"{origin}: {architecture} needs 1 label to be a value model, got {num_labels} (id2label)")
 
 
+def drop_missing_mtp_layers(model: ModelArchitecture, folder: Path) -> ModelArchitecture:
+    """Return `model` without MTP layers if `folder` holds weights, and none of its MTP layers.
+
+    transformers' save_pretrained drops the MTP layers of a model, but not their number in config.json.
+    """
+    if model.num_mtp_layers == 0:
+        return model
+    try:
+        stored = read_headers(folder)
+    except DataError:
+        return model  # a folder without weights; damaged ones are reported by those who read them
+    mtp_tensors = hf_tensors_of(model.mtp_parameter_maps().values(), "float32")
+    return model if mtp_tensors.keys() & stored.keys() else replace(model, num_mtp_layers=0)
+
+
 def load_architecture_and_dtype(path: str, *, head: Head | None = None) -> tuple[ModelArchitecture, str]:
     """Return the architecture that a model folder or a config.json describes, and its dtype ("bfloat16" by default).
+
+    A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
 
     Args:
         head: required output head; see `load_architecture`.
@@ -104,4 +123,5 @@ def load_architecture_and_dtype(path: str, *, head: Head | None = None) -> tuple
         model = load_architecture(config, origin=str(file), head=head)
     except KeyError as e:
         raise DataError(f"{file}: {e} is missing") from e
+    model = drop_missing_mtp_layers(model, Path(path))
     return model, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")

@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.config import RmConfig, StageConfig
 from megarl.errors import DataError
 from megarl.megatron.families.architecture import Head, ModelArchitecture
-from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture
 from megarl.model_files.json_object import JsonObject, read_json_object
 from megarl.model_files.weight_index import derived_tensor_patterns, find_tensor_mismatches
 
@@ -41,11 +41,27 @@ def read_hf_config(folder: Path) -> JsonObject:
 def load_architecture_from_folder(folder: Path, *, head: Head | None = "lm") -> ModelArchitecture:
     """Return the architecture that `folder`/config.json describes, with output head `head`.
 
+    A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
+
     Raises:
         DataError: config.json is missing or invalid (`read_hf_config`).
         ConfigError: the architecture is not supported (`load_architecture`).
     """
-    return load_architecture(read_hf_config(folder), origin=str(folder / "config.json"), head=head)
+    return drop_missing_mtp_layers(_load_configured(folder, head), folder)
+
+
+def describe_ignored_mtp_layers(folder: Path, *, head: Head | None = "lm") -> str | None:
+    """Return a message if the model is loaded without the MTP layers that its config.json names, else None.
+
+    Raises:
+        DataError, ConfigError: as in `load_architecture_from_folder`.
+    """
+    model = _load_configured(folder, head)
+    number = model.num_mtp_layers
+    if number == drop_missing_mtp_layers(model, folder).num_mtp_layers:
+        return None
+    names, ignored = ("1 MTP layer", "it") if number == 1 else (f"{number} MTP layers", "them")
+    return f"{folder}: config.json names {names}, the folder has none: ignoring {ignored}"
 
 
 def model_head(config: StageConfig) -> Head:
@@ -58,6 +74,10 @@ def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
     ignored = (*derived_tensor_patterns(tied=model.tie_embeddings), *model.ignored_patterns)
     return find_tensor_mismatches(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
+
+
+def _load_configured(folder: Path, head: Head | None) -> ModelArchitecture:
+    return load_architecture(read_hf_config(folder), origin=str(folder / "config.json"), head=head)
 
 
 def _is_positive_number(value: object) -> bool:

@@ -71,6 +71,7 @@ def save(model: MegatronModel, source: str, folder: str) -> None:
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
             _set_head(config, model.architecture)
+            set_mtp_layers(config, model.architecture)
         _on_all_ranks(target, lambda: _publish(plan.files, config, Path(source), target) if is_publisher else None)
     except BaseException:
         writer.discard()
@@ -162,8 +163,19 @@ def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
     if model.head == "lm":
         return
     config.update(architectures=[model.name], id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-    if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = 0
     if config.get("pad_token_id") is None:  # transformers needs it for batches
         ends = config.get("eos_token_id")
         config["pad_token_id"] = next(iter(ends), None) if isinstance(ends, list) else ends
+
+
+def set_mtp_layers(config: JsonObject, model: ModelArchitecture) -> bool:
+    """Set the number of MTP layers to that of `model`, whose source may name layers that it lacks.
+
+    Returns:
+        Whether `config` has changed.
+    """
+    key = "num_nextn_predict_layers"
+    if (config.get(key) or 0) == model.num_mtp_layers:
+        return False
+    config[key] = model.num_mtp_layers
+    return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megarl.errors import DataError
 from megarl.megatron.checkpoint.checkpoint_files import read_index
 from megarl.megatron.requests import ModelSpec
 from tests.megatron.conftest import save_model
+from tests.megatron.fidelity.models import CONFIGS, build
 from tests.megatron.ranks import run_ranks
 
 ROUND_TRIPS = {
@@ -196,6 +199,40 @@ def test_mtp_layers_have_the_names_of_megatron_core(model_folder, tmp_path):
     assert names == inner | {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight"}
     experts = index["mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight"]
     assert experts.shape == (8, 48, 48)
+
+
+def test_a_folder_without_its_mtp_layers_survives_checkpoint_and_export(tmp_path):
+    source, target = str(tmp_path / "model"), tmp_path / "out"
+    build(CONFIGS["deepseek_v3"]).save_pretrained(source)
+    checkpoint = save(tmp_path, source, {"tp": 2})
+    assert not any(name.startswith("mtp.") for name in read_index(checkpoint))
+    wrong = run_ranks(load_on_rank, 2, tmp_path, source, str(checkpoint), {"pp": 2}, str(target))
+    assert wrong == [[], []]
+    same_bits(target, source)
+    configs = [json.loads((Path(folder) / "config.json").read_text()) for folder in (source, target)]
+    assert configs[1] == configs[0] | {"num_nextn_predict_layers": 0}
+
+
+def convert_on_rank(folder, checkpoint, target):
+    """Import a model and export it again, as `megarl convert` does."""
+    from megarl.megatron.convert_worker import ConvertWorker
+
+    spec = ModelSpec(model_path=folder, dtype="float32", parallel=ParallelConfig())
+    there = ConvertWorker(spec)
+    there.read_hf(folder)
+    there.write_checkpoint(checkpoint)
+    back = ConvertWorker(replace(spec, model_path=f"{checkpoint}/hf"))
+    back.read_checkpoint(f"{checkpoint}/release")
+    back.write_hf(target)
+    return gather_and_finish(None)
+
+
+def test_a_folder_without_its_mtp_layers_survives_conversion(tmp_path):
+    source, target, checkpoint = str(tmp_path / "model"), tmp_path / "out", tmp_path / "checkpoint"
+    build(CONFIGS["deepseek_v3"]).save_pretrained(source)
+    checkpoint.mkdir()
+    run_ranks(convert_on_rank, 1, tmp_path, source, str(checkpoint), str(target))
+    same_bits(target, source)
 
 
 def test_checkpoint_of_another_model_raises_on_every_rank(qwen3_path, qwen2_tied_path, tmp_path):

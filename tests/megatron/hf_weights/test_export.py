@@ -37,7 +37,7 @@ class FakeModel:
 
     layout: WeightLayout
     values: dict[str, torch.Tensor]
-    architecture = SimpleNamespace(duplicated_tensors=dict, head="lm")
+    architecture = SimpleNamespace(duplicated_tensors=dict, head="lm", num_mtp_layers=0)
 
     def tensors(self):
         return self.values
