@@ -12,6 +12,11 @@ from megarl.errors import ConfigError
 from megarl.model_files.json_object import JsonMapping
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
+_KEYS_WITHOUT_DEFAULT: Mapping[str, Mapping[str, object]] = {
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""Keys that SGLang reads without a default, with the value it needs; transformers need not write them."""
 
 
 def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
@@ -36,6 +41,26 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case _:
             return []
     return list(problems)
+
+
+def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
+    """Return one message, beginning with `origin`, for each missing key without which SGLang cannot build the model.
+
+    Args:
+        config: the content of a config.json.
+        device: device on which the model is built, `cpu` or `cuda`.
+        origin: path of the config.json.
+    """
+    architecture = (config.get("architectures") or [None])[0]
+    needed = _KEYS_WITHOUT_DEFAULT.get(architecture, {})
+    problems = [
+        f"{origin}: {key} is missing; SGLang needs {value}" for key, value in needed.items() if key not in config
+    ]
+    if architecture == "DeepseekV3ForCausalLM" and device == "cpu" and _rope_type(config) == "default":
+        problems.append(
+            f"{origin}: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"
+        )
+    return problems
 
 
 def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> None:
@@ -69,9 +94,7 @@ def _mixtral(config: JsonMapping, origin: str) -> Iterator[str]:
 
 
 def _deepseek_v3(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
-    # transformers does not write these three keys
-    needed = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    yield from _required(config, needed, origin)
+    yield from _required(config, _KEYS_WITHOUT_DEFAULT["DeepseekV3ForCausalLM"], origin)
     yield from _unread(config, {"tie_word_embeddings": False}, origin)
     kind = _rope_type(config)
     if device == "cpu" and kind != "yarn":

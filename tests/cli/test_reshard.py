@@ -223,6 +223,45 @@ def test_unsupported_architectures_and_missing_files(model: str, capsys: pytest.
     assert "cannot be read: " in capsys.readouterr().err
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("moe_layer_freq", "moe_layer_freq is missing; SGLang needs 1"),
+        (
+            "rope_scaling",
+            "rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention",
+        ),
+    ],
+)
+def test_a_missing_key_is_reported_before_sglang_starts(
+    key: str, problem: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(offline_trace.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(offline_trace, "_run_child", None)
+    file = Path(model) / "config.json"
+    file.write_text(json.dumps({k: v for k, v in (CONFIG | LATENT).items() if k != key}))
+    assert explain(model, "--train", "tp=2", "--gen", "tp=2") == 2
+    assert f"error: {file}: {problem}" in capsys.readouterr().err
+
+
 def test_the_traced_layout_gives_the_same_numbers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import make_engine_spec
-from megarl.rollout.unsupported_options import find_engine_problems
+from megarl.rollout.unsupported_options import find_build_problems, find_engine_problems
 from tests.megatron.fidelity.models import CONFIGS
 
 ARCHITECTURES = {
@@ -138,3 +138,34 @@ def test_make_engine_spec_rejects_an_unsupported_model(tmp_path):
     assert make_engine_spec(config, 0, "cuda").device == "cuda"
     with pytest.raises(ConfigError, match="attn_logit_softcapping needs engines on cuda"):
         make_engine_spec(config, 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "device", "problems"),
+    [
+        ("deepseek_v3", {"moe_layer_freq": "absent"}, "cuda", ["f: moe_layer_freq is missing; SGLang needs 1"]),
+        ("deepseek_v3", {"topk_method": "absent"}, "cpu", ["f: topk_method is missing; SGLang needs noaux_tc"]),
+        (
+            "deepseek_v3",
+            {"rope_parameters": "absent"},
+            "cpu",
+            ["f: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"],
+        ),
+        (
+            "deepseek_v3 without query latent",
+            {},
+            "cpu",
+            ["f: rope_scaling is missing; without a GPU, SGLang needs rope type yarn for latent attention"],
+        ),
+        ("deepseek_v3", {"rope_parameters": "absent"}, "cuda", []),
+        ("gemma2", {"hidden_act": "absent"}, "cuda", ["f: hidden_act is missing; SGLang needs gelu_pytorch_tanh"]),
+        ("gemma2", {"hidden_activation": "absent"}, "cuda", []),
+    ],
+)
+def test_keys_without_which_sglang_builds_no_model(name, changes, device, problems):
+    assert find_build_problems(hf_config(name, **changes), device, origin="f") == problems
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_that_engines_only_ignore_options_of_can_be_built(name):
+    assert find_build_problems(hf_config(name), "cuda", origin="config.json") == []

@@ -37,6 +37,7 @@ from megarl.rollout.sglang.weight_layout import (
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, trace_live
 from megarl.rollout.sglang.weight_layout.trace_file import read_traces
 from megarl.rollout.sglang.weight_update.expected_tensors import read_expected_tensors
+from megarl.rollout.unsupported_options import find_build_problems
 
 __all__ = ["EngineTrace", "trace_engine", "trace_layouts", "trace_live"]
 
@@ -60,7 +61,7 @@ def trace_layouts(
             several ranks hold the same key-value heads.
 
     Raises:
-        DataError: config.json is missing, or SGLang cannot build its model.
+        DataError: config.json or a key that SGLang needs is missing, or SGLang cannot build its model.
         WeightSyncError: part of a parameter would not be written.
     """
     return [trace.layout for trace in trace_engine(model_path, tp=tp, ep=ep, device=device, dtype=dtype)]
@@ -71,6 +72,9 @@ def trace_engine(
 ) -> list[EngineTrace]:
     """Return what `trace_layouts` returns, with padding and derived values."""
     config, tensors = _read_model(model_path)
+    problems = find_build_problems(json.loads(config), _traced_device(device), origin=str(_config_file(model_path)))
+    if problems:
+        raise DataError("\n".join(problems))
     spec = EngineSpec(
         model_path="",
         tp=tp,
@@ -87,11 +91,16 @@ def trace_engine(
 def _read_model(model_path: str) -> tuple[str, list[list[object]]]:
     """Return the text of config.json, and [name, shape, dtype] of the folder's tensors, if it has any."""
     path = Path(model_path)
-    config = json.dumps(read_json_object(path / "config.json" if path.is_dir() else path))
+    config = json.dumps(read_json_object(_config_file(model_path)))
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return config, []
     expected = read_expected_tensors(model_path)
     return config, [[name, list(e.shape), e.dtype] for name, e in expected.items() if e.required]
+
+
+def _config_file(model_path: str) -> Path:
+    path = Path(model_path)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _run_child(config: str, request: JsonObject, cached: Path) -> list[EngineTrace]:
