@@ -17,9 +17,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-MAX_BYTES = 2**16
-"""Maximum length of a line."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
