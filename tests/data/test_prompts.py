@@ -14,9 +14,7 @@ from megarl.config.data import DataConfig
 from megarl.data import prompts
 from megarl.data.prompts import load_prompts
 from megarl.errors import ConfigError, DataError
-
-GSM8K = Path("../shared/data/gsm8k")
-ROOT = Path(__file__).parents[2]
+from tests.gsm8k import GSM8K_FOLDERS
 
 
 def test_prompts_of_the_demo(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,11 +162,12 @@ def test_bad_configurations_are_reported(
         load(chat_tokenizer)
 
 
-@pytest.mark.skipif(not (ROOT / GSM8K).is_dir(), reason=f"no GSM8K at {GSM8K} beside the repository")
-def test_gsm8k_as_published(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    config = DataConfig(path=str(GSM8K / "train.jsonl"), fields={"prompt": "question", "answer": "answer"})
+@pytest.mark.parametrize("source", GSM8K_FOLDERS)
+def test_gsm8k_as_published(source: tuple[Path, int], tokenizer: PreTrainedTokenizerBase) -> None:
+    folder, num_rows = source
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    config = DataConfig(path=str(folder / "train.jsonl"), fields={"prompt": "question", "answer": "answer"})
     got = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=2000)
-    assert len(got) == 7473
-    assert got[0].text.startswith("Natalia sold clips to 48 of her friends")
+    assert len(got) == num_rows
+    assert [(p.text, p.answer) for p in got] == [(row["question"], row["answer"]) for row in rows]
     assert all(p.answer is not None and "#### " in p.answer for p in got)
