@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,8 +57,26 @@ def test_cuda_visible_devices_selects_gpus(
     assert visible_gpu_names() == [gpu.name for gpu in list_gpus()]
 
 
-def test_package_versions_and_shared_memory() -> None:
+def test_package_versions() -> None:
     assert package_version("pytest") == pytest.__version__
     assert package_version("no-such-package") is None
-    shared = free_shared_memory()
-    assert shared is None or shared >= 0
+
+
+def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_shared_memory()
+    assert free is not None
+    assert 0 < free <= shutil.disk_usage("/dev/shm").total
+    seen = []
+
+    def disk_usage(folder: Path) -> SimpleNamespace:
+        seen.append(folder)
+        return SimpleNamespace(total=9, used=4, free=5)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    assert free_shared_memory() == 5
+    assert seen == [Path("/dev/shm")]
+
+
+def test_free_shared_memory_is_unknown_without_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    assert free_shared_memory() is None

@@ -91,8 +91,17 @@ def test_group_is_sampled_scored_and_summarized():
     assert (last.num_tokens, last.prompt_length, last.response_length) == (5, 3, 2)
     assert (last.reward, last.rewards, last.finish_reason) == (2.5, {"length": 2.0, "one": 1.0}, "stop")
     assert (last.min_policy_version, last.max_policy_version) == (0, 1)
-    assert summary.generation_seconds >= 0
-    assert summary.scoring_seconds >= 0
+
+
+def test_generation_and_scoring_are_timed_apart():
+    class SlowScorer(LengthScorer):
+        async def score(self, trajectory, prompt):
+            await asyncio.sleep(0.05)
+            return await super().score(trajectory, prompt)
+
+    summary, _ = asyncio.run(worker(FakeEngine(seconds=0.3), scorer=SlowScorer()).rollout_group(job()))
+    assert summary.generation_seconds >= 0.3
+    assert 0.05 <= summary.scoring_seconds < 0.3
 
 
 def test_group_is_one_call_to_its_engine():
