@@ -15,6 +15,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need more CUDA devices than there are."""
+    needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+    if needed:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"needs {needed} CUDA device{'s' if needed > 1 else ''}, found {found}")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test on the CPU, as without CUDA devices, and on one CUDA device."""
+    import torch
+
+    if request.param == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """Start a local Ray cluster with `CLUSTER_SLOTS` slots for the session; this process is its driver."""

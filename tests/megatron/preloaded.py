@@ -5,8 +5,7 @@ import os
 
 from megarl.megatron.runtime import platform
 
-# Initializing the CUDA runtime here would break it in the forked ranks.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the forked ranks run on the CPU; CUDA could not be used in them
 platform.prepare()
 for name in (
     "megatron.core.distributed",

@@ -1,16 +1,19 @@
-"""Runs a function on several real ranks (gloo, one process each) and returns rank 0's result.
+"""Runs a function on several real ranks (one process each, gloo or NCCL) and returns rank 0's result.
 
-Every call starts new processes, so no state carries over to the next call. They are forked from one process that has
-imported torch and megatron-core (`preloaded.py`), since importing both takes seconds.
+Every call starts new processes, so no state carries over to the next call. On the CPU they are forked from one process
+that has imported torch and megatron-core (`preloaded.py`), since importing both takes seconds. CUDA cannot be used in
+forked processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
+import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +33,19 @@ def run_ranks(
     tmp_path: Path,
     *arguments: Any,
     timeout: float = TIMEOUT_SECONDS,
+    device: str = "cpu",
 ) -> Any:
-    """Run `function(*arguments)` on `world` ranks; returns the result of rank 0.
+    """Run `function(*arguments)` on `world` ranks; returns the result of rank 0, with tensors on the CPU.
 
     Args:
+        device: `cpu` hides all CUDA devices from the ranks; `cuda` gives each rank one of its own.
         function: imported by name in the ranks, so it must be defined at module level.
 
     Raises:
         ProcessRaisedException: a rank raised; has the traceback of the first. The others are terminated.
         TimeoutError: a rank took longer than `timeout` seconds; has the stacks of all ranks.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = _free_port()
     out = tmp_path / f"result-{port}.pt"
     stacks = [tmp_path / f"stack-{port}-{rank}.txt" for rank in range(world)]
     environment = {
@@ -52,10 +55,15 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    environments = [environment | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""} for rank in range(world)]
+    if device == "cuda":
+        for rank, name in enumerate(_cuda_devices()[:world]):
+            environments[rank]["CUDA_VISIBLE_DEVICES"] = name
     multiprocessing.set_forkserver_preload([f"{__package__}.preloaded"])
     try:
-        arguments_of_entry = (environment, str(out), stacks, timeout, function, arguments)
-        context = mp.start_processes(_entry, arguments_of_entry, world, join=False, start_method="forkserver")
+        arguments_of_entry = (environments, str(out), stacks, timeout, function, arguments)
+        method = "forkserver" if device == "cpu" else "spawn"
+        context = mp.start_processes(_entry, arguments_of_entry, world, join=False, start_method=method)
         while not context.join(grace_period=GRACE_SECONDS):
             pass
     except mp.ProcessExitedException as error:
@@ -64,12 +72,27 @@ def run_ranks(
             raise
         shown = "\n".join(f"-- rank {rank}\n{text}" for rank, text in hung.items())
         raise TimeoutError(f"{function.__qualname__}: a rank took longer than {timeout:g} s\n{shown}") from error
-    return torch.load(out, weights_only=False)
+    return torch.load(out, weights_only=False, map_location="cpu")
+
+
+def _cuda_devices() -> list[str]:
+    """Return the names of this process's CUDA devices, as in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
+
+
+def _free_port() -> int:
+    """Return a free port below those that the kernel hands out, which another test may get before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _entry(
     rank: int,
-    environment: Mapping[str, str],
+    environments: Sequence[Mapping[str, str]],
     out: str,
     stacks: list[Path],
     timeout: float,
@@ -77,7 +100,7 @@ def _entry(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ.clear()  # the forkserver has the environment of an earlier call
-    os.environ.update(environment, RANK=str(rank))
+    os.environ.update(environments[rank])
     torch.set_num_threads(1)
     with stacks[rank].open("w") as stack:
         faulthandler.dump_traceback_later(timeout, file=stack, exit=True)

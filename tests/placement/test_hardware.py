@@ -80,3 +80,12 @@ def test_free_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_shared_memory_is_unknown_without_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "is_dir", lambda _: False)
     assert free_shared_memory() is None
+
+
+@pytest.mark.gpu
+def test_listed_gpus_are_those_of_torch() -> None:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    assert visible_gpu_names() == names
+    assert all(gpu.memory_bytes for gpu in list_gpus())

@@ -30,3 +30,15 @@ def test_staged_bytes_are_those_of_the_buffers(limit, allocated, monkeypatch):
     for tensor in tensors:
         tensor.zero_()
     assert all(torch.equal(*pair) for pair in zip(copy.tensors, before, strict=True))
+
+
+def test_staged_copies_keep_the_values_of_their_time(device):
+    tensors = [torch.arange(n, dtype=torch.float32, device=device) for n in (540, 10, 1000)]
+    copy = HostStaging(tensors, None)
+    copy.stage()
+    for tensor in tensors:
+        tensor.zero_()
+    for staged, tensor in zip(copy.tensors, tensors, strict=True):
+        assert staged.device.type == "cpu"
+        assert staged.is_pinned() == (device == "cuda")
+        assert torch.equal(staged, torch.arange(len(tensor), dtype=torch.float32))

@@ -41,9 +41,10 @@ def measure(
     dtype: str = "float32",
     recompute: dict[str, Any] | None = None,
     distributed: bool = False,
+    device: str = "cpu",
     **parallel: Any,
 ) -> Measured:
-    """Run one SFT step (mean negative log-likelihood of `sequences`) on `world` gloo ranks."""
+    """Run one SFT step (mean negative log-likelihood of `sequences`) on `world` ranks of `device`."""
     spec = ModelSpec(
         model_path=folder,
         dtype=dtype,
@@ -51,7 +52,7 @@ def measure(
         recompute=RecomputeConfig(**(recompute or {})),
     )
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=distributed)
-    return run_ranks(_on_rank, world, tmp_path, spec, optimizer, sequences, max_tokens)
+    return run_ranks(_on_rank, world, tmp_path, spec, optimizer, sequences, max_tokens, device=device)
 
 
 def score_on_ranks(

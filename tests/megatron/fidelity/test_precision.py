@@ -103,9 +103,22 @@ def test_untrained_tensors_stay_unchanged(trained):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3_moe", "deepseek_v3"])
-def test_bfloat16_logprobs_are_close_to_float32(name, model_folder, tmp_path):
-    folder = model_folder(name)
-    measured = measure(folder, SEQUENCES, tmp_path, dtype="bfloat16")
+def test_bfloat16_logprobs_are_close_to_float32(name, device, model_folder, tmp_path):
+    check_bfloat16_logprobs(model_folder(name), tmp_path, device=device)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("qwen3", {"tp": 2}), ("qwen3", {"pp": 2}), ("qwen3", {"cp": 2}), ("qwen3", {}), ("qwen3_moe", {"ep": 2})],
+    ids=str,
+)
+def test_bfloat16_logprobs_are_close_to_float32_on_two_cuda_devices(name, parallel, model_folder, tmp_path):
+    check_bfloat16_logprobs(model_folder(name), tmp_path, device="cuda", world=2, **parallel)
+
+
+def check_bfloat16_logprobs(folder, tmp_path, **layout):
+    measured = measure(folder, SEQUENCES, tmp_path, dtype="bfloat16", **layout)
     got = torch.cat([measured.logprobs[i] for i in range(len(SEQUENCES))])
     want = torch.cat(list(score(folder, SEQUENCES)))
     assert got.dtype == torch.float32

@@ -74,7 +74,8 @@ def check_offload(worker, kinds, held_before):
     assert stats.host_bytes == sum(expected[kind] for kind in offloaded if kind != "gradients")
     assert again.device_bytes == 0
     # overwrite freed memory, so that restored tensors cannot reuse their old bytes
-    waste = [torch.full((n,), 0x7F, dtype=torch.uint8) for n in expected.values() for _ in range(3)]
+    device = held_before["weights"][0].device
+    waste = [torch.full((n,), 0x7F, dtype=torch.uint8, device=device) for n in expected.values() for _ in range(3)]
     del waste
     return stats
 
@@ -116,8 +117,9 @@ def test_offloading_everything_does_not_change_training(layout, dtype, model_fol
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "gradients", "weights"])
-def test_each_kind_of_state_can_be_offloaded_alone(kind, model_folder, tmp_path):
-    run_ranks(train_on_rank, 1, tmp_path, model_folder("qwen3"), "bfloat16", True, {}, OffloadConfig(**{kind: True}))
+def test_each_kind_of_state_can_be_offloaded_alone(kind, device, model_folder, tmp_path):
+    arguments = (model_folder("qwen3"), "bfloat16", True, {}, OffloadConfig(**{kind: True}))
+    run_ranks(train_on_rank, 1, tmp_path, *arguments, device=device)
 
 
 def push_on_rank(path, folder):
@@ -156,24 +158,37 @@ def test_weight_sync_and_export_onload_the_weights(model_folder, tmp_path):
     assert all(torch.equal(saved[name], after[name]) for name in saved)
 
 
-def test_shared_storages_are_moved_once():
-    buffer = torch.arange(100, dtype=torch.float32)
+def test_shared_storages_are_moved_once(device):
+    buffer = torch.arange(100, dtype=torch.float32, device=device)
     views = [buffer[:40].view(5, 8), buffer[30:]]
-    other, empty = torch.arange(7, dtype=torch.int16), torch.empty(0)
+    other, empty = torch.arange(7, dtype=torch.int16, device=device), torch.empty(0, device=device)
     tensors, moved = [buffer, *views, other, empty], OffloadedTensors(block_bytes=64)
     assert moved.offload(tensors) == 400 + 14
     assert [t.untyped_storage().nbytes() for t in tensors] == [0] * 5
     assert moved.host_bytes == 414
     assert moved.onload() == 414
-    assert torch.equal(buffer, torch.arange(100.0))
-    assert torch.equal(views[0], torch.arange(40.0).view(5, 8))
-    assert torch.equal(other, torch.arange(7, dtype=torch.int16))
+    assert torch.equal(buffer.cpu(), torch.arange(100.0))
+    assert torch.equal(views[0].cpu(), torch.arange(40.0).view(5, 8))
+    assert torch.equal(other.cpu(), torch.arange(7, dtype=torch.int16))
     views[1].zero_()
     assert buffer[30:].sum() == 0
 
 
-def test_excluded_storages_stay_and_new_storages_are_moved():
-    kept, first, second = torch.ones(4), torch.full((5,), 2.0), torch.full((60,), 3.0)
+@pytest.mark.gpu
+def test_offloading_frees_device_memory_and_uses_pinned_host_memory():
+    tensor = torch.arange(2**22, dtype=torch.float32, device="cuda")
+    moved, before = OffloadedTensors(block_bytes=2**22), torch.cuda.memory_allocated()
+    assert moved.offload([tensor]) == tensor.numel() * 4
+    assert torch.cuda.memory_allocated() == before - tensor.numel() * 4
+    assert len(moved._host) == 4
+    assert all(block.is_pinned() for block in moved._host)
+    moved.onload()
+    assert torch.equal(tensor, torch.arange(2**22, dtype=torch.float32, device="cuda"))
+
+
+def test_excluded_storages_stay_and_new_storages_are_moved(device):
+    sizes = ((4, 1.0), (5, 2.0), (60, 3.0))
+    kept, first, second = (torch.full((size,), value, device=device) for size, value in sizes)
     moved = OffloadedTensors(block_bytes=16)
     assert moved.offload([kept[:2], first], exclude=[kept]) == 20
     assert kept.untyped_storage().nbytes() == 16

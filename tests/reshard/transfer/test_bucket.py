@@ -87,6 +87,27 @@ def test_another_process_reads_a_bucket_until_it_is_closed() -> None:
     assert subprocess.run(command, capture_output=True).returncode != 0
 
 
+DEVICE_READER = """
+import sys
+from megarl.reshard.transfer.bucket import BoxBucket, map_bucket
+data = map_bucket(BoxBucket(sys.argv[1], int(sys.argv[2]), ()))
+print(data.device.type, data[:4].tolist())
+"""
+
+
+@pytest.mark.gpu
+def test_device_memory_is_read_without_a_copy() -> None:
+    buffer = make_buffer(10, torch.device("cuda"))
+    assert isinstance(buffer, DeviceBuffer)
+    bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
+    buffer.bytes[:4] = torch.tensor([7, 8, 9, 10], device="cuda")
+    assert map_bucket(bucket)[:4].tolist() == [7, 8, 9, 10]
+    torch.cuda.synchronize()
+    command = [sys.executable, "-c", DEVICE_READER, buffer.path, str(buffer.num_bytes)]
+    assert subprocess.check_output(command, text=True) == "cuda [7, 8, 9, 10]\n"
+    buffer.close()
+
+
 def test_device_memory_is_identified_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's IPC handles are faked, without a device: the test checks what is passed between processes."""
     made: dict[bytes, torch.Tensor] = {}

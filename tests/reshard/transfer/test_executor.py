@@ -20,12 +20,12 @@ BUCKET_BYTES = 16_384
 class MemorySink:
     """A fake engine rank with its parameters in this process, filled with NaN before each sync."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, device):
         sizes = {}
         for piece in layout.pieces:
             have = sizes.get(piece.local, [0] * len(piece.local_box))
             sizes[piece.local] = [max(a, stop) for a, (_, stop) in zip(have, piece.local_box, strict=True)]
-        self.tensors = {name: torch.full(size, float("nan")) for name, size in sizes.items()}
+        self.tensors = {name: torch.full(size, float("nan"), device=device) for name, size in sizes.items()}
 
     def fill_nan(self):
         for tensor in self.tensors.values():
@@ -61,20 +61,21 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes):
     from megarl.reshard.transfer.sink import Parameters
 
     rounds.LARGE_MESSAGE_BYTES = large_bytes
-    dist.init_process_group("gloo")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
     sources = synthetic.trainers(grid)
     needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
-    strategy, sink = BoxStrategy(context, BUCKET_BYTES), MemorySink(needs[rank])
+    strategy, sink = BoxStrategy(context, BUCKET_BYTES), MemorySink(needs[rank], device)
     mismatched, all_stats = 0, []
     for sync in range(3):
-        mine = {p.local: value(p.tensor, sync)[slices(p.box)].clone() for p in sources[rank].pieces}
+        mine = {p.local: value(p.tensor, sync)[slices(p.box)].to(device, copy=True) for p in sources[rank].pieces}
         sink.fill_nan()
         all_stats.append(strategy.push(mine, Sinks(boxes=Parameters(sink.tensors) if direct else sink)))
         for piece in needs[rank].pieces:
             got, want = sink.tensors[piece.local][slices(piece.local_box)], value(piece.tensor, sync)[slices(piece.box)]
-            mismatched += int((got != want).sum())
+            mismatched += int((got.cpu() != want).sum())
     strategy.close()
     out = [None] * grid.size
     dist.all_gather_object(out, (mismatched, all_stats))
@@ -102,10 +103,22 @@ def arrangement(grid, gen_pp, gen_tp, nodes):
     ],
 )
 def test_three_syncs_are_bitwise_exact_and_match_planned_counts(layout, nodes, direct, large_bytes, tmp_path):
+    check_syncs(layout, nodes, direct, large_bytes, tmp_path, device="cpu")
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(("layout", "nodes"), [((1, 2, 1, 1, 1), 1), ((2, 1, 1, 1, 1), 1), ((1, 2, 1, 1, 1), 2)])
+@pytest.mark.parametrize("direct", [False, True])
+def test_three_syncs_over_nccl_are_bitwise_exact(layout, nodes, direct, tmp_path):
+    check_syncs(layout, nodes, direct, 512, tmp_path, device="cuda")
+
+
+def check_syncs(layout, nodes, direct, large_bytes, tmp_path, device):
     p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
     node_of_rank = tuple(rank * nodes // grid.size for rank in range(grid.size))
-    results = run_ranks(reshard, grid.size, tmp_path, grid, pg, tg, node_of_rank, direct, large_bytes)
+    arguments = (grid, pg, tg, node_of_rank, direct, large_bytes)
+    results = run_ranks(reshard, grid.size, tmp_path, *arguments, device=device)
     assert [mismatched for mismatched, _ in results] == [0] * grid.size
     needs, groups = arrangement(grid, pg, tg, node_of_rank)
     index = cached_index(synthetic.trainers(grid), needs, Topology(node_of_rank), BUCKET_BYTES, groups=groups)

@@ -1,0 +1,85 @@
+"""The platform of trainer ranks: CUDA and NCCL where there are devices, else megatron-core on the CPU with gloo."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from megarl.config.trainer import ParallelConfig
+from megarl.megatron.requests import ModelSpec
+from tests.megatron.ranks import run_ranks
+
+
+def describe_platform():
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    return {
+        "is_cuda": platform.is_cuda(),
+        "backend": platform.backend(),
+        "device": str(platform.device()),
+        "created": str(torch.zeros(1, device="cuda").device),  # as megatron-core creates tensors
+        "transformer_engine": platform.uses_transformer_engine(),
+    }
+
+
+def test_platform_follows_the_device(device, tmp_path):
+    cuda = device == "cuda"
+    assert run_ranks(describe_platform, 1, tmp_path, device=device) == {
+        "is_cuda": cuda,
+        "backend": "nccl" if cuda else "gloo",
+        "device": "cuda:0" if cuda else "cpu",
+        "created": "cuda:0" if cuda else "cpu",
+        "transformer_engine": cuda and find_spec("transformer_engine") is not None,
+    }
+
+
+def make_model(path):
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.modeling.megatron_model import MegatronModel
+
+    return MegatronModel(ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig()))
+
+
+def describe_model(path):
+    import torch.distributed as dist
+
+    model = make_model(path)
+    classes = {type(module).__module__ for chunk in model.chunks for module in chunk.module.modules()}
+    return dist.get_backend(), {t.device.type for t in model.tensors().values()}, classes
+
+
+def test_weights_are_on_the_device(device, model_folder, tmp_path):
+    backend, devices, _ = run_ranks(describe_model, 1, tmp_path, model_folder("qwen3"), device=device)
+    assert devices == {device}
+    assert backend == ("nccl" if device == "cuda" else "gloo")
+
+
+@pytest.mark.gpu
+def test_layers_come_from_transformer_engine(model_folder, tmp_path):
+    pytest.importorskip("transformer_engine")
+    _, _, modules = run_ranks(describe_model, 1, tmp_path, model_folder("qwen3"), device="cuda")
+    assert "megatron.core.extensions.transformer_engine" in modules
+    assert "megarl.megatron.modeling.torch_attention" not in modules
+
+
+def draw_twice(path):
+    from megarl.megatron.runtime import platform
+
+    model = make_model(path)
+    from megarl.megatron.runtime.rng_state import collect_rng_states, restore_rng_states
+
+    states = collect_rng_states(model)
+    first = torch.rand(5, device=platform.device())
+    restore_rng_states(model, states)
+    return first, torch.rand(5, device=platform.device())
+
+
+def test_restored_rng_states_repeat_the_same_numbers(device, model_folder, tmp_path):
+    first, again = run_ranks(draw_twice, 1, tmp_path, model_folder("qwen3"), device=device)
+    assert torch.equal(first, again)
+    assert len(set(first.tolist())) == 5

@@ -1,0 +1,82 @@
+"""SGLang on one CUDA device: log-probabilities, and weights that arrive in the memory of the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, dtype_name, lay_out, make_buffer, torch_dtype
+from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from tests.rollout import reference
+from tests.rollout.conftest import EOS
+from tests.rollout.remote import RemoteEngine
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(7 * i + 3 * j) % 240 for j in range(5 + 4 * i)] for i in range(6)]
+MEAN_TOLERANCE = 0.03
+"""Of log-probabilities in bfloat16, against float32."""
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
+    stop = read_stop_token_ids(model_dir)
+    engine = RemoteEngine(
+        EngineSpec(
+            model_path=model_dir,
+            device="cuda",
+            dtype="bfloat16",
+            mem_fraction=0.3,
+            stop_token_ids=stop,
+            extra_args={"attention_backend": "triton"},  # the default has no kernels for heads of this size
+        )
+    )
+    engine.call("start")
+    yield engine
+    engine.close()
+
+
+def mean_difference(model, generations):
+    """Return the mean |difference| of the engine's log-probabilities from those of transformers."""
+    pairs = zip(PROMPTS, generations, strict=True)
+    return np.concatenate([np.abs(reference.logprobs(model, p, g) - g.logprobs) for p, g in pairs]).mean()
+
+
+def test_logprobs_match_transformers(engine, model_dir):
+    generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=24)
+    assert mean_difference(reference.load(model_dir), generations) < MEAN_TOLERANCE
+    for generation in generations:
+        assert EOS not in generation.token_ids[:-1]
+
+
+def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path):
+    """The bucket is opened by the engine's scheduler through CUDA IPC."""
+    changed = reference.changed(model_dir, seed=1)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in changed.items()}
+    (layout,) = engine.call("layouts")
+    boxes = [(p.local, p.local_box, weights[p.tensor][slices(p.box)].contiguous()) for p in layout.pieces]
+    slots, num_bytes = lay_out((local, t.dtype, tuple(t.shape)) for local, _, t in boxes)
+    buffer = make_buffer(num_bytes, torch.device("cuda"))
+    for slot, (_, _, tensor) in zip(slots, boxes, strict=True):
+        flat = buffer.bytes[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
+        flat.copy_(tensor.flatten())
+    torch.cuda.synchronize()
+    box_slots = tuple(
+        BoxSlot(local, box, dtype_name(t.dtype), slot.offset)
+        for slot, (local, box, t) in zip(slots, boxes, strict=True)
+    )
+    engine.call("begin_weights")
+    engine.call("load_boxes", 0, 0, BoxBucket(buffer.path, buffer.num_bytes, box_slots))
+    buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
+    buffer.close()
+    engine.call("end_weights", 1)
+    generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=24)
+    assert {int(v) for g in generations for v in g.policy_versions} == {1}
+    assert mean_difference(reference.load(model_dir, changed), generations) < MEAN_TOLERANCE
+    assert mean_difference(reference.load(model_dir), generations) > 10 * MEAN_TOLERANCE
+    before = load_file(f"{model_dir}/model.safetensors")
+    assert not torch.equal(before["lm_head.weight"].to(torch.bfloat16), weights["lm_head.weight"])
