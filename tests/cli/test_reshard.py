@@ -233,6 +233,8 @@ LATENT = {
     "v_head_dim": 16,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
     "moe_intermediate_size": 48,
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
@@ -260,6 +262,18 @@ def test_a_missing_key_is_reported_before_sglang_starts(
     file.write_text(json.dumps({k: v for k, v in (CONFIG | LATENT).items() if k != key}))
     assert explain(model, "--train", "tp=2", "--gen", "tp=2") == 2
     assert f"error: {file}: {problem}" in capsys.readouterr().err
+
+
+def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_say(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG | LATENT | {"q_lora_rank": 32, "n_shared_experts": 1, "num_hidden_layers": 4}
+    results = []
+    for dense in ({}, {"first_k_dense_replace": 3}):  # transformers' default
+        (Path(model) / "config.json").write_text(json.dumps(config | dense))
+        assert explain(model, "--train", "tp=2", "--gen", "tp=2", "--strategy", "exact", "--json") == 0
+        results.append(json.loads(capsys.readouterr().out)["bytes_total"])
+    assert results[0] == results[1]
 
 
 def test_the_traced_layout_gives_the_same_numbers(

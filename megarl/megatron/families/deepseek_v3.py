@@ -20,7 +20,8 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
-    q_lora_rank: PositiveInt | None = None
+    # Keys with a default have transformers', which SGLang also uses.
+    q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt
     qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
@@ -29,13 +30,13 @@ class _Config(HfConfig):
     n_routed_experts: PositiveInt
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt
-    n_shared_experts: NonNegativeInt | None = None
-    n_group: PositiveInt = 1
-    topk_group: PositiveInt = 1
-    routed_scaling_factor: PositiveFloat = 1.0
+    n_shared_experts: NonNegativeInt | None = 1
+    n_group: PositiveInt = 8
+    topk_group: PositiveInt = 4
+    routed_scaling_factor: PositiveFloat = 2.5
     scoring_func: Literal["sigmoid"] = "sigmoid"
     norm_topk_prob: Literal[True] = True
-    first_k_dense_replace: NonNegativeInt = 0
+    first_k_dense_replace: NonNegativeInt = 3
     moe_layer_freq: Literal[1] = 1
     num_nextn_predict_layers: NonNegativeInt | None = None
 

@@ -57,6 +57,19 @@ def test_transformer_engine_spellings_are_accepted(fused: str, plain: str) -> No
         assert model.parameter_map(prefix + fused) == model.parameter_map(prefix + plain)
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["q_lora_rank", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace"],
+)
+def test_a_missing_deepseek_key_means_the_default_of_transformers(key: str) -> None:
+    from transformers import DeepseekV3Config
+
+    config = DEEPSEEK_V3 | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "num_hidden_layers": 5}
+    without = {name: value for name, value in config.items() if name != key}
+    stated = config | {key: getattr(DeepseekV3Config(), key)}
+    assert load_architecture(without, origin="test") == load_architecture(stated, origin="test")
+
+
 def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
     assert load_architecture(QWEN3_MOE, origin="test").num_experts == 8
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
