@@ -4,6 +4,7 @@
     |-- ConfigError (ValueError)   the configuration cannot work; exit code 2
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
+    |-- AgentError                 an agent raised an exception or returned no valid trajectory; exit code 2
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
@@ -44,6 +45,12 @@ class DataError(MegarlError, ValueError):
 
 class RewardError(MegarlError):
     """A reward function raised, timed out or returned no finite number."""
+
+    exit_code = 2
+
+
+class AgentError(MegarlError):
+    """An agent raised an exception or returned no valid trajectory."""
 
     exit_code = 2
 

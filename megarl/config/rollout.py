@@ -50,6 +50,18 @@ class SglangConfig(Section):
     """Further arguments of `sglang.Engine`, by SGLang's names."""
 
 
+class AgentConfig(Section):
+    """The agent that turns a prompt into a trajectory, in training and evaluation."""
+
+    path: str = "megarl.rollout.agents.single_turn:single_turn"
+    """Import path of the agent, `package.module:name`: a function `async def run(episode, **kwargs)`, or a class whose
+    method `async def run(self, episode)` does the same. A class is created once in each rollout worker. Either returns
+    a trajectory, usually `episode.trajectory()`. Default: one completion of the prompt."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, or of the constructor of the class."""
+
+
 class RolloutConfig(Section):
     """Generation of completions: engines, sampling and rollout workers."""
 
@@ -60,10 +72,14 @@ class RolloutConfig(Section):
     """Number of engines, each with a replica of the policy."""
 
     max_new_tokens: int = Field(default=512, ge=1)
-    """Maximum length of a completion in tokens."""
+    """Maximum length of a completion in tokens. An agent with several turns has as many for all that follows the
+    prompt, observations included."""
 
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of completions in training."""
+
+    agent: AgentConfig = AgentConfig()
+    """What runs an episode: by default one completion, else a function or class of your own."""
 
     engine: SglangConfig = SglangConfig()
     """Settings of the engines."""
@@ -72,4 +88,5 @@ class RolloutConfig(Section):
     """Number of rollout workers: processes that run agents and rewards."""
 
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Timeout in seconds of one completion; one that takes longer ends the run with an error."""
+    """Timeout in seconds of one completion, with an agent of your own of one episode; one that takes longer ends the
+    run with an error."""

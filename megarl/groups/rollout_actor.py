@@ -14,6 +14,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.estimation import EstimateJob, EstimateSummary, estimate
 from megarl.megatron.requests import TokenColumn
 from megarl.reward.reward_scorer import RewardScorer
+from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.engine import GenerationEngine
 from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_step
 from megarl.rollout.journal.replay import Replay
@@ -33,9 +34,13 @@ class RolloutActor(RolloutWorker):
     """Runs agents, scores trajectories, writes rollouts to disk, and runs estimators."""
 
     def __init__(self, config: RunConfig, engines: Sequence[GenerationEngine]) -> None:
-        spec = RolloutWorkerSpec(request_timeout_seconds=config.rollout.request_timeout_seconds)
-        super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path))
+        spec = RolloutWorkerSpec(
+            request_timeout_seconds=config.rollout.request_timeout_seconds,
+            agent=load_agent(config.rollout.agent),
+            agent_path=config.rollout.agent.path,
+        )
         tokenizer = load_tokenizer(config.model.path)
+        super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._folder = Path(config.run_dir) / "rollouts"
         self._replay = Replay(Journal(config.run_dir, journal_fingerprint(config)))
@@ -45,7 +50,7 @@ class RolloutActor(RolloutWorker):
 
         Raises:
             WorkerError: as `RolloutWorker` raises it, or the journal cannot be used.
-            RewardError: a reward could not be computed.
+            AgentError, RewardError: as `RolloutWorker` raises them.
         """
         step = parse_step(job.request_id)
         if step is None:

@@ -16,6 +16,7 @@ from megarl.megatron.families.model_folder import (
     read_hf_config,
 )
 from megarl.placement.nodes import ClusterNode
+from megarl.preflight.agent_checks import find_agent_problems
 from megarl.preflight.auxiliary_model_checks import find_auxiliary_model_problems
 from megarl.preflight.data_checks import find_batch_problems, find_data_problems
 from megarl.preflight.machine_checks import (
@@ -62,6 +63,7 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         problems += [
             *find_engine_placement_problems(config),
             *find_reward_problems(config),
+            *find_agent_problems(config),
             *find_auxiliary_model_problems(config),
         ]
         problems += find_port_problems(config) if nodes is None else ()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
-from megarl.reshard.transfer.process_groups import TransferGroup
+if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
+    from megarl.reshard.layout.layout import WeightLayout
+    from megarl.reshard.planning.disaggregated import TransferSpec
+    from megarl.reshard.planning.strategy import SyncStats
+    from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+    from megarl.reshard.transfer.process_groups import TransferGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

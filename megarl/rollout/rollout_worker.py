@@ -12,18 +12,24 @@ import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.config.rollout import AgentConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
+from megarl.rollout.agents.episode import Episode
+from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.scorer import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -36,8 +42,10 @@ class RolloutWorkerSpec:
     """Settings of a rollout worker."""
 
     request_timeout_seconds: float
-    """Timeout of one trajectory's generation, including the time it is queued in the engine."""
+    """Timeout of one episode, including the time its requests are queued in the engine."""
     agent: Agent = single_turn
+    agent_path: str = AgentConfig().path
+    """Import path of `agent`, for error messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +108,24 @@ class RetryCounts:
 class RolloutWorker:
     """Generates and scores groups of trajectories, in a process separate from the engines."""
 
-    def __init__(self, spec: RolloutWorkerSpec, engines: Sequence[GenerationEngine | None], scorer: Scorer) -> None:
+    def __init__(
+        self,
+        spec: RolloutWorkerSpec,
+        engines: Sequence[GenerationEngine | None],
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
         """Create a worker for the given engines.
 
         Args:
             engines: None for an engine that has not started yet; `replace_engine` adds it later.
+            tokenizer: tokenizer of the policy, for agents.
         """
         assert engines, "a worker needs an engine"
         self._spec = spec
         self._pool = EnginePool(engines)
         self._scorer = scorer
+        self._tokenizer = tokenizer
 
     async def mark_engine_lost(self, index: int, error: LostEngineError) -> None:
         """Stop using an engine; its unfinished requests are retried on another one."""
@@ -129,7 +145,8 @@ class RolloutWorker:
         If an engine is lost, its samples are retried on another one as soon as one is live.
 
         Raises:
-            WorkerError: a request timed out, or its engine rejected it.
+            WorkerError: an episode timed out, or the engine rejected a request.
+            AgentError: the agent raised an exception or returned no valid trajectory.
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
@@ -166,13 +183,13 @@ class RolloutWorker:
         request_id = f"{job.request_id}-{sample}"
         sampling = replace(job.sampling, seed=_derive_seed(job, sample)) if job.seed else job.sampling
         seconds = self._spec.request_timeout_seconds
+        episode = Episode(job.prompt, self._tokenizer, engine, sampling, request_id=request_id, group_id=job.group_id)
         try:
             async with asyncio.timeout(seconds):
-                return await self._spec.agent(
-                    job.prompt, engine, sampling, request_id=request_id, group_id=job.group_id
-                )
+                return await run_agent(self._spec.agent, episode, path=self._spec.agent_path)
         except TimeoutError as e:
-            await _abort(engine, request_id)
+            for unfinished in sorted(episode.unfinished_requests):
+                await _abort(engine, unfinished)
             raise WorkerError(
                 f"request {request_id} (prompt {job.prompt.prompt_id}) did not finish within {seconds} s "
                 f"(rollout.request_timeout_seconds)"

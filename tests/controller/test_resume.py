@@ -121,6 +121,16 @@ def test_incompatible_settings_are_refused_with_every_difference(which: str, tmp
     assert list_paths(config) == before
 
 
+def test_another_agent_is_refused_as_other_sampling_is(tmp_path: Path) -> None:
+    save(make_config(tmp_path, rollout={"agent": {"path": "my_agents:run", "kwargs": {"turns": 2}}}), 2)
+    agent = {"path": "my_agents:run", "kwargs": {"turns": 3}}
+    config = make_config(tmp_path, rollout={"agent": agent, "sampling": {"temperature": 0.5}})
+    with pytest.raises(ConfigError) as error:
+        find(config, "auto")
+    assert "rollout.agent.kwargs.turns: 2 was saved, got 3 (contradicts)" in str(error.value)
+    assert "rollout.sampling.temperature: 1.0 was saved, got 0.5 (contradicts)" in str(error.value)
+
+
 def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     save(make_config(tmp_path), 2)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "hidden_size": 16}))

@@ -133,10 +133,28 @@ def test_journal_entry_of_another_prompt_is_not_replayed(make_actor):
     assert comparable(answer)[0].prompt_id == "d.jsonl:2"
 
 
-def test_journal_of_another_configuration_fails_every_group(make_actor):
-    run(make_actor(SeededEngine()), [job(1)])
+async def first_tokens(episode, *, count=1):
+    await episode.generate(max_new_tokens=count)
+    return episode.trajectory()
+
+
+AGENT = f"{__name__}:first_tokens"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 3},
+        {"rollout": {"agent": {"path": AGENT}}},
+        {"rollout": {"agent": {"path": AGENT, "kwargs": {"count": 2}}}},
+    ],
+    ids=str,
+)
+def test_journal_of_another_configuration_fails_every_group(make_actor, changes):
+    before = {"rollout": {"agent": {"path": AGENT, "kwargs": {"count": 3}}}} if "kwargs" in str(changes) else {}
+    run(make_actor(SeededEngine(), **before), [job(1)])
     engine = SeededEngine()
-    answers = run(make_actor(engine, seed=3), [job(g) for g in range(3)])
+    answers = run(make_actor(engine, **changes), [job(g) for g in range(3)])
     assert all(isinstance(a, WorkerError) and "move" in str(a) for a in answers)
     assert engine.calls == 0
 

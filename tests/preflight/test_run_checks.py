@@ -353,6 +353,27 @@ def test_rewards(tree: dict[str, Any], term: dict[str, Any], message: str) -> No
     assert problem.startswith(message)
 
 
+async def agent(episode: object, *, turns: int) -> None:
+    raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("path", "kwargs", "message"),
+    [
+        ("no_such_module:f", {}, "rollout.agent.path: cannot import no_such_module"),
+        ("json:loads", {}, "rollout.agent.path needs an async function or a class, got json:loads = "),
+        (f"{__name__}:agent", {}, f"rollout.agent.kwargs: {__name__}:agent(episode: 'object', *, turns: 'int') -> "),
+        (f"{__name__}:agent", {"turns": 1, "hint": ""}, f"rollout.agent.kwargs: {__name__}:agent("),
+    ],
+)
+def test_agents(tree: dict[str, Any], path: str, kwargs: dict[str, Any], message: str) -> None:
+    tree["rollout"]["agent"] = {"path": f"{__name__}:agent", "kwargs": {"turns": 1}}
+    assert run_problems(tree) == []
+    tree["rollout"]["agent"] = {"path": path, "kwargs": kwargs}
+    (problem,) = run_problems(tree)
+    assert problem.startswith(message)
+
+
 def test_port_in_use(tree: dict[str, Any]) -> None:
     with socket.socket() as server:
         server.bind(("", 0))

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
-from megarl.errors import LostEngineError, RewardError, WorkerError
+from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import GroupJob, RetryCounts, RolloutWorker, RolloutWorkerSpec
 
-SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
 
 
 @dataclass
@@ -43,13 +43,21 @@ class FakeEngine:
         self.aborted.append(request_id)
 
     def _generation(self, request):
-        k = int(request.request_id.rpartition("-")[2]) + 1
+        sample, _, turn = request.request_id.rpartition("-")[2].partition(".")
+        k = int(sample) + 1 + int(turn or 0)
         return Generation(
             token_ids=np.full(k, request.token_ids[-1], np.int32),
             logprobs=np.full(k, -0.5, np.float32),
             policy_versions=np.arange(k, dtype=np.int32),
             finish_reason="stop",
         )
+
+
+async def two_turns(episode):
+    await episode.generate(max_new_tokens=1)
+    episode.observe([8])
+    await episode.generate(max_new_tokens=2)
+    return episode.trajectory()
 
 
 class LengthScorer:
@@ -73,8 +81,9 @@ def job(group_id=3, num_samples=2):
     )
 
 
-def worker(*engines, seconds=5.0, scorer=None):
-    return RolloutWorker(RolloutWorkerSpec(request_timeout_seconds=seconds), engines, scorer or LengthScorer())
+def worker(*engines, seconds=5.0, scorer=None, agent=single_turn):
+    spec = RolloutWorkerSpec(request_timeout_seconds=seconds, agent=agent)
+    return RolloutWorker(spec, engines, scorer or LengthScorer(), tokenizer=None)
 
 
 def test_group_is_sampled_scored_and_summarized():
@@ -239,21 +248,37 @@ def test_multi_turn_agent_restarts_from_its_first_turn():
                 raise LostEngineError("SIGKILL")
             return await super().generate_many(requests)
 
-    async def two_turns(prompt, engine, sampling, *, request_id, group_id):
-        for turn in (0, 1):
-            turn_id = f"{request_id}.{turn}-0"
-            await engine.generate(GenerationRequest(request_id=turn_id, token_ids=prompt.token_ids, sampling=sampling))
-        return await single_turn(prompt, engine, sampling, request_id=request_id, group_id=group_id)
-
     async def main():
         first, other = SecondTurn(), FakeEngine()
-        spec = RolloutWorkerSpec(request_timeout_seconds=5.0, agent=two_turns)
-        w = RolloutWorker(spec, [first, other], LengthScorer())
-        await w.rollout_group(job(num_samples=1))
-        assert first.calls == [["1-3-0.0-0"]]
-        assert other.calls == [["1-3-0.0-0"], ["1-3-0.1-0"], ["1-3-0"]]
+        _, (trajectory,) = await worker(first, other, agent=two_turns).rollout_group(job(num_samples=1))
+        assert first.calls == [["1-3-0"]]
+        assert other.calls == [["1-3-0"], ["1-3-0.1"]]
+        assert trajectory.loss_mask.tolist() == [False] * 3 + [True] + [False] + [True] * 2
 
     asyncio.run(main())
+
+
+def test_second_turn_that_times_out_is_aborted():
+    class SlowSecondTurn(FakeEngine):
+        async def generate_many(self, requests):
+            self.seconds = 10.0 if self.calls else 0.0
+            return await super().generate_many(requests)
+
+    async def main():
+        engine = SlowSecondTurn()
+        with pytest.raises(WorkerError, match=r"request 1-3-0 .* did not finish within 0.05 s"):
+            await worker(engine, seconds=0.05, agent=two_turns).rollout_group(job(num_samples=1))
+        assert engine.aborted == ["1-3-0.1"]
+
+    asyncio.run(main())
+
+
+def test_failing_agent_fails_the_group():
+    async def broken(episode):
+        raise KeyError("answer")
+
+    with pytest.raises(AgentError, match=r"raised KeyError: 'answer' .* on train.jsonl:3"):
+        asyncio.run(worker(FakeEngine(), agent=broken).rollout_group(job()))
 
 
 def test_reward_error_fails_the_group():

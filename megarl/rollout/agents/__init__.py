@@ -1,1 +1,1 @@
-"""Agents: async functions that turn a prompt and an engine into one trajectory."""
+"""Agents: functions that turn an episode's prompt into a trajectory, with an engine that samples for them."""

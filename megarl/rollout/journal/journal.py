@@ -171,6 +171,7 @@ def journal_fingerprint(config: RunConfig) -> str:
         "reward": config.reward.model_dump(mode="json"),
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "max_new_tokens": config.rollout.max_new_tokens,
+        "agent": config.rollout.agent.model_dump(mode="json"),
         "optimizer": optimizer,
     }
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]

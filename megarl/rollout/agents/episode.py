@@ -1,0 +1,180 @@
+"""One episode as its agent sees it: the prompt, the tokens so far, and the engine that continues them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.errors import LostEngineError
+from megarl.rollout.engine import Generation, GenerationEngine, GenerationRequest, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive tokens that were either all sampled or all given; arrays [K]."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    policy_versions: NDArray[np.int32]
+    sampled: bool
+
+
+class Episode:
+    """Collects the tokens of one episode: the prompt, then sampled tokens and observations in any order.
+
+    first = await episode.generate()                 # continues the prompt; these tokens are trained on
+    episode.observe(run_tool(episode.decode(first.token_ids)))      # the policy sees these; never trained on
+    await episode.generate()                         # continues all tokens so far
+    return episode.trajectory()
+
+    What follows the prompt has at most `rollout.max_new_tokens` tokens, observations included: a longer observation is
+    truncated, and without remaining tokens `generate` returns an empty completion that ended by `length`.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: GenerationEngine,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        group_id: int,
+    ) -> None:
+        """Start an episode with the prompt's tokens.
+
+        Args:
+            sampling: its `max_new_tokens` limits the whole episode; its seed is that of the first request.
+            request_id: id of the first request; those of later ones begin with it.
+        """
+        self.prompt = prompt
+        """The row's prompt: text, token ids, and `answer` if the row has one."""
+        self.tokenizer = tokenizer
+        """Tokenizer of the policy."""
+        self.finish_reason = "stop"
+        """How the last call of `generate` ended; becomes that of the trajectory unless the agent sets it."""
+        self.unfinished_requests: set[str] = set()
+        """Ids of the requests that the engine has not answered."""
+        self.lost_engine: LostEngineError | None = None
+        """The error of a request whose engine was lost: the episode is repeated on another one, whatever it returns."""
+        self._engine, self._sampling = engine, sampling
+        self._request_id, self.group_id = request_id, group_id
+        self._num_requests = 0
+        self._segments = [_given(prompt.token_ids)]
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The prompt's row of the data file."""
+        return self.prompt.row
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens so far: the prompt, and what was sampled and observed."""
+        return tuple(np.concatenate([segment.token_ids for segment in self._segments]).tolist())
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Maximum number of tokens of the trajectory, the prompt's included."""
+        return len(self.prompt.token_ids) + self._sampling.max_new_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many tokens may still be sampled or observed."""
+        return self.max_num_tokens - sum(len(segment.token_ids) for segment in self._segments)
+
+    def decode(self, token_ids: Sequence[int] | NDArray[np.int32]) -> str:
+        """Return the text of the tokens, without special tokens."""
+        text = self.tokenizer.decode(
+            [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    async def generate(self, *, max_new_tokens: int | None = None) -> Generation:
+        """Sample a continuation of all tokens so far, append it, and return it. One call at a time.
+
+        Args:
+            max_new_tokens: limit of this continuation; at most `num_remaining_tokens`, the default.
+
+        Raises:
+            WorkerError: the engine rejected the request or was lost. Let it pass: a lost engine is replaced, and the
+                agent is called again with a new episode.
+        """
+        limit = self.num_remaining_tokens if max_new_tokens is None else min(max_new_tokens, self.num_remaining_tokens)
+        if limit > 0:
+            generation = await self.complete(self.token_ids, max_new_tokens=limit)
+        else:
+            generation = _empty_completion()
+        self._segments.append(
+            _Segment(generation.token_ids, generation.logprobs, generation.policy_versions, sampled=True)
+        )
+        self.finish_reason = generation.finish_reason
+        return generation
+
+    async def complete(self, token_ids: Sequence[int], *, max_new_tokens: int) -> Generation:
+        """Sample a completion of any tokens that does not become part of the trajectory; raises as `generate` does."""
+        number, seed = self._num_requests, self._sampling.seed
+        self._num_requests += 1
+        request_id = f"{self._request_id}.{number}" if number else self._request_id
+        if number and seed is not None:
+            seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) & 0x7FFFFFFF
+        sampling = replace(self._sampling, max_new_tokens=max_new_tokens, seed=seed)
+        self.unfinished_requests.add(request_id)
+        try:
+            generation = await self._engine.generate(
+                GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
+            )
+        except LostEngineError as error:
+            self.lost_engine = error
+            raise
+        self.unfinished_requests.discard(request_id)
+        return generation
+
+    def observe(self, observation: str | Sequence[int]) -> None:
+        """Append tokens that the policy sees and is not trained on, such as a tool's output.
+
+        Args:
+            observation: text, in which the names of special tokens are plain text; or token ids, which may be special.
+        """
+        token_ids: Sequence[int] = (
+            self.tokenizer.encode(observation, add_special_tokens=False, split_special_tokens=True)
+            if isinstance(observation, str)
+            else observation
+        )
+        self._segments.append(_given(token_ids[: self.num_remaining_tokens]))
+
+    def trajectory(self) -> Trajectory:
+        """Return the tokens so far as a trajectory; `loss_mask` is True for those that `generate` has appended."""
+        return Trajectory(
+            prompt_id=self.prompt.prompt_id,
+            group_id=self.group_id,
+            token_ids=np.concatenate([segment.token_ids for segment in self._segments]),
+            loss_mask=np.concatenate([np.full(len(s.token_ids), s.sampled) for s in self._segments]),
+            logprobs=np.concatenate([segment.logprobs for segment in self._segments]),
+            policy_versions=np.concatenate([segment.policy_versions for segment in self._segments]),
+            finish_reason=self.finish_reason,
+        )
+
+
+def _given(token_ids: Sequence[int]) -> _Segment:
+    count = len(token_ids)
+    return _Segment(
+        np.array(token_ids, np.int32), np.zeros(count, np.float32), np.full(count, -1, np.int32), sampled=False
+    )
+
+
+def _empty_completion() -> Generation:
+    return Generation(
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        policy_versions=np.zeros(0, np.int32),
+        finish_reason="length",
+    )

@@ -1,0 +1,67 @@
+"""Runs an agent on an episode: turns its exceptions into errors that name it, and checks its trajectory."""
+
+from __future__ import annotations
+
+import traceback
+
+import numpy as np
+
+from megarl.batch.trajectory import Trajectory
+from megarl.errors import AgentError, MegarlError
+from megarl.rollout.agents.agent import Agent
+from megarl.rollout.agents.episode import Episode
+
+
+async def run_agent(agent: Agent, episode: Episode, *, path: str) -> Trajectory:
+    """Return the agent's trajectory of the episode.
+
+    Args:
+        path: import path of the agent, for error messages.
+
+    Raises:
+        LostEngineError: the engine was lost, even if the agent caught the error.
+        WorkerError: the engine rejected a request.
+        AgentError: the agent raised another exception, or returned something other than a valid trajectory.
+    """
+    label = f"rollout.agent.path ({path})"
+    try:
+        trajectory: object = await agent(episode)
+    except MegarlError as e:
+        raise episode.lost_engine or e from None
+    except Exception as e:  # the user's code may raise anything
+        if episode.lost_engine is not None:
+            raise episode.lost_engine from None
+        # as text, because tracebacks cannot be pickled
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise AgentError(
+            f"{label} raised {type(e).__name__}: {e} (at {at.filename}:{at.lineno}) on {episode.prompt.prompt_id}"
+        ) from e
+    if episode.lost_engine is not None:
+        raise episode.lost_engine
+    if not isinstance(trajectory, Trajectory):
+        raise AgentError(
+            f"{label} needs to return a trajectory, got {type(trajectory).__name__} on {episode.prompt.prompt_id}"
+        )
+    problem = _find_problem(trajectory, episode)
+    if problem is not None:
+        raise AgentError(f"{label} returned a trajectory that {problem}, on {episode.prompt.prompt_id}")
+    return trajectory
+
+
+def _find_problem(trajectory: Trajectory, episode: Episode) -> str | None:
+    """Return what is wrong with a trajectory that an agent has made, which may not be that of the episode."""
+    expected = episode.prompt.prompt_id, episode.group_id
+    got = trajectory.prompt_id, trajectory.group_id
+    if got != expected:
+        return f"belongs to another prompt: prompt_id, group_id need to be {expected}, got {got}"
+    if trajectory.num_tokens == 0 or trajectory.loss_mask[0]:
+        return "has no token before its first sampled one"
+    if trajectory.num_tokens > episode.max_num_tokens:
+        prompt = len(episode.prompt.token_ids)
+        return (
+            f"is too long: it may have prompt + rollout.max_new_tokens = {prompt} + {episode.max_num_tokens - prompt} "
+            f"= {episode.max_num_tokens} tokens, got {trajectory.num_tokens}"
+        )
+    if np.any(trajectory.logprobs[~trajectory.loss_mask]):
+        return "has log-probabilities for tokens that were not sampled"
+    return None
