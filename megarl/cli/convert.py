@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.cli.options import add_overrides
+from megarl.cli.options import add_family, add_overrides
 from megarl.cli.output import console
 
 DIRECTIONS = {
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default="auto",
             help="dtype of the weights written; auto, the default: bfloat16 if all weights are bfloat16, else float32",
         )
+        add_family(direction)
         add_overrides(direction)
 
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.offline.model_conversion import plan_export, plan_import  # after the checks: it imports Ray
 
     plan = plan_import if args.direction == "hf-to-megatron" else plan_export
-    conversion = plan(config, args.model, args.output, args.dtype)
+    conversion = plan(config, args.model, args.output, args.dtype, family=args.family)
     if conversion.notice is not None:
         print(f"--model: {conversion.notice}", file=sys.stderr)
     with ConvertProgress() as progress:

@@ -22,6 +22,15 @@ def add_resume_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_family(parser: argparse.ArgumentParser) -> None:
+    """Declare `[--family PATH]`, parsed as `args.family`."""
+    parser.add_argument(
+        "--family",
+        metavar="MODULE:FAMILY",
+        help="import path of the model's family, if that is outside megarl: as model.family in a configuration",
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Declare `[--set KEY=VALUE ...]`, parsed as `args.overrides`."""
     parser.add_argument(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from megarl.cli.options import add_family
 from megarl.cli.output import console, print_error
 from megarl.errors import ConfigError
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "compute bytes, memory and messages of every strategy from the weight layouts"
     explain = actions.add_parser("explain", help=summary, description=summary[0].upper() + summary[1:] + ".")
     explain.add_argument("--model", required=True, help="model folder, or its config.json; weights are not needed")
+    add_family(explain)
     explain.add_argument(
         "--train",
         required=True,
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         show_phase("computing the layouts of trainer and engines")
         scenario = trace_scenario(
             args.model,
+            family=args.family,
             train=args.train,
             gen=args.gen,
             nodes=args.nodes,

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megarl.cli.options import add_overrides
+from megarl.cli.options import add_family, add_overrides
 from megarl.cli.output import console
 from megarl.process.torchrun_env import TorchrunWorld, report_on_rank0, torchrun_world
 
@@ -23,7 +23,7 @@ PROGRESS_INTERVAL_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--model`, `--input`, `--output` and `--set`."""
+    """Declare `--model`, `--input`, `--output`, `--family` and `--set`."""
     parser.description = (
         "Compute the log-probability of every token after the first, given the tokens before it, and the entropy in "
         "nats of the distribution at its position. Other keys of an input line are copied to the output line, except "
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SCORES",
         help='JSONL file to write, {"logprobs": [...], "entropy": [...]} per line',
     )
+    add_family(parser)
     add_overrides(parser)
 
 
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
     world = torchrun_world()
     with report_on_rank0(world):
-        config = make_score_config(args.model, args.overrides, slots=world.slots if world else None)
+        slots = world.slots if world else None
+        config = make_score_config(args.model, args.overrides, family=args.family, slots=slots)
         if world is not None:
             world.check_placement(config.sized_placement)
     if world is None:

@@ -47,5 +47,10 @@ class ModelConfig(Section):
     """If `path` does not exist, write a randomly initialized model of these sizes there, with a tokenizer trained on
     `data.path`. For tests without real weights. Default: `path` needs to exist."""
 
+    family: str | None = None
+    """Import path, `package.module:FAMILY`, of a model family outside the package, a `ModelFamily` that reads the
+    config.json of this model, and of every other model with the same architecture name. SGLang needs to support the
+    architecture. Default: the architecture is one of megarl's own families."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. `auto`: bfloat16 on CUDA, float32 on CPU."""

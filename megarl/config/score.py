@@ -46,14 +46,19 @@ class ScoreConfig(Section):
 
 
 def make_score_config(
-    model_path: str, overrides: Sequence[str] = (), *, slots: tuple[int, int] | None = None
+    model_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    family: str | None = None,
+    slots: tuple[int, int] | None = None,
 ) -> ScoreConfig:
     """Make the configuration for the model in `model_path`, with `overrides` ("a.b=c", the value in YAML) in order.
 
     Args:
+        family: import path of the model's family, if that is outside the package.
         slots: (nodes, slots per node), used where no override sets either of them.
 
     Raises:
         ConfigError: unknown keys or invalid values; lists all problems, one per line.
     """
-    return make_config(ScoreConfig, {"model": {"path": model_path}}, overrides, slots=slots)
+    return make_config(ScoreConfig, {"model": {"path": model_path, "family": family}}, overrides, slots=slots)

@@ -53,7 +53,7 @@ class AuxiliaryModels:
             processes = processes_by_pool[auxiliary.pool]
             grid = RankGrid.of(auxiliary.parallel, len(processes.pool.slots))
             spec = _model_spec(config, auxiliary, processes.pool.device)
-            cost = sequence_cost(load_architecture_and_dtype(auxiliary.path)[0])
+            cost = sequence_cost(load_architecture_and_dtype(auxiliary.path, family=config.model.family)[0])
             if auxiliary.optimizer is None:
                 model = FrozenGroup(WorkerGroup[FrozenWorker](auxiliary.name, processes, grid), cost=cost)
                 starting.append(model.start_workers(spec))
@@ -99,6 +99,7 @@ def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> Mo
     swap = (device == "cuda") if config.placement.offload_idle_models is None else config.placement.offload_idle_models
     return ModelSpec(
         model_path=auxiliary.path,
+        family=config.model.family,
         head=auxiliary.head,
         dtype=config.model.dtype,
         parallel=auxiliary.parallel,

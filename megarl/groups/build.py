@@ -34,6 +34,7 @@ def trainer_spec(config: StageConfig, *, load_weights: bool = True) -> TrainerSp
         steps, temperature = total_updates(config), config.rollout.sampling.temperature
     model = ModelSpec(
         model_path=config.model.path,
+        family=config.model.family,
         dtype=config.model.dtype,
         parallel=config.trainer.parallel,
         recompute=config.trainer.recompute,
@@ -90,7 +91,8 @@ def reference_grid(config: DpoConfig) -> RankGrid:
 def reference_group(config: DpoConfig, group: Group[FrozenWorker]) -> FrozenGroup:
     """Return the reference model on the ranks of `group`."""
     assert config.dpo.reference.path is not None
-    return FrozenGroup(group, cost=sequence_cost(load_architecture_from_folder(Path(config.dpo.reference.path))))
+    model = load_architecture_from_folder(Path(config.dpo.reference.path), family=config.model.family)
+    return FrozenGroup(group, cost=sequence_cost(model))
 
 
 def start_engines(

@@ -85,7 +85,7 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
 
     Neither side has been built yet: the trainer's layouts come from its architecture, the engine's from a trace.
     """
-    model, _ = load_architecture_and_dtype(config.model.path)
+    model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
     tp, dtype = config.rollout.tp, make_engine_spec(config, 0, device).dtype
     engine = trace_layouts(config.model.path, tp=tp, device=device, dtype=dtype)
     sources = trainer_layouts(model, grid, dtype)

@@ -180,7 +180,7 @@ _ONLOAD: Dispatch[None, OffloadStats] = Dispatch(to_all, _sum_offload_stats)
 
 def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGroup:
     """Create the stage's trainer group, as the role `trainer` in `processes`."""
-    model, _ = load_architecture_and_dtype(config.model.path)
+    model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
     group = processes.group("trainer", RankGrid.of(config.trainer.parallel, processes.size))
     shared = not (isinstance(config, RunConfig) and config.disaggregated)
     offload_config = config.trainer.offload.resolved(processes.device, shared=shared)

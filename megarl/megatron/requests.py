@@ -33,6 +33,8 @@ class ModelSpec:
 
     model_path: str
     """Folder in Hugging Face format."""
+    family: str | None = None
+    """Import path of the model's family, if that is outside the package."""
     dtype: str
     """`auto`, `float32` or `bfloat16`."""
     parallel: ParallelConfig

@@ -22,6 +22,7 @@ from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, find_weights
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems
+from megarl.megatron.families.load_architecture import require_family
 from megarl.megatron.families.model_folder import (
     describe_ignored_mtp_layers,
     find_weight_problems,
@@ -56,6 +57,8 @@ class Conversion:
     write: Callable[[ConvertWorker, str], None]
     output: Path
     head: Head
+    family: str | None
+    """Import path of the model's family, if that is outside the package."""
     dtype: str
     num_bytes: int
     """Size of the weights in `dtype`."""
@@ -93,6 +96,7 @@ class ConvertGroup(WorkerGroup[ConvertWorker]):
         """Start building the model on every rank."""
         spec = ModelSpec(
             model_path=str(conversion.description.absolute()),
+            family=conversion.family,
             dtype=conversion.dtype,
             head=conversion.head,
             parallel=conversion.config.trainer.parallel,
@@ -101,17 +105,21 @@ class ConvertGroup(WorkerGroup[ConvertWorker]):
         return self.start(ConvertWorker, (spec,))
 
 
-def plan_import(config: ConvertConfig, folder: Path, output: Path, dtype: str) -> Conversion:
+def plan_import(
+    config: ConvertConfig, folder: Path, output: Path, dtype: str, *, family: str | None = None
+) -> Conversion:
     """Check and plan the conversion of the model in `folder` to the Megatron checkpoint `output`.
 
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly.
+        family: import path of the model's family, if that is outside the package.
 
     Raises:
         ConfigError, DataError: all problems of the folder, the parallel sizes and the output.
     """
+    require_family(str(folder), family, key="--family")
     try:
-        model = load_architecture_from_folder(folder, head=None)
+        model = load_architecture_from_folder(folder, head=None, family=family)
     except (ConfigError, DataError) as e:
         raise type(e)(f"--model: {e}") from e
     problems = [f"--model: {problem}" for problem in find_weight_problems(folder, model)]
@@ -131,22 +139,26 @@ def plan_import(config: ConvertConfig, folder: Path, output: Path, dtype: str) -
         write=ConvertWorker.write_checkpoint,
         output=output,
         head=model.head,
+        family=family,
         dtype=dtype,
         num_bytes=num_bytes,
-        notice=describe_ignored_mtp_layers(folder, head=None),
+        notice=describe_ignored_mtp_layers(folder, head=None, family=family),
     )
 
 
-def plan_export(config: ConvertConfig, root: Path, output: Path, dtype: str) -> Conversion:
+def plan_export(
+    config: ConvertConfig, root: Path, output: Path, dtype: str, *, family: str | None = None
+) -> Conversion:
     """Check and plan the conversion of the Megatron checkpoint `root` to the model folder `output`.
 
     Arguments and errors are those of `plan_import`.
     """
     description = root / COMPANIONS
+    require_family(str(description), family, key="--family")
     try:
         weights = find_weights(root)
         index = read_index(weights)
-        model = load_architecture_from_folder(description, head=None)
+        model = load_architecture_from_folder(description, head=None, family=family)
     except (ConfigError, DataError) as e:
         raise type(e)(f"--model: {e}") from e
     problems = [*_layout_problems(config, model), *_output_problems(output)]
@@ -165,6 +177,7 @@ def plan_export(config: ConvertConfig, root: Path, output: Path, dtype: str) -> 
         write=ConvertWorker.write_hf,
         output=output,
         head=model.head,
+        family=family,
         dtype=dtype,
         num_bytes=num_bytes,
     )

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
-from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
 from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
@@ -58,6 +58,7 @@ def model_name(model_path: str) -> str:
 def trace_scenario(
     model_path: str,
     *,
+    family: str | None = None,
     train: str,
     gen: str,
     nodes: int,
@@ -68,8 +69,12 @@ def trace_scenario(
     """Build the scenario of a published model, tracing the engine's layouts in SGLang's code for GPUs.
 
     The other arguments are those of `make_scenario`.
+
+    Args:
+        family: import path of the family, if that is outside the package; SGLang needs to know its architecture.
     """
-    model, dtype = load_architecture_and_dtype(model_path)
+    require_family(model_path, family, key="--family")
+    model, dtype = load_architecture_and_dtype(model_path, family=family)
 
     def traced(tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightLayout]:
         from megarl.rollout.sglang.weight_layout.offline_trace import (

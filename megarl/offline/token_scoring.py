@@ -20,7 +20,7 @@ from megarl.errors import ConfigError, DataError, MegarlError
 from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.layout_checks import parallel_problems
-from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
 from megarl.megatron.families.model_folder import (
     describe_ignored_mtp_layers,
     find_weight_problems,
@@ -64,7 +64,7 @@ class ScoreGroup:
         self.grid = RankGrid.of(config.trainer.parallel, processes.size)
         self._group: Group[ScoreWorker] = processes.group("scorer", self.grid)
         self._config = config
-        model, _ = load_architecture_and_dtype(config.model.path)
+        model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
         self._cost = sequence_cost(model)
 
     def start_workers(self) -> WorkerFuture[None]:
@@ -72,6 +72,7 @@ class ScoreGroup:
         config = self._config
         spec = ModelSpec(
             model_path=str(Path(config.model.path).absolute()),
+            family=config.model.family,
             dtype=config.model.dtype,
             parallel=config.trainer.parallel,
             temperature=config.temperature,
@@ -99,16 +100,17 @@ def open_tokens(config: ScoreConfig, path: Path, notify: Callable[[str], None]) 
     Raises:
         ConfigError: all problems of the model folder and the parallel sizes.
     """
-    folder = Path(config.model.path)
+    folder, family = Path(config.model.path), config.model.family
+    require_family(str(folder), family)
     try:
-        model = load_architecture_from_folder(folder)
+        model = load_architecture_from_folder(folder, family=family)
     except (ConfigError, DataError) as e:
         raise ConfigError(f"model.path: {e}") from e
     problems = [f"model.path: {problem}" for problem in find_weight_problems(folder, model)]
     problems += parallel_problems(model, config.trainer.parallel, config.sized_placement.slots)
     if problems:
         raise ConfigError("\n".join(problems))
-    notice = describe_ignored_mtp_layers(folder)
+    notice = describe_ignored_mtp_layers(folder, family=family)
     if notice is not None:
         notify(f"model.path: {notice}")
     return TokenFile(path=path, vocab_size=model.vocab_size, max_positions=model.max_positions)

@@ -20,7 +20,9 @@ def find_auxiliary_model_problems(config: RunConfig) -> Iterator[str]:
         key = "model.path" if is_policy_folder else f"{auxiliary.key}.path"
         try:
             model = load_architecture_from_folder(
-                Path(auxiliary.path), head=None if auxiliary.is_reward_model else auxiliary.head
+                Path(auxiliary.path),
+                head=None if auxiliary.is_reward_model else auxiliary.head,
+                family=config.model.family,
             )
         except (ConfigError, DataError) as e:
             yield f"{key}: {e}"

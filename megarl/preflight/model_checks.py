@@ -10,8 +10,9 @@ from megarl.config.run import RunConfig, StageConfig
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.architecture import Head, ModelArchitecture
+from megarl.megatron.families.family import load_family
 from megarl.megatron.families.layout_checks import parallel_problems, recompute_problems
-from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture
+from megarl.megatron.families.load_architecture import drop_missing_mtp_layers, load_architecture, require_family
 from megarl.megatron.families.model_folder import (
     describe_ignored_mtp_layers,
     find_weight_problems,
@@ -32,7 +33,14 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
     """
     folder = Path(config.model.path)
     try:
-        model = load_architecture(hf_config, origin=str(folder / "config.json"), head=model_head(config))
+        require_family(str(folder), config.model.family)
+    except ConfigError as e:
+        yield str(e)
+        return
+    try:
+        model = load_architecture(
+            hf_config, origin=str(folder / "config.json"), head=model_head(config), family=config.model.family
+        )
     except ConfigError as e:
         yield f"model.path: {e}"
         return
@@ -44,6 +52,15 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
         yield from _find_engine_tp_problems(model, config.rollout.tp)
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
+
+
+def find_family_problems(config: StageConfig) -> Iterator[str]:
+    """Find out whether the family that `model.family` names cannot be imported."""
+    if config.model.family is not None:
+        try:
+            load_family(config.model.family)
+        except ConfigError as e:
+            yield str(e)
 
 
 def find_model_notices(config: StageConfig) -> list[str]:
@@ -60,7 +77,7 @@ def find_model_notices(config: StageConfig) -> list[str]:
         models.append(("dpo.reference.path", config.dpo.reference.path, "lm"))
     notices: dict[str, str] = {}
     for key, path, head in models:
-        message = describe_ignored_mtp_layers(Path(path), head=head)
+        message = describe_ignored_mtp_layers(Path(path), head=head, family=config.model.family)
         if message is not None:
             notices.setdefault(message, f"{key}: {message}")  # models in the same folder share one notice
     return list(notices.values())
@@ -72,9 +89,9 @@ def find_reference_problems(config: DpoConfig) -> Iterator[str]:
     if reference.path is None:
         return
     try:
-        model = load_architecture_from_folder(Path(reference.path))
+        model = load_architecture_from_folder(Path(reference.path), family=config.model.family)
         vocab_size = (
-            load_architecture_from_folder(Path(config.model.path)).vocab_size
+            load_architecture_from_folder(Path(config.model.path), family=config.model.family).vocab_size
             if Path(config.model.path).exists()
             else None
         )

@@ -28,7 +28,12 @@ from megarl.preflight.machine_checks import (
     find_package_problems,
     find_port_problems,
 )
-from megarl.preflight.model_checks import find_model_problems, find_reference_problems, find_token_limit
+from megarl.preflight.model_checks import (
+    find_family_problems,
+    find_model_problems,
+    find_reference_problems,
+    find_token_limit,
+)
 from megarl.preflight.reward_checks import find_reward_problems
 from megarl.preflight.tiny_model import will_write_model, write_missing_model
 
@@ -59,15 +64,18 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         *(find_local_gpu_problems(config) if nodes is None else find_allocation_problems(config.placement, nodes))
     ]
     problems += [*find_package_problems(config), *find_batch_problems(config), *find_folder_problems(config)]
+    family_problems = [*find_family_problems(config)]
+    has_family = not family_problems  # models cannot be read without theirs
+    problems += family_problems
     if isinstance(config, RunConfig):
         problems += [
             *find_engine_placement_problems(config),
             *find_reward_problems(config),
             *find_agent_problems(config),
-            *find_auxiliary_model_problems(config),
+            *(find_auxiliary_model_problems(config) if has_family else ()),
         ]
         problems += find_port_problems(config) if nodes is None else ()
-    if isinstance(config, DpoConfig):
+    if isinstance(config, DpoConfig) and has_family:
         problems += find_reference_problems(config)
     token_limit: int | None = None
     try:
@@ -75,7 +83,8 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
     except DataError as e:
         problems.append(f"model.path: {e}")
     else:
-        problems += find_model_problems(config, hf_config, find_device(config.placement, nodes))
+        if has_family:
+            problems += find_model_problems(config, hf_config, find_device(config.placement, nodes))
         try:
             token_limit = find_token_limit(config, hf_config)
         except ConfigError as e:

@@ -13,6 +13,7 @@ from megarl.megatron.families.load_architecture import load_architecture_and_dty
 from megarl.reshard.analysis import forecast
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.rollout.sglang.weight_layout import offline_trace
+from tests.megatron.families.outside import MISTRAL_PATH
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -274,6 +275,24 @@ def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_sa
         assert explain(model, "--train", "tp=2", "--gen", "tp=2", "--strategy", "exact", "--json") == 0
         results.append(json.loads(capsys.readouterr().out)["bytes_total"])
     assert results[0] == results[1]
+
+
+def test_a_family_outside_the_package(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+        return engine_layouts(load_architecture_and_dtype(path, family=MISTRAL_PATH)[0], tp, dtype)
+
+    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
+    file = Path(model) / "config.json"
+    file.write_text(json.dumps(CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}))
+    sizes = ("--train", "tp=2", "--gen", "tp=2")
+    assert explain(model, *sizes) == 2
+    assert "model.family names a family outside the package" in capsys.readouterr().err
+    assert explain(model, *sizes, "--family", "no_such_module:FAMILY") == 2
+    assert "--family: cannot import no_such_module" in capsys.readouterr().err
+    assert explain(model, *sizes, "--family", MISTRAL_PATH, "--strategy", "exact", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["strategy"] == "exact"
 
 
 def test_the_traced_layout_gives_the_same_numbers(

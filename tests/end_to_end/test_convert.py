@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end.conftest import Launch
+from tests.megatron.families.outside import STORY_PATH, write_story
 from tests.megatron.fidelity.models import save_model
 
 COMPANIONS = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "merges.txt": "a b\n"}
@@ -47,6 +48,18 @@ def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, lau
     assert {path.name for path in back.parent.iterdir()} == {"back"}
     assert {name: (back / name).read_text() for name in COMPANIONS} == COMPANIONS
     same_logits(back, model)
+
+
+def test_family_outside_the_package(tmp_path: Path, launch: Launch) -> None:
+    model = write_story(Path(save_model("llama3", tmp_path / "models")), tmp_path / "story")
+    checkpoint, back, family = tmp_path / "checkpoint", tmp_path / "back", ("--family", STORY_PATH)
+    there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, *family)
+    assert there.wait(120) == 0, there.stderr
+    again = launch("convert", "megatron-to-hf", "--model", checkpoint, "--output", back, *family)
+    assert again.wait(120) == 0, again.stderr
+    want, got = load_file(model / "model.safetensors"), load_file(back / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 def same_logits(back: Path, model: Path) -> None:

@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 from megarl.data.tiny_checkpoint import train_tokenizer
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.tiny_world import write_run
+from tests.megatron.families.outside import MISTRAL_PATH, save_mistral
 from tests.megatron.fidelity.models import save_model
 
 STEPS = 2
 TOLERANCE = 1e-4
 HEAD = "lm_head.weight"
+OUTSIDE = {"mistral": MISTRAL_PATH}
+"""Import path of the families that are not part of the package."""
 REWARD = {"terms": {"a_to_m": {"type": "format", "pattern": "[a-m]"}}}
 """A reward that a random model earns in about half of its completions."""
 
@@ -33,7 +36,7 @@ def models(world: Path) -> Path:
 
 def save_with_tokenizer(name: str, models: Path, world: Path) -> Path:
     """Save model `name` with a tokenizer that has the same pad and eos tokens; return its folder."""
-    folder = Path(save_model(name, models))
+    folder = Path(save_mistral(models) if name == "mistral" else save_model(name, models))
     rows = map(json.loads, (world / "data/train.jsonl").read_text().splitlines())
     train_tokenizer([row["prompt"] for row in rows], vocab_size=300, context_length=4096).save_pretrained(folder)
     return folder
@@ -45,6 +48,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 QUICK = {
     "deepseek_v3, tp 2 ep 2, exact": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {}, "exact"),
+    "mistral outside the package, tp 2, exact": ("mistral", {"tp": 2}, {}, "exact"),
 }
 SLOW = {
     "llama3, tp 2, gather_hf": ("llama3", {"tp": 2}, {}, "gather_hf"),
@@ -66,7 +70,7 @@ def test_trainer_and_engine_log_probabilities_agree(
     config = write_run(
         world,
         tmp_path,
-        model={"path": str(folder)},
+        model={"path": str(folder), "family": OUTSIDE.get(name)},
         data={"path": str(world / "data/train.jsonl")},
         trainer={"steps": STEPS, "optimizer": {"lr": 1e-3}, "parallel": parallel},
         rollout={"max_new_tokens": 12} | rollout,

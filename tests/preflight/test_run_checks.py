@@ -18,6 +18,7 @@ from megarl.errors import ConfigError
 from megarl.preflight import machine_checks
 from megarl.preflight.run_checks import check_or_raise, check_run
 from tests.cli.tiny_run import write_config, write_rows, write_tiny_run
+from tests.megatron.families.outside import STORY_PATH
 from tests.megatron.fidelity.models import CONFIGS, build, save_model
 
 PLACEHOLDER = {"type": "python", "path": "tests.preflight.test_run_checks:reward"}
@@ -350,6 +351,21 @@ def test_demonstrations(tree: dict[str, Any], tmp_path: Path) -> None:
 )
 def test_rewards(tree: dict[str, Any], term: dict[str, Any], message: str) -> None:
     (problem,) = run_problems(tree, reward={"terms": {"x": term}})
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("no_such_module:F", "model.family: cannot import no_such_module"),
+        (STORY_PATH, f"model.family: {STORY_PATH} reads StoryForCausalLM models, got Qwen3ForCausalLM in "),
+    ],
+)
+def test_families(tree: dict[str, Any], family: str, message: str) -> None:
+    tree["model"]["family"] = family
+    (problem,) = run_problems(tree)
+    assert problem.startswith(message)
+    (problem,) = run_problems(tree, algorithm={"type": "ppo"})  # its critic is a model too
     assert problem.startswith(message)
 
 

@@ -85,6 +85,15 @@ class ModelArchitecture:
     """Hugging Face tensors that the model folder may lack; they are initialized with zeros."""
     ignored_patterns: tuple[str, ...] = ()
     """Name patterns of tensors that the model folder may hold and that the model does not use."""
+    hf_renames: tuple[tuple[str, str], ...] = ()
+    """(part of a tensor name, replacement), applied in order to every Hugging Face tensor name: for folders that name
+    their tensors otherwise, e.g. `("model.layers.", "transformer.h.")`."""
+
+    def hf_name(self, text: str) -> str:
+        """Return a Hugging Face tensor name, or a text with one, with the model's own names (`hf_renames`)."""
+        for part, replacement in self.hf_renames:
+            text = text.replace(part, replacement)
+        return text
 
     def with_value_head(self, *, from_lm: bool) -> ModelArchitecture:
         """Return the value model with the same layers: the head is a linear from a hidden state to one scalar.
@@ -102,10 +111,10 @@ class ModelArchitecture:
             tie_embeddings=False,
             num_mtp_layers=0,
             logit_softcap=None,
-            optional_tensors=(SCORE_TENSOR,) if from_lm else (),
+            optional_tensors=(self.hf_name(SCORE_TENSOR),) if from_lm else (),
             ignored_patterns=(
-                *(f"model.layers.{number}.*" for number in mtp_layers),
-                *(("lm_head.weight",) if from_lm else ()),
+                *(self.hf_name(f"model.layers.{number}.*") for number in mtp_layers),
+                *((self.hf_name("lm_head.weight"),) if from_lm else ()),
             ),
         )
 
@@ -151,7 +160,7 @@ class ModelArchitecture:
         for number in range(self.num_layers, self.num_layers + self.num_mtp_layers):
             copies[f"model.layers.{number}.embed_tokens.weight"] = EMBEDDING_TENSOR
             copies[f"model.layers.{number}.shared_head.head.weight"] = head
-        return copies
+        return {self.hf_name(copy): self.hf_name(original) for copy, original in copies.items()}
 
     def tensors(self, dtype: str) -> dict[str, TensorSpec]:
         """Return the spec of every Hugging Face tensor, in layer order; tied embeddings appear once."""
@@ -159,6 +168,9 @@ class ModelArchitecture:
 
     def parameter_map(self, name: str) -> ParameterMap:
         """Return how megatron-core parameter `name` (global layer and expert numbers) maps to Hugging Face tensors."""
+        return self._renamed(self._parameter_map(name))
+
+    def _parameter_map(self, name: str) -> ParameterMap:
         hidden = self.hidden_size
         match name:
             case "embedding.word_embeddings.weight":
@@ -187,6 +199,7 @@ class ModelArchitecture:
                 for without_layer, unit in zip(
                     part.sharding_units(""), part.sharding_units(f"model.layers.{i}."), strict=True
                 ):
+                    unit = replace(unit, description=self.hf_name(unit.description))
                     first.setdefault((without_layer.description, unit.total), unit)
         return list(first.values())
 
@@ -196,7 +209,13 @@ class ModelArchitecture:
             for name in part.parameter_names():
                 mapping = part.map_parameter(hf_prefix, name)
                 assert mapping, name
-                yield mcore_prefix + name, mapping
+                yield mcore_prefix + name, self._renamed(mapping)
+
+    def _renamed(self, mapping: ParameterMap) -> ParameterMap:
+        if not self.hf_renames:
+            return mapping
+        parts = tuple(tuple(replace(r, tensor=self.hf_name(r.tensor)) for r in part) for part in mapping.parts)
+        return replace(mapping, parts=parts)
 
     def _map_layer_parameter(self, number: int, name: str) -> ParameterMap:
         prefix = f"model.layers.{number}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.families import (
@@ -18,16 +17,9 @@ from megarl.megatron.families import (
     qwen3_moe,
 )
 from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture, hf_tensors_of
+from megarl.megatron.families.family import FamilyReader, load_family
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
-
-
-class FamilyReader(Protocol):
-    """Reader of one family's config.json."""
-
-    def __call__(self, config: JsonMapping, *, origin: str) -> ModelArchitecture:
-        """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
-
 
 FAMILY_READERS: Mapping[str, FamilyReader] = {
     "Qwen2ForCausalLM": qwen2.read,
@@ -51,31 +43,64 @@ def read_config(path: str) -> tuple[JsonObject, Path]:
     return read_json_object(file), file
 
 
-def load_architecture(config: JsonMapping, *, origin: str, head: Head | None = "lm") -> ModelArchitecture:
+def load_architecture(
+    config: JsonMapping, *, origin: str, head: Head | None = "lm", family: str | None = None
+) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is the file's name in errors.
 
     Args:
+        family: import path of a `ModelFamily` outside the package, which reads the models of its architecture name;
+            all others are read by the families of the package.
         head: required output head; None: the head of the config's architecture. With "value", a language model becomes
             a value model whose head starts from zeros. A value model cannot become a language model.
 
     Raises:
-        ConfigError: the architecture or one of its options is not supported, a key is missing, or the model has a
-            value head while `head` is "lm".
+        ConfigError: the architecture or one of its options is not supported, a key is missing, the model has a value
+            head while `head` is "lm", or `family` cannot be imported.
     """
     if config.get("quantization_config"):
         raise ConfigError(f"{origin}: quantization_config is not supported; weights need to be unquantized")
     architecture = (config.get("architectures") or ["(none)"])[0]
-    is_value = architecture.endswith(VALUE_SUFFIX)
-    family = architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX if is_value else architecture
-    if family not in FAMILY_READERS:
+    is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
+    readers = dict(FAMILY_READERS)
+    if family is not None:
+        outside = load_family(family)
+        readers[outside.architecture] = outside.read
+    if language_model not in readers:
         raise ConfigError(
-            f"{origin}: architecture {architecture} is not supported; supported are {', '.join(FAMILY_READERS)}, and "
-            f"their value models ({VALUE_SUFFIX} instead of {LM_SUFFIX})"
+            f"{origin}: architecture {architecture} is not supported; supported are {', '.join(readers)}, and their "
+            f"value models ({VALUE_SUFFIX} instead of {LM_SUFFIX}); model.family names a family outside the package"
         )
     if is_value:
         _require_value_head(config, architecture, head, origin=origin)
-    model = FAMILY_READERS[family](config, origin=origin)
+    model = readers[language_model](config, origin=origin)
     return model.with_value_head(from_lm=not is_value) if is_value or head == "value" else model
+
+
+def require_family(path: str, family: str | None, *, key: str = "model.family") -> None:
+    """Return if `family` is None, or the family that reads the config.json in folder `path` or at `path`.
+
+    Args:
+        key: YAML key or option that names the family, for error messages.
+
+    Raises:
+        ConfigError: it cannot be imported, or reads the models of another architecture name.
+    """
+    if family is None:
+        return
+    expected = load_family(family, key=key).architecture
+    try:
+        config, file = read_config(path)
+    except DataError:
+        return  # reported by those who read the model
+    architecture = (config.get("architectures") or ["(none)"])[0]
+    if _language_model(architecture) != expected:
+        raise ConfigError(f"{key}: {family} reads {expected} models, got {architecture} in {file}")
+
+
+def _language_model(architecture: str) -> str:
+    """Return the architecture name of the language model, also for that of a value model."""
+    return architecture.removesuffix(VALUE_SUFFIX) + LM_SUFFIX if architecture.endswith(VALUE_SUFFIX) else architecture
 
 
 def _require_value_head(config: JsonMapping, architecture: str, head: Head | None, *, origin: str) -> None:
@@ -106,21 +131,24 @@ def drop_missing_mtp_layers(model: ModelArchitecture, folder: Path) -> ModelArch
     return model if mtp_tensors.keys() & stored.keys() else replace(model, num_mtp_layers=0)
 
 
-def load_architecture_and_dtype(path: str, *, head: Head | None = None) -> tuple[ModelArchitecture, str]:
+def load_architecture_and_dtype(
+    path: str, *, head: Head | None = None, family: str | None = None
+) -> tuple[ModelArchitecture, str]:
     """Return the architecture that a model folder or a config.json describes, and its dtype ("bfloat16" by default).
 
     A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
 
     Args:
         head: required output head; see `load_architecture`.
+        family: import path of a family outside the package; see `load_architecture`.
 
     Raises:
         DataError: the file does not exist, is not a JSON object or lacks a key.
-        ConfigError: the architecture is not supported.
+        ConfigError: the architecture is not supported, or `family` cannot be imported.
     """
     config, file = read_config(path)
     try:
-        model = load_architecture(config, origin=str(file), head=head)
+        model = load_architecture(config, origin=str(file), head=head, family=family)
     except KeyError as e:
         raise DataError(f"{file}: {e} is missing") from e
     model = drop_missing_mtp_layers(model, Path(path))

@@ -38,25 +38,30 @@ def read_hf_config(folder: Path) -> JsonObject:
     return tree
 
 
-def load_architecture_from_folder(folder: Path, *, head: Head | None = "lm") -> ModelArchitecture:
+def load_architecture_from_folder(
+    folder: Path, *, head: Head | None = "lm", family: str | None = None
+) -> ModelArchitecture:
     """Return the architecture that `folder`/config.json describes, with output head `head`.
 
     A folder with weights but without MTP layers gives a model without them (`drop_missing_mtp_layers`).
+
+    Args:
+        family: import path of a family outside the package; see `load_architecture`.
 
     Raises:
         DataError: config.json is missing or invalid (`read_hf_config`).
         ConfigError: the architecture is not supported (`load_architecture`).
     """
-    return drop_missing_mtp_layers(_load_configured(folder, head), folder)
+    return drop_missing_mtp_layers(_load_configured(folder, head, family), folder)
 
 
-def describe_ignored_mtp_layers(folder: Path, *, head: Head | None = "lm") -> str | None:
+def describe_ignored_mtp_layers(folder: Path, *, head: Head | None = "lm", family: str | None = None) -> str | None:
     """Return a message if the model is loaded without the MTP layers that its config.json names, else None.
 
     Raises:
         DataError, ConfigError: as in `load_architecture_from_folder`.
     """
-    model = _load_configured(folder, head)
+    model = _load_configured(folder, head, family)
     number = model.num_mtp_layers
     if number == drop_missing_mtp_layers(model, folder).num_mtp_layers:
         return None
@@ -72,12 +77,13 @@ def model_head(config: StageConfig) -> Head:
 def find_weight_problems(folder: Path, model: ModelArchitecture) -> list[str]:
     """Return one message for each way in which the safetensors of `folder` do not match `model`."""
     needed = {name: spec.shape for name, spec in model.tensors("float32").items()}
-    ignored = (*derived_tensor_patterns(tied=model.tie_embeddings), *model.ignored_patterns)
+    derived = map(model.hf_name, derived_tensor_patterns(tied=model.tie_embeddings))
+    ignored = (*derived, *model.ignored_patterns)
     return find_tensor_mismatches(folder, needed, model=model.name, ignored=ignored, optional=model.optional_tensors)
 
 
-def _load_configured(folder: Path, head: Head | None) -> ModelArchitecture:
-    return load_architecture(read_hf_config(folder), origin=str(folder / "config.json"), head=head)
+def _load_configured(folder: Path, head: Head | None, family: str | None) -> ModelArchitecture:
+    return load_architecture(read_hf_config(folder), origin=str(folder / "config.json"), head=head, family=family)
 
 
 def _is_positive_number(value: object) -> bool:

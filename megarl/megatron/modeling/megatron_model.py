@@ -67,7 +67,7 @@ class MegatronModel:
             p, seed=spec.seed, timeout=timedelta(seconds=spec.timeout_seconds)
         )
         self.groups = self._parallel.groups
-        self.architecture, _ = load_architecture_and_dtype(spec.model_path, head=spec.head)
+        self.architecture, _ = load_architecture_and_dtype(spec.model_path, head=spec.head, family=spec.family)
         self.dtype = _compute_dtype(spec.dtype)
         self.config = transformer_config(self.architecture, p, self.dtype, spec.recompute)
         self.chunks = build_chunks(
