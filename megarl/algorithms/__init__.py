@@ -1,1 +1,35 @@
-"""RL algorithms: one module per training loop and its advantage estimator."""
+"""Reinforcement-learning algorithms: one module per training loop, and the names that an algorithm is written with."""
+
+from megarl.algorithms.algorithm import Algorithm
+from megarl.config.algorithms.group_baseline import GroupPolicyConfig
+from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig, ModelUse, TrainedModelConfig
+from megarl.config.algorithms.policy import ClippedPolicyConfig, PolicyConfig
+from megarl.functional import PolicyLossOutput
+from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, TokenScores, ValueHeadLoss
+from megarl.megatron.losses.policy import ClippedLoss
+from megarl.run.rl_run import RLRun
+from megarl.run.rollout_batch import RolloutBatch
+
+__all__ = [
+    "Algorithm",
+    "ClippedLoss",
+    "ClippedPolicyConfig",
+    "CriticConfig",
+    "EstimatorOutput",
+    "FrozenModelConfig",
+    "GroupPolicyConfig",
+    "Loss",
+    "LossBatch",
+    "LossOutput",
+    "ModelUse",
+    "PolicyConfig",
+    "PolicyLossOutput",
+    "RLRun",
+    "RolloutBatch",
+    "TokenBatch",
+    "TokenLoss",
+    "TokenScores",
+    "TrainedModelConfig",
+    "ValueHeadLoss",
+]

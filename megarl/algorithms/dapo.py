@@ -6,11 +6,14 @@ Groups with zero reward variance carry no gradient; prompts are resampled until 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
+from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import group_estimates
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.functional import keep_informative_groups, overlong_penalty
 from megarl.groups.rollout_group import FinishedGroup
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 
@@ -18,39 +21,45 @@ SAMPLED_REWARD = "reward/sampled_mean"
 """Metric name: mean of the reward (DAPO: of `filter_metric`) over all sampled completions, before filtering."""
 
 
-def train_dapo(run: RLRun, algorithm: DapoConfig) -> None:
-    """Run the GRPO loop on informative groups only; sample up to `max_batches` batches per step to find them."""
-    run.begin()
-    metric = algorithm.filter_metric or run.config.reward.eval_name
-    for prompts in run.steps():
-        kept: list[FinishedGroup] = []
-        sampled_values: list[float] = []
-        for attempt in range(algorithm.max_batches):
-            batch = run.sample(run.prompts() if attempt else prompts, attempt=attempt)
-            kept += filter_informative(batch, metric)
-            sampled_values += batch.reward_term(metric)
-            if len(kept) >= algorithm.prompts_per_step:
-                break
-        run.add_metrics(
-            {
-                "dapo/batches": attempt + 1,
-                "dapo/informative_groups": len(kept),
-                SAMPLED_REWARD: sum(sampled_values) / len(sampled_values),
-            }
-        )
-        if len(kept) < algorithm.prompts_per_step:
-            run.notify(
-                f"step {run.step}: {len(kept)} of {algorithm.prompts_per_step} informative groups in "
-                f"{algorithm.max_batches} batches (algorithm.max_batches)"
+class Dapo(Algorithm[DapoConfig]):
+    """GRPO with dynamic sampling and a penalty on overlong completions."""
+
+    Config = DapoConfig
+
+    @override
+    def train(self, run: RLRun, config: DapoConfig) -> None:
+        """Run the GRPO loop on informative groups only; sample up to `max_batches` batches per step to find them."""
+        run.begin()
+        metric = config.filter_metric or run.config.reward.eval_name
+        for prompts in run.steps():
+            kept: list[FinishedGroup] = []
+            sampled_values: list[float] = []
+            for attempt in range(config.max_batches):
+                batch = run.sample(run.prompts() if attempt else prompts, attempt=attempt)
+                kept += filter_informative(batch, metric)
+                sampled_values += batch.reward_term(metric)
+                if len(kept) >= config.prompts_per_step:
+                    break
+            run.add_metrics(
+                {
+                    "dapo/batches": attempt + 1,
+                    "dapo/informative_groups": len(kept),
+                    SAMPLED_REWARD: sum(sampled_values) / len(sampled_values),
+                }
             )
-        if not kept:
-            run.finish_step(batch, None)
-            continue
-        batch = RolloutBatch(groups=kept[: algorithm.prompts_per_step])
-        apply_overlong_penalty(batch, algorithm, run.config.rollout.max_new_tokens)
-        run.add_reference_logprobs(batch)
-        run.estimate(group_estimates, batch, algorithm, run.kl_coefficient)
-        run.finish_step(batch, run.train_policy(batch))
+            if len(kept) < config.prompts_per_step:
+                run.notify(
+                    f"step {run.step}: {len(kept)} of {config.prompts_per_step} informative groups in "
+                    f"{config.max_batches} batches (algorithm.max_batches)"
+                )
+            if not kept:
+                run.finish_step(batch, None)
+                continue
+            batch = RolloutBatch(groups=kept[: config.prompts_per_step])
+            apply_overlong_penalty(batch, config, run.config.rollout.max_new_tokens)
+            run.add_reference_logprobs(batch)
+            run.estimate(group_estimates, batch, config, run.kl_coefficient)
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
 def filter_informative(batch: RolloutBatch, metric: str) -> list[FinishedGroup]:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
+from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.model_advantages import DistillationConfig
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.rl_run import RLRun
 
 
-def train_distillation(run: RLRun, algorithm: DistillationConfig) -> None:
-    """Run the distillation loop; rewards are only logged, advantages come from the teacher."""
-    run.begin()
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        run.add_logprobs(batch)
-        with run.phase("teacher"):
-            request = batch.forward_request(run.config)
-            batch.columns["teacher_logprobs"] = run.models.frozen["teacher"].logprobs(request)
-        run.estimate(distillation_estimates, batch, outputs=("advantages",))
-        run.finish_step(batch, run.train_policy(batch))
+class Distillation(Algorithm[DistillationConfig]):
+    """On-policy distillation."""
+
+    Config = DistillationConfig
+
+    @override
+    def train(self, run: RLRun, config: DistillationConfig) -> None:
+        """Run the distillation loop; rewards are only logged, advantages come from the teacher."""
+        run.begin()
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            run.add_logprobs(batch)
+            run.add_model_logprobs(batch, "teacher", "teacher_logprobs")
+            run.estimate(distillation_estimates, batch, outputs=("advantages",))
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
 def distillation_estimates(tokens: TokenBatch) -> EstimatorOutput:

@@ -5,24 +5,107 @@ A group is the `group_size` completions of one prompt; the rewards of the group 
 
 from __future__ import annotations
 
-from megarl.config.algorithms.group_baseline import GroupPolicyConfig
+from abc import abstractmethod
+from typing import TypeVar
+
+from typing_extensions import override
+
+from megarl.algorithms.algorithm import Algorithm
+from megarl.config.algorithms.group_baseline import (
+    CispoConfig,
+    ClippedGroupPolicyConfig,
+    DrGrpoConfig,
+    GmpoConfig,
+    GroupPolicyConfig,
+    GrpoConfig,
+    GspoConfig,
+    RlooConfig,
+)
 from megarl.functional import group_advantages
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.loss import TokenLoss
+from megarl.megatron.losses.policy import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
 
+C = TypeVar("C", bound=GroupPolicyConfig)
 
-def train_grpo(run: RLRun, algorithm: GroupPolicyConfig) -> None:
-    """Run the GRPO loop: sample groups, estimate advantages, train the policy, sync weights to the engines.
 
-    Optimizer states, gradients and weights are offloaded during sampling, as configured by `trainer.offload`.
-    """
-    run.begin()
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        run.estimate(group_estimates, batch, algorithm, run.kl_coefficient)
-        run.finish_step(batch, run.train_policy(batch))
+class GroupAlgorithm(Algorithm[C]):
+    """The GRPO loop, for any group baseline and token loss."""
+
+    @abstractmethod
+    def token_loss(self, config: C) -> TokenLoss:
+        """Return the loss per token."""
+
+    @override
+    def train(self, run: RLRun, config: C) -> None:
+        """Run the GRPO loop: sample groups, estimate advantages, train the policy, sync weights to the engines.
+
+        Optimizer states, gradients and weights are offloaded during sampling, as configured by `trainer.offload`.
+        """
+        run.begin()
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            run.estimate(group_estimates, batch, config, run.kl_coefficient)
+            run.finish_step(batch, run.train_policy(batch, self.token_loss(config)))
+
+
+class ClippedGroupAlgorithm(GroupAlgorithm[ClippedGroupPolicyConfig]):
+    """The GRPO loop with the clipped loss of PPO."""
+
+    @override
+    def token_loss(self, config: ClippedGroupPolicyConfig) -> TokenLoss:
+        return ClippedLoss.of(config)
+
+
+class Grpo(ClippedGroupAlgorithm):
+    """Group-relative policy optimization."""
+
+    Config = GrpoConfig
+
+
+class DrGrpo(ClippedGroupAlgorithm):
+    """GRPO without its length bias and difficulty bias."""
+
+    Config = DrGrpoConfig
+
+
+class Rloo(ClippedGroupAlgorithm):
+    """REINFORCE leave-one-out."""
+
+    Config = RlooConfig
+
+
+class Gspo(GroupAlgorithm[GspoConfig]):
+    """Group sequence policy optimization."""
+
+    Config = GspoConfig
+
+    @override
+    def token_loss(self, config: GspoConfig) -> TokenLoss:
+        return GspoLoss.of(config)
+
+
+class Cispo(GroupAlgorithm[CispoConfig]):
+    """Clipped importance weights that keep the gradient of every token."""
+
+    Config = CispoConfig
+
+    @override
+    def token_loss(self, config: CispoConfig) -> TokenLoss:
+        return CispoLoss.of(config)
+
+
+class Gmpo(GroupAlgorithm[GmpoConfig]):
+    """Geometric-mean policy optimization."""
+
+    Config = GmpoConfig
+
+    @override
+    def token_loss(self, config: GmpoConfig) -> TokenLoss:
+        return GmpoLoss.of(config)
 
 
 def group_estimates(tokens: TokenBatch, algorithm: GroupPolicyConfig, kl_coefficient: float) -> EstimatorOutput:

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
 
+import torch
+from typing_extensions import override
+
+from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ActorCriticConfig, PfPpoConfig, PpoConfig
 from megarl.functional import gae, pf_ppo_resample, pf_ppo_weights, whiten
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 
+C = TypeVar("C", bound=ActorCriticConfig)
 
-def train_ppo(run: RLRun, algorithm: PpoConfig | PfPpoConfig) -> None:
-    """Run the PPO loop: sample, compute values and GAE, train the critic and, after its warmup steps, the policy."""
-    run.begin()
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        run.add_values(batch)
-        run.estimate(ppo_estimates, batch, algorithm, run.kl_coefficient, outputs=("advantages", "returns"))
-        if isinstance(algorithm, PfPpoConfig):
-            resample(batch, algorithm, seed=run.config.seed + run.step)
-        run.train_critic(batch, algorithm.critic)
-        critic_is_warm = run.step > algorithm.critic.warmup_steps
-        run.finish_step(batch, run.train_policy(batch) if critic_is_warm else None)
+
+class ActorCriticAlgorithm(Algorithm[C]):
+    """The PPO loop: policy and critic."""
+
+    def select_samples(self, run: RLRun, batch: RolloutBatch, config: C) -> None:
+        """Choose the completions to train on; all of them by default."""
+
+    @override
+    def train(self, run: RLRun, config: C) -> None:
+        """Run the loop: sample, compute values and GAE, train the critic and, after its warmup steps, the policy."""
+        run.begin()
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            run.add_values(batch)
+            run.estimate(ppo_estimates, batch, config, run.kl_coefficient, outputs=("advantages", "returns"))
+            self.select_samples(run, batch, config)
+            run.train_critic(batch, config.critic)
+            critic_is_warm = run.step > config.critic.warmup_steps
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)) if critic_is_warm else None)
+
+
+class Ppo(ActorCriticAlgorithm[PpoConfig]):
+    """Proximal policy optimization."""
+
+    Config = PpoConfig
+
+
+class PfPpo(ActorCriticAlgorithm[PfPpoConfig]):
+    """Policy-filtration PPO, which resamples completions by reward."""
+
+    Config = PfPpoConfig
+
+    @override
+    def select_samples(self, run: RLRun, batch: RolloutBatch, config: PfPpoConfig) -> None:
+        resample(batch, config, seed=run.config.seed + run.step)
 
 
 def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficient: float) -> EstimatorOutput:

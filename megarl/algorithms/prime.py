@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
+from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.dapo import SAMPLED_REWARD
 from megarl.config.algorithms.model_advantages import PrimeConfig
 from megarl.functional import prime_rewards
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
-from megarl.megatron.loss_specs import ImplicitPrmLoss
+from megarl.megatron.losses.policy import ClippedLoss
+from megarl.megatron.losses.supervised import ImplicitPrmLoss
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
 
 
-def train_prime(run: RLRun, algorithm: PrimeConfig) -> None:
-    """Run the PRIME loop: sample, drop too easy and too hard prompts, train the reward model, train the policy.
+class Prime(Algorithm[PrimeConfig]):
+    """Process reinforcement through implicit rewards."""
 
-    The process rewards of a step come from the reward model after its update in this step.
-    """
-    run.begin()
-    reward_model = run.models.trained["reward_model"]
-    for prompts in run.steps():
-        sampled = run.sample(prompts)
-        batch = filter_by_accuracy(sampled, algorithm)
-        run.add_metrics(
-            {"prime/kept_groups": len(batch.groups), SAMPLED_REWARD: sum(sampled.rewards) / len(sampled.rewards)}
-        )
-        if not batch.groups:
-            run.notify(f"step {run.step}: no group has an accuracy between min_accuracy and max_accuracy")
-            run.finish_step(sampled, None)
-            continue
-        run.add_reference_logprobs(batch)
-        batch.scalars["outcomes"] = [float(reward > 0) for reward in batch.rewards]
-        request = batch.train_request(
-            run.config,
-            ImplicitPrmLoss(beta=algorithm.beta),
-            {"ref_logprobs": "ref_logprobs", "outcomes": "outcomes"},
-        )
-        with run.phase("train_reward_model"):
-            stats = reward_model.train_step(run.with_update_guard(request, "reward_model"))
-        run.add_metrics({f"reward_model/{name}": value for name, value in stats.metrics.items()})
-        with run.phase("process_rewards"):
-            batch.columns["reward_logprobs"] = reward_model.logprobs(batch.forward_request(run.config))
-        run.estimate(prime_estimates, batch, algorithm, outputs=("advantages",))
-        run.finish_step(batch, run.train_policy(batch))
+    Config = PrimeConfig
+
+    @override
+    def train(self, run: RLRun, config: PrimeConfig) -> None:
+        """Run the PRIME loop: sample, drop too easy and too hard prompts, train the reward model, train the policy.
+
+        The process rewards of a step come from the reward model after its update in this step.
+        """
+        run.begin()
+        for prompts in run.steps():
+            sampled = run.sample(prompts)
+            batch = filter_by_accuracy(sampled, config)
+            run.add_metrics(
+                {"prime/kept_groups": len(batch.groups), SAMPLED_REWARD: sum(sampled.rewards) / len(sampled.rewards)}
+            )
+            if not batch.groups:
+                run.notify(f"step {run.step}: no group has an accuracy between min_accuracy and max_accuracy")
+                run.finish_step(sampled, None)
+                continue
+            run.add_reference_logprobs(batch)
+            batch.scalars["outcomes"] = [float(reward > 0) for reward in batch.rewards]
+            run.train_model(batch, "reward_model", ImplicitPrmLoss(beta=config.beta))
+            run.add_model_logprobs(batch, "reward_model", "reward_logprobs", phase="process_rewards")
+            run.estimate(prime_estimates, batch, config, outputs=("advantages",))
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
 def filter_by_accuracy(batch: RolloutBatch, algorithm: PrimeConfig) -> RolloutBatch:

@@ -1,52 +1,49 @@
-"""Maps `algorithm.type` to its training loop."""
+"""Maps `algorithm.type` to the class of the algorithm."""
 
 from __future__ import annotations
 
-from megarl.algorithms.dapo import train_dapo
-from megarl.algorithms.distillation import train_distillation
-from megarl.algorithms.grpo import train_grpo
-from megarl.algorithms.ppo import train_ppo
-from megarl.algorithms.prime import train_prime
-from megarl.algorithms.reinforce import train_reinforce_pp, train_remax
-from megarl.algorithms.safe_rlhf import train_safe_rlhf
-from megarl.algorithms.vapo import train_vapo
-from megarl.config.algorithms.actor_critic import PfPpoConfig, PpoConfig, SafeRlhfConfig, VapoConfig
-from megarl.config.algorithms.group_baseline import (
-    CispoConfig,
-    DapoConfig,
-    DrGrpoConfig,
-    GmpoConfig,
-    GrpoConfig,
-    GspoConfig,
-    RlooConfig,
-)
-from megarl.config.algorithms.model_advantages import DistillationConfig, PrimeConfig
-from megarl.config.algorithms.reinforce_family import (
-    ReinforcePlusPlusBaselineConfig,
-    ReinforcePlusPlusConfig,
-    RemaxConfig,
-)
+from typing import Any, cast
+
+from megarl.algorithms.algorithm import Algorithm
+from megarl.algorithms.dapo import Dapo
+from megarl.algorithms.distillation import Distillation
+from megarl.algorithms.grpo import Cispo, DrGrpo, Gmpo, Grpo, Gspo, Rloo
+from megarl.algorithms.ppo import PfPpo, Ppo
+from megarl.algorithms.prime import Prime
+from megarl.algorithms.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline, Remax
+from megarl.algorithms.safe_rlhf import SafeRlhf
+from megarl.algorithms.vapo import Vapo
+from megarl.config.algorithms.algorithm import load_algorithm_class
 from megarl.run.rl_run import RLRun
+
+BUILT_IN: tuple[type[Algorithm[Any]], ...] = (
+    Grpo,
+    DrGrpo,
+    Rloo,
+    Gspo,
+    Cispo,
+    Gmpo,
+    Dapo,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Remax,
+    Ppo,
+    PfPpo,
+    Vapo,
+    SafeRlhf,
+    Prime,
+    Distillation,
+)
+
+
+def find_algorithm(kind: str) -> type[Algorithm[Any]]:
+    """Return the algorithm class of `algorithm.type`: a built-in one, or one named by import path."""
+    if ":" in kind:
+        return cast("type[Algorithm[Any]]", load_algorithm_class(kind))
+    return next(found for found in BUILT_IN if found.Config.model_fields["type"].default == kind)
 
 
 def train(run: RLRun) -> None:
     """Run the training loop of `algorithm.type`, from the first weight sync to the last step."""
-    match run.config.algorithm:
-        case DapoConfig() as algorithm:
-            train_dapo(run, algorithm)
-        case ReinforcePlusPlusConfig() | ReinforcePlusPlusBaselineConfig() as algorithm:
-            train_reinforce_pp(run, algorithm)
-        case GrpoConfig() | DrGrpoConfig() | RlooConfig() | GspoConfig() | CispoConfig() | GmpoConfig() as algorithm:
-            train_grpo(run, algorithm)
-        case RemaxConfig() as algorithm:
-            train_remax(run, algorithm)
-        case PpoConfig() | PfPpoConfig() as algorithm:
-            train_ppo(run, algorithm)
-        case VapoConfig() as algorithm:
-            train_vapo(run, algorithm)
-        case SafeRlhfConfig() as algorithm:
-            train_safe_rlhf(run, algorithm)
-        case PrimeConfig() as algorithm:
-            train_prime(run, algorithm)
-        case DistillationConfig() as algorithm:
-            train_distillation(run, algorithm)
+    config = run.config.algorithm
+    find_algorithm(config.type)().train(run, config)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TypeVar
 
+import torch
+from typing_extensions import override
+
+from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusBaselineConfig,
     ReinforcePlusPlusConfig,
@@ -15,18 +19,37 @@ from megarl.functional import (
     remax_advantages,
 )
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
 
+C = TypeVar("C", ReinforcePlusPlusConfig, ReinforcePlusPlusBaselineConfig)
 
-def train_reinforce_pp(run: RLRun, algorithm: ReinforcePlusPlusConfig | ReinforcePlusPlusBaselineConfig) -> None:
-    """Run the REINFORCE++ loop: advantages are returns whitened over all tokens of the step."""
-    run.begin()
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        run.estimate(reinforce_estimates, batch, algorithm, run.kl_coefficient, outputs=("advantages",))
-        run.finish_step(batch, run.train_policy(batch))
+
+class ReinforceAlgorithm(Algorithm[C]):
+    """The REINFORCE++ loop: advantages are returns whitened over all tokens of the step."""
+
+    @override
+    def train(self, run: RLRun, config: C) -> None:
+        """Run the REINFORCE++ loop: advantages are returns whitened over all tokens of the step."""
+        run.begin()
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            run.estimate(reinforce_estimates, batch, config, run.kl_coefficient, outputs=("advantages",))
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
+
+
+class ReinforcePlusPlus(ReinforceAlgorithm[ReinforcePlusPlusConfig]):
+    """REINFORCE++."""
+
+    Config = ReinforcePlusPlusConfig
+
+
+class ReinforcePlusPlusBaseline(ReinforceAlgorithm[ReinforcePlusPlusBaselineConfig]):
+    """REINFORCE++ with the group's mean as baseline."""
+
+    Config = ReinforcePlusPlusBaselineConfig
 
 
 def reinforce_estimates(
@@ -45,17 +68,23 @@ def reinforce_estimates(
     return tokens.with_advantages(advantages_T, metrics)
 
 
-def train_remax(run: RLRun, algorithm: RemaxConfig) -> None:
-    """Run the ReMax loop: the reward of a prompt's greedy completion is the baseline of its sampled completions."""
-    run.begin()
-    for prompts in run.steps():
-        greedy = run.sample(prompts, greedy=True)
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        baselines = [greedy.rewards[group] for group in batch.group_ids]
-        run.add_metrics({"remax/greedy_reward": sum(greedy.rewards) / len(greedy.rewards)})
-        run.estimate(remax_estimates, batch, algorithm, run.kl_coefficient, baselines, outputs=("advantages",))
-        run.finish_step(batch, run.train_policy(batch))
+class Remax(Algorithm[RemaxConfig]):
+    """ReMax: the baseline is the reward of the greedy completion."""
+
+    Config = RemaxConfig
+
+    @override
+    def train(self, run: RLRun, config: RemaxConfig) -> None:
+        """Run the ReMax loop: the reward of a prompt's greedy completion is the baseline of its sampled completions."""
+        run.begin()
+        for prompts in run.steps():
+            greedy = run.sample(prompts, greedy=True)
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            baselines = [greedy.rewards[group] for group in batch.group_ids]
+            run.add_metrics({"remax/greedy_reward": sum(greedy.rewards) / len(greedy.rewards)})
+            run.estimate(remax_estimates, batch, config, run.kl_coefficient, baselines, outputs=("advantages",))
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
 def remax_estimates(

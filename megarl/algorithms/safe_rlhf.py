@@ -6,52 +6,61 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from typing_extensions import override
 
+from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import SafeRlhfConfig
 from megarl.functional import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
 
 
-def train_safe_rlhf(run: RLRun, algorithm: SafeRlhfConfig) -> None:
-    """Run the PPO loop on the combined reward and cost advantages.
+class SafeRlhf(Algorithm[SafeRlhfConfig]):
+    """PPO with costs and a Lagrange multiplier."""
 
-    Each step first updates the multiplier with the step's mean cost, then estimates with the new value.
-    """
-    run.begin()
-    multiplier = run.register_state(
-        "multiplier",
-        LagrangeMultiplier(
-            value=algorithm.multiplier_start,
-            lr=algorithm.multiplier_lr,
-            maximum=algorithm.multiplier_max,
-            limit=algorithm.cost_limit,
-        ),
-    )
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        costs = batch.reward_term(algorithm.cost_term)
-        multiplier.update(sum(costs) / len(costs))
-        run.add_metrics({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
-        run.add_reference_logprobs(batch)
-        run.add_values(batch)
-        run.add_values(batch, critic="cost_critic", column="cost_values")
-        run.estimate(
-            safe_estimates,
-            batch,
-            algorithm,
-            run.kl_coefficient,
-            costs,
-            multiplier.value,
-            outputs=("advantages", "returns", "cost_returns"),
+    Config = SafeRlhfConfig
+
+    @override
+    def train(self, run: RLRun, config: SafeRlhfConfig) -> None:
+        """Run the PPO loop on the combined reward and cost advantages.
+
+        Each step first updates the multiplier with the step's mean cost, then estimates with the new value.
+        """
+        run.begin()
+        multiplier = run.register_state(
+            "multiplier",
+            LagrangeMultiplier(
+                value=config.multiplier_start,
+                lr=config.multiplier_lr,
+                maximum=config.multiplier_max,
+                limit=config.cost_limit,
+            ),
         )
-        run.train_critic(batch, algorithm.critic)
-        run.train_critic(
-            batch, algorithm.cost_critic, critic="cost_critic", values="cost_values", returns="cost_returns"
-        )
-        critic_is_warm = run.step > max(algorithm.critic.warmup_steps, algorithm.cost_critic.warmup_steps)
-        run.finish_step(batch, run.train_policy(batch) if critic_is_warm else None)
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            costs = batch.reward_term(config.cost_term)
+            multiplier.update(sum(costs) / len(costs))
+            run.add_metrics({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
+            run.add_reference_logprobs(batch)
+            run.add_values(batch)
+            run.add_values(batch, critic="cost_critic", column="cost_values")
+            run.estimate(
+                safe_estimates,
+                batch,
+                config,
+                run.kl_coefficient,
+                costs,
+                multiplier.value,
+                outputs=("advantages", "returns", "cost_returns"),
+            )
+            run.train_critic(batch, config.critic)
+            run.train_critic(
+                batch, config.cost_critic, critic="cost_critic", values="cost_values", returns="cost_returns"
+            )
+            critic_is_warm = run.step > max(config.critic.warmup_steps, config.cost_critic.warmup_steps)
+            run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)) if critic_is_warm else None)
 
 
 def safe_estimates(

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
+from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ValuePretrainingConfig, VapoConfig
 from megarl.functional import gae, length_adaptive_lambda, whiten
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
 
 EXPLAINED_VARIANCE = "critic/explained_variance"
 
 
-def train_vapo(run: RLRun, algorithm: VapoConfig) -> None:
-    """Pretrain the critic, then run the PPO loop.
+class Vapo(Algorithm[VapoConfig]):
+    """Value-based augmented PPO."""
 
-    Policy and critic use different GAE lambdas; the policy loss adds the NLL of completions with a positive reward.
-    """
-    run.begin()
-    if run.step == 0:  # not in a run that resumes from a later step
-        pretrain_critic(run, algorithm)
-    for prompts in run.steps():
-        batch = run.sample(prompts)
-        run.add_reference_logprobs(batch)
-        run.add_values(batch)
-        run.estimate(vapo_estimates, batch, algorithm, run.kl_coefficient, outputs=("advantages", "returns"))
-        batch.scalars["positive"] = [float(reward > 0) for reward in batch.rewards]
-        run.train_critic(batch, algorithm.critic)
-        critic_is_warm = run.step > algorithm.critic.warmup_steps
-        run.finish_step(batch, run.train_policy(batch, nll=algorithm.nll_coefficient) if critic_is_warm else None)
+    Config = VapoConfig
+
+    @override
+    def train(self, run: RLRun, config: VapoConfig) -> None:
+        """Pretrain the critic, then run the PPO loop.
+
+        Policy and critic use different GAE lambdas; the policy loss adds the NLL of completions with a positive reward.
+        """
+        run.begin()
+        if run.step == 0:  # not in a run that resumes from a later step
+            pretrain_critic(run, config)
+        for prompts in run.steps():
+            batch = run.sample(prompts)
+            run.add_reference_logprobs(batch)
+            run.add_values(batch)
+            run.estimate(vapo_estimates, batch, config, run.kl_coefficient, outputs=("advantages", "returns"))
+            batch.scalars["positive"] = [float(reward > 0) for reward in batch.rewards]
+            run.train_critic(batch, config.critic)
+            critic_is_warm = run.step > config.critic.warmup_steps
+            run.finish_step(
+                batch,
+                run.train_policy(batch, ClippedLoss.of(config), nll=config.nll_coefficient) if critic_is_warm else None,
+            )
 
 
 def pretrain_critic(run: RLRun, algorithm: VapoConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,22 +12,8 @@ from torch import Tensor
 
 from megarl.batch.trajectory import Trajectory
 
-ColumnName = Literal[
-    "advantages",
-    "old_logprobs",
-    "ref_logprobs",
-    "teacher_logprobs",
-    "reward_logprobs",
-    "values",
-    "returns",
-    "cost_values",
-    "cost_returns",
-    "outcomes",
-    "positive",
-    "margins",
-    "signs",
-]
-"""Names of the per-token or per-sequence inputs of losses that are not part of a trajectory."""
+ColumnName: TypeAlias = str
+"""Name of a per-token or per-sequence input of losses that is not part of a trajectory, such as `advantages`."""
 
 PerToken = np.ndarray
 """float32 [n] for a trajectory of n tokens: entry i belongs to token i, given the tokens before it."""

@@ -4,7 +4,7 @@ from megarl.config.commands import STAGES, command_of, load_resolved
 from megarl.config.convert import ConvertConfig, make_convert_config
 from megarl.config.load import dump_config, load_config
 from megarl.config.preference import DpoConfig, RmConfig
-from megarl.config.run import RunConfig, SftConfig, StageConfig
+from megarl.config.run import RunConfig, SftConfig, StageConfig, SupervisedStageConfig
 from megarl.config.score import ScoreConfig, make_score_config
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ScoreConfig",
     "SftConfig",
     "StageConfig",
+    "SupervisedStageConfig",
     "command_of",
     "dump_config",
     "load_config",

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.algorithms.actor_critic import ActorCriticConfig, SafeRlhfConfig
-from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.algorithms.model_advantages import DistillationConfig, PrimeConfig
-from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig, TrainedModelConfig
+from megarl.config.algorithms.policy import PolicyConfig
 from megarl.config.model import ModelConfig
-from megarl.config.placement import AuxiliaryRole, PlacementConfig
+from megarl.config.placement import PlacementConfig
 from megarl.config.reward import ModelRewardConfig, RewardsConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 
@@ -36,8 +34,8 @@ class AuxiliaryModel:
     """YAML path that `parallel` comes from."""
     optimizer: OptimizerConfig | None
     """None: the model is frozen."""
-    role: AuxiliaryRole
-    """Key under `placement` that chooses its pool."""
+    role: str
+    """Key under `placement`, or under `placement.models`, that chooses its pool."""
     pool: str
     """Name of its pool of slots."""
 
@@ -48,7 +46,7 @@ class AuxiliaryModel:
 
 
 def auxiliary_models_of(
-    algorithm: AlgorithmConfig,
+    algorithm: PolicyConfig,
     reward: RewardsConfig,
     model: ModelConfig,
     trainer: TrainerConfig,
@@ -57,33 +55,21 @@ def auxiliary_models_of(
     """Yield the auxiliary models that these sections of a run's configuration need."""
 
     def make(
-        role: AuxiliaryRole,
-        key: str,
-        section: FrozenModelConfig | ModelRewardConfig,
-        head: Literal["lm", "value"],
-        name: str | None = None,
+        name: str, role: str, key: str, section: FrozenModelConfig | ModelRewardConfig, head: Literal["lm", "value"]
     ) -> AuxiliaryModel:
         return AuxiliaryModel(
-            name=name or role,
+            name=name,
             key=key,
             path=section.path or model.path,
             head=head,
             parallel=section.parallel or trainer.parallel,
             parallel_key="trainer.parallel" if section.parallel is None else f"{key}.parallel",
-            optimizer=section.optimizer if isinstance(section, CriticConfig) else None,
+            optimizer=section.optimizer if isinstance(section, TrainedModelConfig) else None,
             role=role,
-            pool=placement.auxiliary_roles[role].pool,
+            pool=placement.pool_of(role),
         )
 
-    if algorithm.uses_reference:
-        yield make("reference", "algorithm.reference", algorithm.reference, "lm")
-    if isinstance(algorithm, ActorCriticConfig):
-        yield make("critic", "algorithm.critic", algorithm.critic, "value")
-    if isinstance(algorithm, SafeRlhfConfig):
-        yield make("cost_critic", "algorithm.cost_critic", algorithm.cost_critic, "value")
-    if isinstance(algorithm, PrimeConfig):
-        yield make("reward_models", "algorithm.reward_model", algorithm.reward_model, "lm", name="reward_model")
-    if isinstance(algorithm, DistillationConfig):
-        yield make("teacher", "algorithm.teacher", algorithm.teacher, "lm")
+    for use in algorithm.models():
+        yield make(use.name, use.role or use.name, f"algorithm.{use.field}", use.section, use.head)
     for term, model_term in reward.models.items():
-        yield make("reward_models", f"reward.terms.{term}", model_term, "value", name=REWARD_MODEL_NAME.format(term))
+        yield make(REWARD_MODEL_NAME.format(term), "reward_models", f"reward.terms.{term}", model_term, "value")

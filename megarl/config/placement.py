@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -12,8 +12,8 @@ from megarl.config.trainer import ParallelConfig
 MAIN_POOL = "main"
 """Name of the trainer's pool, which all models and engines without a pool of their own share."""
 
-AuxiliaryRole = Literal["critic", "cost_critic", "reference", "reward_models", "teacher"]
-"""Kinds of auxiliary models: keys of `placement` with a pool for each."""
+AUXILIARY_ROLES = ("critic", "cost_critic", "reference", "reward_models", "teacher")
+"""Kinds of auxiliary models of megarl's algorithms: keys of `placement` with a pool for each."""
 
 
 class PoolConfig(Section):
@@ -86,6 +86,9 @@ class PlacementConfig(PoolConfig):
     teacher: RolePlacement = RolePlacement()
     """Pool of the teacher of distillation."""
 
+    models: dict[str, RolePlacement] = Field(default={})
+    """Name -> pool of a further model, of an algorithm outside the package. Default: `main`."""
+
     offload_idle_models: bool | None = None
     """Move models that share slots with the trainer to host memory while they are idle. Default: true on CUDA, false on
     CPU."""
@@ -120,8 +123,14 @@ class PlacementConfig(PoolConfig):
 
     @property
     def auxiliary_roles(self) -> dict[str, RolePlacement]:
-        """`AuxiliaryRole` -> where it runs."""
-        return {role: getattr(self, role) for role in get_args(AuxiliaryRole)}
+        """Key below `placement` -> where the auxiliary models of this role run."""
+        further = {f"models.{name}": placed for name, placed in self.models.items()}
+        return {role: getattr(self, role) for role in AUXILIARY_ROLES} | further
+
+    def pool_of(self, role: str) -> str:
+        """Return the name of the pool of an auxiliary model, by its role."""
+        placed = self.auxiliary_roles
+        return placed.get(role, placed.get(f"models.{role}", RolePlacement())).pool
 
     def with_default_slots(self, min_world_size: int) -> PlacementConfig:
         """Return a copy with `min_world_size` slots on one node, or self where it names nodes or slots."""

@@ -7,18 +7,12 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megarl.config.algorithms.model_sections import FrozenModelConfig
-from megarl.config.run import StageConfig
+from megarl.config.run import SupervisedStageConfig
 from megarl.config.section import Section
 
 
-class PreferenceConfig(StageConfig):
+class PreferenceConfig(SupervisedStageConfig):
     """Configuration of a stage on preference pairs: `trainer.batch_size` and `data.eval_size` count pairs."""
-
-    @model_validator(mode="after")
-    def _check_offload(self) -> PreferenceConfig:
-        if self.trainer.offload.is_enabled:
-            raise ValueError("trainer.offload: rm and dpo have no engines that need the memory")
-        return self
 
 
 class ScoreModelConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.config.section import Section
 
@@ -15,11 +15,23 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature. The log-probabilities of engines and trainer refer to the scaled distribution."""
 
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling: sample from the most likely tokens with this total probability. 1: all tokens."""
+    top_p: float = 1.0
+    """Needs to be 1, all tokens: training on nucleus samples is biased, since log-probabilities are those of the full
+    distribution."""
 
-    top_k: int = Field(default=-1, ge=-1)
-    """Sample from this many most likely tokens. -1: all tokens."""
+    top_k: int = -1
+    """Needs to be -1, all tokens, for the same reason."""
+
+    @model_validator(mode="after")
+    def _check_full_distribution(self) -> SamplingConfig:
+        for name, full in (("top_p", 1.0), ("top_k", -1)):
+            if (got := getattr(self, name)) != full:
+                raise ValueError(
+                    f"{name} needs to be {full:g} in training, got {got:g}: completions would come from a truncated "
+                    "distribution, while ratios and mismatch metrics compare the full ones and cannot see the "
+                    "difference"
+                )
+        return self
 
 
 class SglangConfig(Section):

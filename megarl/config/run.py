@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megarl.config.algorithms.actor_critic import ActorCriticConfig, SafeRlhfConfig
 from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.config.algorithms.group_baseline import DapoConfig, GrpoConfig
+from megarl.config.algorithms.group_baseline import GrpoConfig
+from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.config.auxiliary_model import AuxiliaryModel, auxiliary_models_of
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
@@ -18,7 +18,7 @@ from megarl.config.reward import RewardsConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.section import Section
 from megarl.config.tracking import TrackingConfig
-from megarl.config.trainer import TrainerConfig
+from megarl.config.trainer import SupervisedTrainerConfig, TrainerConfig
 from megarl.config.weight_sync import WeightSyncConfig
 
 
@@ -43,9 +43,9 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _check_layouts(self) -> StageConfig:
-        present: set[str] = {auxiliary.role for auxiliary in self.auxiliary_models}
+        present = {auxiliary.role for auxiliary in self.auxiliary_models}
         for role, placed in self.placement.auxiliary_roles.items():
-            if placed.pool != MAIN_POOL and role not in present:
+            if placed.pool != MAIN_POOL and role.removeprefix("models.") not in present:
                 raise ValueError(f"placement.{role}.pool is {placed.pool!r}, but the run has no such model")
         if self.placement.rollout.pool != MAIN_POOL and not isinstance(self, RunConfig):
             raise ValueError(f"placement.rollout.pool is {self.placement.rollout.pool!r}, but the stage has no engines")
@@ -76,14 +76,20 @@ class StageConfig(Section):
         return self.export_dir or f"{self.run_dir}/model"
 
 
-class SftConfig(StageConfig):
-    """`megarl sft`: supervised fine-tuning on demonstrations."""
+class SupervisedStageConfig(StageConfig):
+    """Sections of the stages without engines, which take batches from a file."""
+
+    trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
 
     @model_validator(mode="after")
-    def _check_offload(self) -> SftConfig:
+    def _check_offload(self) -> SupervisedStageConfig:
         if self.trainer.offload.is_enabled:
-            raise ValueError("trainer.offload: sft has no engines that need the memory")
+            raise ValueError("trainer.offload: only train has engines that need the memory")
         return self
+
+
+class SftConfig(SupervisedStageConfig):
+    """`megarl sft`: supervised fine-tuning on demonstrations."""
 
 
 class RunConfig(StageConfig):
@@ -95,6 +101,17 @@ class RunConfig(StageConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     limits: LimitsConfig = LimitsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_batch_size(cls, data: object) -> object:
+        trainer = data.get("trainer") if isinstance(data, dict) else None
+        if isinstance(trainer, dict) and "batch_size" in trainer:
+            raise ValueError(
+                "trainer.batch_size is a key of sft, rm and dpo; train samples algorithm.prompts_per_step * "
+                "algorithm.group_size completions in a step"
+            )
+        return data
 
     @property
     def auxiliary_models(self) -> tuple[AuxiliaryModel, ...]:
@@ -147,25 +164,13 @@ class RunConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_reward_terms(self) -> RunConfig:
-        algorithm, terms = self.algorithm, sorted(self.reward.terms)
+        terms = sorted(self.reward.terms)
         if self.data.eval_path is not None and not self.reward.rules:
             raise ValueError(
                 f"data.eval_path: evaluation scores completions by rules, but reward.terms has only models, {terms}; "
                 "remove it, or add a rule (with weight: 0 it does not change the reward)"
             )
-        if isinstance(algorithm, DapoConfig):
-            if algorithm.filter_metric is None and not self.reward.rules:
-                raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, as no term is a rule, got null")
-            if algorithm.filter_metric not in (None, *terms):
-                raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, got {algorithm.filter_metric!r}")
-        if isinstance(algorithm, SafeRlhfConfig):
-            if algorithm.cost_term not in terms:
-                raise ValueError(f"algorithm.cost_term needs to be one of {terms}, got {algorithm.cost_term!r}")
-            if terms == [algorithm.cost_term]:
-                raise ValueError(
-                    f"algorithm.cost_term: {algorithm.cost_term!r} is the only term of reward.terms; another term "
-                    "needs to be the reward"
-                )
+        self.algorithm.check_rewards(self.reward)
         return self
 
     @model_validator(mode="after")
@@ -176,16 +181,11 @@ class RunConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_warmup_steps(self) -> RunConfig:
-        algorithm, steps = self.algorithm, self.trainer.steps
-        critics_only: dict[str, int] = {}
-        if isinstance(algorithm, ActorCriticConfig):
-            critics_only["critic.warmup_steps"] = algorithm.critic.warmup_steps
-        if isinstance(algorithm, SafeRlhfConfig):
-            critics_only["cost_critic.warmup_steps"] = algorithm.cost_critic.warmup_steps
-        for key, warmup_steps in critics_only.items():
-            if warmup_steps >= steps:
+        steps = self.trainer.steps
+        for use in self.algorithm.models():
+            if isinstance(use.section, CriticConfig) and use.section.warmup_steps >= steps:
                 raise ValueError(
-                    f"algorithm.{key} needs to be below trainer.steps, got {warmup_steps} >= {steps}: the policy would "
-                    "not be trained"
+                    f"algorithm.{use.field}.warmup_steps needs to be below trainer.steps, got "
+                    f"{use.section.warmup_steps} >= {steps}: the policy would not be trained"
                 )
         return self

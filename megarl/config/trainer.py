@@ -161,12 +161,16 @@ class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1)
     """Number of controller steps. In `sft`, `rm` and `dpo`: number of optimizer steps."""
 
-    batch_size: int = Field(default=64, ge=1)
-    """Number of demonstrations per optimizer step in `sft`, or of pairs in `rm` and `dpo`. Not used by `train`."""
-
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Maximum number of tokens of one packed micro-batch, over all context-parallel ranks. A longer sequence gets a
     micro-batch of its own."""
 
     eval_every: int = Field(default=0, ge=0)
     """Number of steps between evaluations on held-out rows. 0: only before the first step and after the last."""
+
+
+class SupervisedTrainerConfig(TrainerConfig):
+    """Settings of the trainer in `sft`, `rm` and `dpo`, which take batches from a file."""
+
+    batch_size: int = Field(default=64, ge=1)
+    """Number of demonstrations per optimizer step in `sft`, or of pairs in `rm` and `dpo`."""

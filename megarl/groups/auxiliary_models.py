@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
-from megarl.config.algorithms.actor_critic import VapoConfig
 from megarl.config.auxiliary_model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
@@ -91,8 +90,7 @@ def total_updates(config: RunConfig) -> int:
 
 def pretraining_updates(config: RunConfig) -> int:
     """Return the number of the critic's optimizer steps before the policy's first."""
-    algorithm = config.algorithm
-    return algorithm.pretraining.max_steps * algorithm.updates_per_step if isinstance(algorithm, VapoConfig) else 0
+    return config.algorithm.pretraining_steps * config.algorithm.updates_per_step
 
 
 def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import torch
@@ -85,9 +84,7 @@ class TokenBatch:
         """
         advantages_T = torch.where(self.mask_T, advantages_T, 0.0)
         means_N = self.sequence_sums(advantages_T) / self.lengths.clamp(min=1)
-        found: dict[ColumnName, Tensor] = {"advantages": advantages_T}
-        for name, column_T in columns.items():
-            found[cast("ColumnName", name)] = column_T
+        found = {"advantages": advantages_T, **columns}
         return EstimatorOutput(columns=found, scalars={"advantages": means_N}, metrics=metrics)
 
 

@@ -18,7 +18,8 @@ from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.loss_specs import LossSpec, SftLoss
+from megarl.megatron.losses.loss import AnyLoss
+from megarl.megatron.losses.supervised import SftLoss
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.planning.disaggregated import TransferSpec
@@ -132,7 +133,7 @@ class TrainRequest:
     """One optimizer step each, in this order."""
     payloads: tuple[Payload[Sequence[Trajectory]], ...]
     max_tokens_per_micro_batch: int
-    loss: LossSpec = field(default_factory=SftLoss)
+    loss: AnyLoss = field(default_factory=SftLoss)
     columns: Mapping[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
     """Columns with one value per token."""
     epochs: int = 1

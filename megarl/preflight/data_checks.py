@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import NumericRewardConfig
-from megarl.config.run import RunConfig, StageConfig
+from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def find_batch_problems(config: StageConfig) -> Iterator[str]:
     """Find batches with fewer samples than data-parallel ranks."""
-    if not isinstance(config, RunConfig):
+    if isinstance(config, SupervisedStageConfig):
         if config.trainer.batch_size < config.dp:
             what = "pair" if isinstance(config, PreferenceConfig) else "demonstration"
             yield (
@@ -28,6 +28,7 @@ def find_batch_problems(config: StageConfig) -> Iterator[str]:
                 f"{config.trainer.batch_size} < dp = {_describe_dp(config)}"
             )
         return
+    assert isinstance(config, RunConfig)
     a = config.algorithm
     trajectories = a.prompts_per_step * a.group_size // a.num_mini_batches
     if trajectories < config.dp:

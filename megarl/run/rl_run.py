@@ -18,7 +18,6 @@ from typing_extensions import override
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.config.algorithms.actor_critic import SafeRlhfConfig
 from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.errors import LimitError
 from megarl.functional import AdaptiveKl
@@ -27,7 +26,9 @@ from megarl.groups.estimation import EstimateJob, Estimator
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.loss_specs import PolicyLoss, ValueLoss
+from megarl.megatron.losses.loss import Loss, TokenLoss
+from megarl.megatron.losses.policy import PolicyLoss
+from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import LOGPROB_MISMATCH, TrainRequest, TrainStats
 from megarl.rollout.engine import Sampling
 from megarl.run.checkpointer import Checkpointer
@@ -174,8 +175,7 @@ class RLRun(StageRun):
 
     def _add_model_rewards(self, batch: RolloutBatch) -> None:
         """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
-        algorithm, scorers = self.config.algorithm, self.models.scorers
-        cost_terms = {algorithm.cost_term} if isinstance(algorithm, SafeRlhfConfig) else set()
+        cost_terms, scorers = self.config.algorithm.cost_terms, self.models.scorers
         if not scorers and not cost_terms:
             return
         request, values = batch.forward_request(self.config), {}
@@ -200,6 +200,14 @@ class RLRun(StageRun):
             with self.phase("reference"):
                 reference = self.models.frozen["reference"]
                 batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
+
+    def add_model_logprobs(
+        self, batch: RolloutBatch, model: str, column: ColumnName, *, phase: str | None = None
+    ) -> None:
+        """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
+        with self.phase(phase or model):
+            worker = self.models.trained.get(model) or self.models.frozen[model]
+            batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
 
     def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
         """Add a column of token values from a critic: V of the state before each token."""
@@ -250,10 +258,11 @@ class RLRun(StageRun):
         self.notify(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         self._step_metrics.clear()
 
-    def train_policy(self, batch: RolloutBatch, *, nll: float = 0.0) -> TrainStats | None:
-        """Train the policy on `advantages`; return None if a limit skips the update of this step.
+    def train_policy(self, batch: RolloutBatch, token_loss: TokenLoss, *, nll: float = 0.0) -> TrainStats | None:
+        """Train the policy on the columns of the loss; return None if a limit skips the update of this step.
 
         Args:
+            token_loss: the loss per token; `algorithm.rollout_is`, `kl_loss` and `aggregation` apply to it.
             nll: coefficient of the NLL term on completions with a positive reward, as in `PolicyLoss`.
 
         Raises:
@@ -262,17 +271,13 @@ class RLRun(StageRun):
         if self._skips_update("sampled", batch_metrics(batch)) or self._skips_update("estimated", self._step_metrics):
             return None
         algorithm = self.config.algorithm
-        columns: dict[ColumnName, ColumnName] = {"advantages": "advantages"}
-        if algorithm.kl_loss is not None:
-            columns["ref_logprobs"] = "ref_logprobs"
-        if "old_logprobs" in batch.columns:
-            columns["old_logprobs"] = "old_logprobs"
-        if nll:
-            columns["positive"] = "positive"
         loss = PolicyLoss(
-            algorithm=algorithm, length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens, nll=nll
+            token_loss=token_loss,
+            algorithm=algorithm,
+            length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens,
+            nll=nll,
         )
-        request = batch.train_request(self.config, loss, columns)
+        request = batch.train_request(self.config, loss)
         self._onload()
         with self.phase("train"), self._with_step_in_limit_errors():
             return self.trainer.train_step(self.with_update_guard(request))
@@ -296,12 +301,20 @@ class RLRun(StageRun):
             values: column with its old values.
             returns: column with its targets.
         """
-        request = batch.train_request(self.config, ValueLoss(clip=config.clip), {"values": values, "returns": returns})
+        names = {"values": values, "returns": returns}
+        request = batch.train_request(self.config, ValueLoss(clip=config.clip), names)
         self._pending_critics[critic] = self.models.trained[critic].begin_train_step(
             self.with_update_guard(request, critic)
         )
         if critic not in self.models.dedicated:
             self.finish_critics()
+
+    def train_model(self, batch: RolloutBatch, model: str, loss: Loss) -> None:
+        """Train an auxiliary language model on the columns of the loss; its metrics are `<model>/...`."""
+        request = self.with_update_guard(batch.train_request(self.config, loss), model)
+        with self.phase(f"train_{model}"), self._with_step_in_limit_errors():
+            stats = self.models.trained[model].train_step(request)
+        self.add_metrics({f"{model}/{name}": value for name, value in stats.metrics.items()})
 
     def finish_critics(self) -> None:
         """Wait for critics training in the background and add their metrics."""

@@ -14,7 +14,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
 from megarl.groups.rollout_group import FinishedGroup
-from megarl.megatron.loss_specs import LossSpec
+from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleKey, SampleRef, TokenColumn, TrainRequest
 from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload, StoredPayload
@@ -104,13 +104,18 @@ class RolloutBatch:
         )
 
     def train_request(
-        self, config: RunConfig, loss: LossSpec, columns: Mapping[ColumnName, ColumnName]
+        self, config: RunConfig, loss: AnyLoss, names: Mapping[ColumnName, ColumnName] | None = None
     ) -> TrainRequest:
         """Return a training request over `sample_indices`, split into `num_mini_batches` of complete groups.
 
         Args:
-            columns: name in the loss -> name in this batch, of per-token columns and per-completion scalars.
+            loss: its columns are taken from this batch's per-token columns, else from its per-completion scalars.
+            names: column of the loss -> its name in this batch, where they differ.
+
+        Raises:
+            ValueError: the batch lacks a column of the loss other than `old_logprobs`, which the trainer computes.
         """
+        columns = self._columns_of(loss, names or {})
         algorithm, keys, summaries = config.algorithm, self.keys, self.summaries
         sample_indices = range(len(keys)) if self.sample_indices is None else self.sample_indices
         by_group: list[list[int]] = [[] for _ in self.groups]
@@ -146,6 +151,20 @@ class RolloutBatch:
             columns={name: self.columns[own_name] for name, own_name in columns.items() if own_name in self.columns},
             epochs=algorithm.ppo_epochs,
         )
+
+    def _columns_of(self, loss: AnyLoss, names: Mapping[ColumnName, ColumnName]) -> dict[ColumnName, ColumnName]:
+        """Return column of the loss -> column or scalar of this batch."""
+        available = self.columns.keys() | self.scalars.keys()
+        columns = {name: names.get(name, name) for name in loss.columns}
+        if "old_logprobs" not in available:
+            columns.pop("old_logprobs", None)
+        for own_name in columns.values():
+            if own_name not in available:
+                raise ValueError(
+                    f"{type(loss).__name__} reads the column {own_name!r}, which the batch lacks; it has "
+                    f"{', '.join(sorted(available)) or 'none'}"
+                )
+        return columns
 
     @property
     def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:

@@ -13,7 +13,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
 from megarl.data.sampler import PromptSampler
 from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
-from megarl.megatron.loss_specs import DpoLoss
+from megarl.megatron.losses.preference import DpoLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog, PhaseEvent

@@ -10,13 +10,13 @@ from typing_extensions import override
 
 from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.trajectory import Trajectory
-from megarl.config import StageConfig
+from megarl.config import SupervisedStageConfig
 from megarl.data.preference_pairs import PreferencePair, load_preferences
 from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import Denominators
 from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
 from megarl.megatron.families.model_folder import read_hf_config
-from megarl.megatron.loss_specs import BradleyTerryLoss, DpoLoss
+from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleRef, TrainRequest
 from megarl.process.torchrun_env import torchrun_world
 from megarl.run.checkpointer import Checkpointer
@@ -35,7 +35,7 @@ class PairwiseRun(SupervisedRun):
 
     def __init__(
         self,
-        config: StageConfig,
+        config: SupervisedStageConfig,
         events: EventLog,
         trainer: TrainerGroup,
         *,

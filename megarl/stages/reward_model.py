@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from megarl.config import RmConfig
 from megarl.groups.trainer_group import TrainerGroup
-from megarl.megatron.loss_specs import BradleyTerryLoss
+from megarl.megatron.losses.preference import BradleyTerryLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.config import StageConfig
+from megarl.config import SupervisedStageConfig
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import TrainRequest, TrainStats
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
@@ -28,7 +28,7 @@ class SupervisedRun(StageRun, ABC):
 
     def __init__(
         self,
-        config: StageConfig,
+        config: SupervisedStageConfig,
         events: EventLog,
         trainer: TrainerGroup,
         *,
@@ -43,6 +43,7 @@ class SupervisedRun(StageRun, ABC):
         resumed = None if resume is None else RunState.read(resume)
         super().__init__(config, events, PhaseTimer(), num_rows=num_rows, checkpoints=checkpoints, resumed=resumed)
         self.trainer, self._resume = trainer, resume
+        self._batch_size = config.trainer.batch_size
         self.totals.logprob_abs_max = None
         self._finished_at = 0.0
 
@@ -76,7 +77,7 @@ class SupervisedRun(StageRun, ABC):
                 self._checkpoints.poll()
             if self.should_stop():
                 break
-            rows = self._sampler.take(self._stage_config.trainer.batch_size)
+            rows = self._sampler.take(self._batch_size)
             in_flight.append(self.trainer.begin_train_step(self.make_train_request(rows)))
             is_drained = self._is_eval_due(step) or self._is_save_due(step)
             while len(in_flight) > (0 if is_drained else STEPS_AHEAD - 1):

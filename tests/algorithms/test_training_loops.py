@@ -15,7 +15,8 @@ from megarl.algorithms.vapo import ConvergenceMonitor
 from megarl.config.algorithms.actor_critic import PfPpoConfig, ValuePretrainingConfig
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.config.algorithms.model_advantages import PrimeConfig
-from megarl.megatron.loss_specs import ImplicitPrmLoss, PolicyLoss, ValueLoss
+from megarl.megatron.losses.policy import PolicyLoss
+from megarl.megatron.losses.supervised import ImplicitPrmLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest
 from megarl.run.events import EventLog
 from megarl.run.rollout_batch import RolloutBatch

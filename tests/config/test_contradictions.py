@@ -119,9 +119,61 @@ def test_contradictory_algorithm_settings_are_rejected(algorithm: dict[str, Any]
     assert error_message(algorithm=algorithm, trainer={"steps": 10}) == message
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"algorithm": {"type": kind, "dual_clip": 3.0}},
+            f"algorithm: dual_clip: the loss of {kind} has no dual clip; remove it",
+        )
+        for kind in ("gspo", "cispo", "gmpo")
+    ]
+    + [
+        (
+            {"algorithm": {"type": kind, "clip_ratio_low": 0.2}},
+            f"algorithm: clip_ratio_low: the loss of {kind} has no lower bound of the importance ratio; remove it",
+        )
+        for kind in ("cispo", "gmpo")
+    ]
+    + [
+        (
+            {"algorithm": {"type": "grpo", "kl_loss": {"kind": "k1"}}},
+            "algorithm.kl_loss: kind needs to be k2 or k3, got k1: on samples of the policy the expected gradient of "
+            "log pi - log pi_ref is 0, so that as a loss it adds noise and no penalty",
+        ),
+        (
+            {"trainer": {"batch_size": 64}},
+            "RunConfig: trainer.batch_size is a key of sft, rm and dpo; train samples algorithm.prompts_per_step * "
+            "algorithm.group_size completions in a step",
+        ),
+        *(
+            (
+                {"rollout": {"sampling": {name: got}}},
+                f"rollout.sampling: {name} needs to be {full} in training, got {got}: completions would come from a "
+                "truncated distribution, while ratios and mismatch metrics compare the full ones and cannot see the "
+                "difference",
+            )
+            for name, got, full in (("top_p", 0.95, 1), ("top_k", 50, -1))
+        ),
+    ],
+)
+def test_fields_without_effect_are_refused(sections: dict[str, Any], message: str) -> None:
+    assert error_message(**sections) == message
+
+
+def test_resolved_configurations_of_all_algorithms_load_again() -> None:
+    """A resolved configuration has every key, so that none of them may be one that is refused."""
+    for kind in ("gspo", "cispo", "gmpo", "grpo", "ppo", "prime"):
+        config = make_run(algorithm={"type": kind})
+        assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_full_distribution_may_be_written_out() -> None:
+    assert make_run(rollout={"sampling": {"top_p": 1, "top_k": -1}}).rollout.sampling.top_p == 1
+
+
 def test_unusual_but_valid_settings_are_accepted() -> None:
     assert make_run(algorithm={"type": "grpo", "kl_reward": {}, "allow_double_kl": True}).algorithm.uses_reference
-    assert make_run(algorithm={"type": "cispo", "clip_ratio_low": 10}).algorithm.clip_ratio_low == 10
     assert make_run(algorithm={"type": "remax", "group_size": 1}).algorithm.group_size == 1
     assert make_run(algorithm={"type": "vapo"}, trainer={"steps": 10}).trainer.steps == 10
     prime = make_run(algorithm={"type": "prime", "reference": {"path": "ref"}})

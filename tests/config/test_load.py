@@ -221,7 +221,7 @@ def test_a_configuration_is_frozen(write: Write) -> None:
 
 
 def test_sft_rejects_offload(write: Write) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.offload: sft has no engines that need the memory"):
+    with pytest.raises(ConfigError, match=r"trainer\.offload: only train has engines that need the memory"):
         load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=true"])
     assert (
         load_config(SftConfig, write(MINIMAL), ["trainer.offload.optimizer=false"]).trainer.offload.optimizer is False

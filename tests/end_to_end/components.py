@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
+from megarl.config.algorithms.policy import ClippedPolicyConfig
 from megarl.config.placement import MAIN_POOL
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -22,7 +23,7 @@ from megarl.groups.engine_group import EngineGroup
 from megarl.groups.rollout_group import FinishedGroup, RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.loss_specs import PolicyLoss
+from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
 from megarl.placement.pool import SlotPool, reserve_pools
 from megarl.rollout.engine import Sampling
@@ -61,8 +62,10 @@ class Components:
     def train(self, groups: Sequence[FinishedGroup], trainer: TrainerGroup | None = None) -> TrainStats:
         """Train one step with advantages 1 and -1 for alternating completions, whatever their rewards."""
         batch = RolloutBatch(groups=list(groups), scalars={"advantages": [1.0, -1.0] * 4})
-        loss = PolicyLoss(algorithm=self.config.algorithm, length_norm=1)
-        work = batch.train_request(self.config, loss, {"advantages": "advantages"})
+        algorithm = self.config.algorithm
+        assert isinstance(algorithm, ClippedPolicyConfig)
+        loss = PolicyLoss(token_loss=ClippedLoss.of(algorithm), algorithm=algorithm, length_norm=1)
+        work = batch.train_request(self.config, loss)
         return (trainer or self.trainer).train_step(work)
 
     def exported(self, folder: Path) -> dict[str, Tensor]:

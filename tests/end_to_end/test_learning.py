@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+EXAMPLE = str(Path(__file__).parents[2] / "examples/custom-algorithm")
 STEPS = 20
 CRITIC_LR = "algorithm.critic.optimizer.lr=1e-3"
 SETTINGS = {
@@ -27,14 +29,18 @@ SETTINGS = {
     "vapo": [CRITIC_LR, "algorithm.pretraining.max_steps=5"],
     "prime": ["algorithm.reward_model.optimizer.lr=1e-4"],
 }
-ALWAYS = ("grpo",)
+CUSTOM = "my_algorithm:SoftClip"
+"""The algorithm of examples/custom-algorithm, outside the package."""
+SETTINGS[CUSTOM] = ["algorithm.steepness=2.0"]
+ALWAYS = ("grpo", CUSTOM)
 MARGIN = 0.05
 """Smallest increase of strict accuracy from the mean of the first 5 steps to that of the last 5."""
 
 
 def megarl(*arguments):
     command = [str(Path(sys.executable).with_name("megarl")), *map(str, arguments)]
-    subprocess.run(command, check=True, timeout=900)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([EXAMPLE, os.environ.get("PYTHONPATH", "")])}
+    subprocess.run(command, check=True, timeout=900, env=environment)
 
 
 @pytest.fixture(scope="module")

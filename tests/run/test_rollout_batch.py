@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.functional import Denominators
-from megarl.megatron.loss_specs import SftLoss, ValueLoss
+from megarl.megatron.losses.supervised import SftLoss, ValueLoss
 from megarl.megatron.requests import TrainRequest, split_by_dp
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
@@ -66,7 +67,7 @@ def test_forward_request_refers_to_every_completion() -> None:
 )
 def test_mini_batches_have_complete_groups_and_their_own_denominators(mini_batches: int, want: list[list[int]]) -> None:
     batch = make_batch()
-    request = batch.train_request(make_config(mini_batches, ppo_epochs=3), SftLoss(), {})
+    request = batch.train_request(make_config(mini_batches, ppo_epochs=3), SftLoss())
     assert mini_batch_keys(request) == [[(g, i) for g in groups for i in range(len(NUM_SAMPLED[g]))] for groups in want]
     for mini_batch, groups in zip(request.mini_batches, want, strict=True):
         lengths = [n for g in groups for n in NUM_SAMPLED[g]]
@@ -78,7 +79,7 @@ def test_mini_batches_have_complete_groups_and_their_own_denominators(mini_batch
 @pytest.mark.parametrize("mini_batches", [3, 8])
 def test_fewer_groups_make_fewer_or_uneven_mini_batches(mini_batches: int) -> None:
     """As after a filter that drops groups."""
-    request = make_batch().train_request(make_config(mini_batches, prompts=24), SftLoss(), {})
+    request = make_batch().train_request(make_config(mini_batches, prompts=24), SftLoss())
     keys = mini_batch_keys(request)
     assert all(keys)
     assert len(keys) == min(mini_batches, 4)
@@ -92,7 +93,7 @@ def test_repeated_sample_indices_count_repeatedly() -> None:
     batch = make_batch()
     batch.sample_indices = [1, 1, 4, 2, 4, 7, 7, 7]
     batch.scalars["positive"] = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-    request = batch.train_request(make_config(2), SftLoss(), {})
+    request = batch.train_request(make_config(2), SftLoss())
     assert mini_batch_keys(request) == [[(0, 1), (0, 1), (1, 2), (1, 0), (1, 2)], [(3, 1), (3, 1), (3, 1)]]
     assert [mini_batch.denominators for mini_batch in request.mini_batches] == [
         Denominators(num_tokens=1 + 1 + 5 + 2 + 5, num_sequences=5, num_positive_tokens=1 + 1 + 5 + 5),
@@ -102,7 +103,7 @@ def test_repeated_sample_indices_count_repeatedly() -> None:
 
 def test_a_mini_batch_without_sampled_tokens_divides_by_one() -> None:
     batch = RolloutBatch(groups=[finished_group([completion([0, 0]), completion([0])])])
-    (mini_batch,) = batch.train_request(make_config(), SftLoss(), {}).mini_batches
+    (mini_batch,) = batch.train_request(make_config(), SftLoss()).mini_batches
     assert mini_batch.denominators == Denominators(num_tokens=1, num_sequences=2)
 
 
@@ -112,19 +113,28 @@ def test_columns_and_scalars_are_renamed_for_the_loss() -> None:
     other: Any = LocalPayload([])
     batch.columns |= {"cost_values": cost_values, "advantages": other, "values": other}
     batch.scalars |= {"outcomes": list(map(float, range(8))), "advantages": [9.0] * 8, "positive": [1.0] * 8}
-    columns: Any = {"values": "cost_values", "outcomes": "outcomes", "advantages": "advantages"}
-    request = batch.train_request(make_config(), ValueLoss(clip=None), columns)
+    loss: Any = SimpleNamespace(columns=("values", "outcomes", "advantages", "old_logprobs"))
+    request = batch.train_request(make_config(), loss, {"values": "cost_values"})
     # a per-token column takes precedence over a scalar of the same name
     assert request.columns == {"values": cost_values, "advantages": other}
     (mini_batch,) = request.mini_batches
     assert [sample.scalars for sample in mini_batch.samples] == [{"outcomes": float(n)} for n in range(8)]
 
 
+def test_a_loss_that_reads_a_column_which_the_batch_lacks_is_refused() -> None:
+    batch = make_batch()
+    batch.scalars["advantages"] = [0.0] * 8
+    with pytest.raises(
+        ValueError, match=r"ValueLoss reads the column 'values', which the batch lacks; it has advantages"
+    ):
+        batch.train_request(make_config(), ValueLoss(clip=None))
+
+
 @pytest.mark.parametrize("grid", [RankGrid(), RankGrid(dp=3), RankGrid(dp=2, cp=2)], ids=repr)
 def test_samples_of_a_unit_are_adjacent_in_one_micro_batch(grid: RankGrid) -> None:
     groups = [finished_group([completion([0] + [1] * n)] * 2, n) for n in range(1, 30)]
     request = replace(
-        RolloutBatch(groups=groups).train_request(make_config(prompts=29), SftLoss(), {}),
+        RolloutBatch(groups=groups).train_request(make_config(prompts=29), SftLoss()),
         sequences_per_unit=2,
         max_tokens_per_micro_batch=70,
     )

@@ -92,7 +92,7 @@ def test_reference_needs_the_same_vocabulary_and_a_valid_layout(tree: dict[str, 
     ("kind", "sections", "message"),
     [
         (DpoConfig, {"dpo": {"reference": {"parallel": {"tp": 2}}}}, "dpo: reference.parallel needs reference.path"),
-        (RmConfig, {"trainer": {"offload": {"weights": True}}}, "trainer.offload: rm and dpo have no engines"),
+        (RmConfig, {"trainer": {"offload": {"weights": True}}}, "trainer.offload: only train has engines"),
         (RmConfig, {"rm": {"kind": "price"}}, "rm.kind: Input should be 'reward' or 'cost', got 'price'"),
         (DpoConfig, {"dpo": {"beta": 0}}, "dpo.beta: Input should be greater than 0, got 0"),
     ],

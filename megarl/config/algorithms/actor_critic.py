@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
-from megarl.config.algorithms.model_sections import CriticConfig
+from megarl.config.algorithms.model_sections import CriticConfig, ModelUse
 from megarl.config.algorithms.policy import ClippedPolicyConfig, KlRewardConfig
+from megarl.config.reward import RewardsConfig
 from megarl.config.section import Section
 
 
@@ -26,11 +28,15 @@ class ActorCriticConfig(ClippedPolicyConfig):
     whiten: bool = True
     """Normalize a step's advantages to mean 0 and standard deviation 1."""
 
+    @override
+    def models(self) -> tuple[ModelUse, ...]:
+        return (*super().models(), ModelUse(name="critic", field="critic", section=self.critic, head="value"))
+
 
 class PpoConfig(ActorCriticConfig):
     """Proximal policy optimization (arXiv 1707.06347) as used in RLHF (arXiv 2203.02155)."""
 
-    type: Literal["ppo"] = "ppo"
+    type: str = "ppo"
     kl_reward: KlRewardConfig | None = KlRewardConfig()
 
 
@@ -38,7 +44,7 @@ class PfPpoConfig(ActorCriticConfig):
     """Policy-filtration PPO: resamples completions by how reliable their reward is (arXiv 2409.06957)."""
 
     needs_group: ClassVar[bool] = True
-    type: Literal["pf_ppo"] = "pf_ppo"
+    type: str = "pf_ppo"
     filter: Literal["pow", "max_min", "max_random"] = "pow"
     """Weights that a prompt's completions are resampled with. `pow`: the squared reward, scaled to 0..1 within the
     group. `max_min`: equal for the group's highest and lowest rewards, 0 for the others. `max_random`: 0.4 for the
@@ -69,7 +75,7 @@ class ValuePretrainingConfig(Section):
 class VapoConfig(ActorCriticConfig):
     """Value-based augmented PPO (arXiv 2504.05118)."""
 
-    type: Literal["vapo"] = "vapo"
+    type: str = "vapo"
     clip_ratio_high: float = Field(default=0.28, gt=0)
 
     length_alpha: float | None = Field(default=0.05, gt=0)
@@ -82,11 +88,16 @@ class VapoConfig(ActorCriticConfig):
     pretraining: ValuePretrainingConfig = ValuePretrainingConfig()
     """Value pretraining before the first policy update."""
 
+    @property
+    @override
+    def pretraining_steps(self) -> int:
+        return self.pretraining.max_steps
+
 
 class SafeRlhfConfig(ActorCriticConfig):
     """Safe RLHF: maximizes the reward while a Lagrange multiplier holds the mean cost at a limit (arXiv 2310.12773)."""
 
-    type: Literal["safe_rlhf"] = "safe_rlhf"
+    type: str = "safe_rlhf"
     cost_term: str = "cost"
     """The term of `reward.terms` that is a cost. It is not part of the reward."""
 
@@ -106,3 +117,24 @@ class SafeRlhfConfig(ActorCriticConfig):
     """Upper bound of the Lagrange multiplier."""
 
     kl_reward: KlRewardConfig | None = KlRewardConfig()
+
+    @override
+    def models(self) -> tuple[ModelUse, ...]:
+        cost_critic = ModelUse(name="cost_critic", field="cost_critic", section=self.cost_critic, head="value")
+        return (*super().models(), cost_critic)
+
+    @property
+    @override
+    def cost_terms(self) -> frozenset[str]:
+        return frozenset({self.cost_term})
+
+    @override
+    def check_rewards(self, reward: RewardsConfig) -> None:
+        terms = sorted(reward.terms)
+        if self.cost_term not in terms:
+            raise ValueError(f"algorithm.cost_term needs to be one of {terms}, got {self.cost_term!r}")
+        if terms == [self.cost_term]:
+            raise ValueError(
+                f"algorithm.cost_term: {self.cost_term!r} is the only term of reward.terms; another term needs to be "
+                "the reward"
+            )

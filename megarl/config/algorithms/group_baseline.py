@@ -7,7 +7,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from megarl.config.algorithms.policy import Aggregation, ClippedPolicyConfig, KlConfig, KlRewardConfig, PolicyConfig
+from megarl.config.algorithms.policy import (
+    Aggregation,
+    ClippedPolicyConfig,
+    ClipRatioConfig,
+    KlLossConfig,
+    KlRewardConfig,
+    PolicyConfig,
+)
+from megarl.config.reward import RewardsConfig
 from megarl.config.section import Section
 
 
@@ -21,21 +29,21 @@ class GroupPolicyConfig(PolicyConfig):
 
 
 class ClippedGroupPolicyConfig(ClippedPolicyConfig, GroupPolicyConfig):
-    """Algorithms with a group baseline that clip the importance ratio."""
+    """Algorithms with a group baseline and the policy loss of PPO."""
 
 
 class GrpoConfig(ClippedGroupPolicyConfig):
     """Group-relative policy optimization (arXiv 2402.03300)."""
 
-    type: Literal["grpo"] = "grpo"
-    kl_loss: KlConfig | None = KlConfig()
+    type: str = "grpo"
+    kl_loss: KlLossConfig | None = KlLossConfig()
 
 
 class DrGrpoConfig(ClippedGroupPolicyConfig):
     """GRPO without its length bias and difficulty bias (arXiv 2503.20783)."""
 
     group_baseline = "dr_grpo"
-    type: Literal["dr_grpo"] = "dr_grpo"
+    type: str = "dr_grpo"
     aggregation: Aggregation = "seq-mean-token-sum-norm"
 
 
@@ -43,35 +51,32 @@ class RlooConfig(ClippedGroupPolicyConfig):
     """REINFORCE leave-one-out (arXiv 2402.14740)."""
 
     group_baseline = "rloo"
-    type: Literal["rloo"] = "rloo"
+    type: str = "rloo"
     kl_reward: KlRewardConfig | None = KlRewardConfig()
 
 
-class GspoConfig(ClippedGroupPolicyConfig):
+class GspoConfig(ClipRatioConfig, GroupPolicyConfig):
     """Group sequence policy optimization: one importance ratio per sequence (arXiv 2507.18071)."""
 
-    policy_loss = "gspo"
-    type: Literal["gspo"] = "gspo"
+    type: str = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0)
     clip_ratio_high: float = Field(default=4e-4, gt=0)
     aggregation: Aggregation = "seq-mean-token-mean"
 
 
-class CispoConfig(ClippedGroupPolicyConfig):
+class CispoConfig(GroupPolicyConfig):
     """Clipped importance weights that keep the gradient of every token (arXiv 2506.13585)."""
 
-    policy_loss = "cispo"
-    type: Literal["cispo"] = "cispo"
+    type: str = "cispo"
     clip_ratio_high: float = Field(default=4.0, gt=0)
-    """The importance weight is clipped above at 1 + clip_ratio_high; `clip_ratio_low` is not used. Values from 4 to 8
-    perform similarly (arXiv 2510.13786)."""
+    """The importance weight is clipped at 1 + clip_ratio_high, from above only. Values from 4 to 8 perform similarly
+    (arXiv 2510.13786)."""
 
 
 class GmpoConfig(GroupPolicyConfig):
     """Geometric-mean policy optimization (arXiv 2507.20673)."""
 
-    policy_loss = "gmpo"
-    type: Literal["gmpo"] = "gmpo"
+    type: str = "gmpo"
     clip_log_ratio_low: float = Field(default=0.4, gt=0)
     """The logarithm of a token's importance ratio is clipped below at -clip_log_ratio_low."""
 
@@ -79,11 +84,6 @@ class GmpoConfig(GroupPolicyConfig):
     """The logarithm of a token's importance ratio is clipped above at clip_log_ratio_high."""
 
     aggregation: Aggregation = "seq-mean-token-mean"
-
-    @property
-    @override
-    def clip_bounds(self) -> tuple[float, float]:
-        return self.clip_log_ratio_low, self.clip_log_ratio_high
 
 
 class OverlongConfig(Section):
@@ -108,7 +108,7 @@ class OverlongConfig(Section):
 class DapoConfig(ClippedGroupPolicyConfig):
     """Decoupled clip and dynamic sampling policy optimization (arXiv 2503.14476)."""
 
-    type: Literal["dapo"] = "dapo"
+    type: str = "dapo"
     clip_ratio_high: float = Field(default=0.28, gt=0)
 
     overlong: OverlongConfig | None = OverlongConfig()
@@ -120,3 +120,11 @@ class DapoConfig(ClippedGroupPolicyConfig):
 
     max_batches: int = Field(default=10, ge=1)
     """Largest number of batches of prompts that one step samples to fill itself with informative groups."""
+
+    @override
+    def check_rewards(self, reward: RewardsConfig) -> None:
+        terms = sorted(reward.terms)
+        if self.filter_metric is None and not reward.rules:
+            raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, as no term is a rule, got null")
+        if self.filter_metric not in (None, *terms):
+            raise ValueError(f"algorithm.filter_metric needs to be one of {terms}, got {self.filter_metric!r}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from megarl.config.algorithms.model_sections import CriticConfig, FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig, ModelUse, TrainedModelConfig
 from megarl.config.algorithms.policy import ClippedPolicyConfig
 from megarl.config.trainer import OptimizerConfig
 
@@ -17,11 +17,10 @@ class PrimeConfig(ClippedPolicyConfig):
 
     needs_group: ClassVar[bool] = True
     advantage_source: ClassVar[str] = "its reward model and outcomes"
-    type: Literal["prime"] = "prime"
+    type: str = "prime"
 
-    reward_model: CriticConfig = CriticConfig(optimizer=OptimizerConfig(lr=1e-6))
-    """The implicit process reward model: a language model that is trained in every step. Its `clip` and `warmup_steps`
-    are not used."""
+    reward_model: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(lr=1e-6))
+    """The implicit process reward model: a language model that is trained in every step."""
 
     beta: float = Field(default=0.05, gt=0)
     """Scale of process rewards: a token's is beta * (log pi_rm - log pi_reference)."""
@@ -52,12 +51,19 @@ class PrimeConfig(ClippedPolicyConfig):
     def uses_reference(self) -> bool:
         return True  # process rewards are relative to it
 
+    @override
+    def models(self) -> tuple[ModelUse, ...]:
+        reward_model = ModelUse(
+            name="reward_model", field="reward_model", section=self.reward_model, role="reward_models"
+        )
+        return (*super().models(), reward_model)
+
 
 class DistillationConfig(ClippedPolicyConfig):
     """On-policy distillation: a token's advantage is log pi_teacher - log pi (arXiv 2306.13649, reverse KL)."""
 
     advantage_source: ClassVar[str] = "its teacher"
-    type: Literal["distillation"] = "distillation"
+    type: str = "distillation"
     group_size: int = Field(default=1, ge=1)
 
     teacher: FrozenModelConfig = FrozenModelConfig()
@@ -68,3 +74,7 @@ class DistillationConfig(ClippedPolicyConfig):
         if self.teacher.path is None:
             raise ValueError("teacher.path is required: the folder of the model to distill from")
         return self
+
+    @override
+    def models(self) -> tuple[ModelUse, ...]:
+        return (*super().models(), ModelUse(name="teacher", field="teacher", section=self.teacher))

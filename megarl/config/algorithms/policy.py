@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
-from typing_extensions import override
 
-from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.algorithms.model_sections import FrozenModelConfig, ModelUse
 from megarl.config.algorithms.presets import Preset, apply_preset
+from megarl.config.reward import RewardsConfig
 from megarl.config.section import Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-PolicyLossKind = Literal["ppo_clip", "gspo", "cispo", "gmpo"]
 KlKind = Literal["k1", "k2", "k3"]
 
 
@@ -33,6 +31,19 @@ class KlConfig(Section):
             raise ValueError(
                 "coefficient needs to be above 0, got 0: a penalty of 0 would still load a reference model; set the "
                 "section to null"
+            )
+        return self
+
+
+class KlLossConfig(KlConfig):
+    """A KL penalty that is added to the loss."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> KlLossConfig:
+        if self.kind == "k1":
+            raise ValueError(
+                "kind needs to be k2 or k3, got k1: on samples of the policy the expected gradient of log pi - "
+                "log pi_ref is 0, so that as a loss it adds noise and no penalty"
             )
         return self
 
@@ -82,16 +93,19 @@ class RolloutIsConfig(Section):
 
 
 class PolicyConfig(Section):
-    """Fields of every algorithm."""
+    """Fields and declarations of every algorithm.
 
-    policy_loss: ClassVar[PolicyLossKind] = "ppo_clip"
-    """Which policy loss of `megarl.functional` the trainer computes."""
+    The configuration of an algorithm outside the package extends this class, or one of those below it.
+    """
+
     needs_group: ClassVar[bool] = False
     """Whether the algorithm compares the completions of one prompt, so that `group_size` needs to be at least 2."""
     advantage_source: ClassVar[str] = "rewards"
     """Where advantages come from, as error messages name it. `kl_reward` needs "rewards"."""
 
     type: str
+    """Which algorithm: one of megarl's, such as `grpo`, or `package.module:Class`, an algorithm of your own."""
+
     preset: Preset = "default"
     """Default values of the other fields. `paper`: those of the algorithm's paper. `compat:NAME`: those that reproduce
     the trainer NAME. Fields that the file gives win over the preset."""
@@ -109,10 +123,6 @@ class PolicyConfig(Section):
     ppo_epochs: int = Field(default=1, ge=1)
     """Number of passes over a step's completions."""
 
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bounds the loss of tokens with a negative advantage A at -dual_clip * A (arXiv 1912.09729). Only the PPO loss
-    uses it. Default: no bound."""
-
     aggregation: Aggregation = "token-mean"
     """How token losses are reduced to one number. All denominators are counted over the whole mini-batch, across
     ranks."""
@@ -120,7 +130,7 @@ class PolicyConfig(Section):
     length_norm: int | None = Field(default=None, ge=1)
     """Constant number of tokens that `seq-mean-token-sum-norm` divides by. Default: `rollout.max_new_tokens`."""
 
-    kl_loss: KlConfig | None = None
+    kl_loss: KlLossConfig | None = None
     """KL penalty against the reference model, added to the loss. null: none."""
 
     kl_reward: KlRewardConfig | None = None
@@ -141,11 +151,30 @@ class PolicyConfig(Section):
     def _from_preset(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        kind = cls.model_fields["type"].default
-        for name in ("critic", "cost_critic"):
+        kind, given = cls.model_fields["type"].default, data.get("type")
+        if not isinstance(kind, str):  # an algorithm of its own, not one derived from a built-in algorithm
+            kind = str(given)
+        elif isinstance(given, str) and ":" not in given and given != kind:
+            raise ValueError(f"type: {cls.__name__} is the configuration of {kind}, got {given!r}")
+        for name, why in cls._unused_fields(kind).items():
             if name in data and name not in cls.model_fields:
-                raise ValueError(f"{name}: {_missing_critic_message(cls, kind, name)}")
+                raise ValueError(f"{name}: {why}")
         return apply_preset(kind, data.get("preset", "default"), data)
+
+    @classmethod
+    def _unused_fields(cls, kind: str) -> dict[str, str]:
+        """Return field of another algorithm -> why algorithm `kind` has no such field, and what to do."""
+        why = "the completions of a prompt are each other's baseline" if cls.needs_group else "it needs none"
+        return {
+            "critic": f"{kind} has no critic, {why}; remove the section, or choose ppo",
+            "cost_critic": (
+                f"{kind} has no costs, so it has no cost critic; remove the section, or choose safe_rlhf"
+                if "critic" in cls.model_fields
+                else f"{kind} has no critic, {why}; remove the section, or choose ppo"
+            ),
+            "dual_clip": f"the loss of {kind} has no dual clip; remove it",
+            "clip_ratio_low": f"the loss of {kind} has no lower bound of the importance ratio; remove it",
+        }
 
     @model_validator(mode="after")
     def _check_fields(self) -> PolicyConfig:
@@ -192,14 +221,32 @@ class PolicyConfig(Section):
         """Optimizer steps per controller step."""
         return self.num_mini_batches * self.ppo_epochs
 
+    def models(self) -> tuple[ModelUse, ...]:
+        """Return the models that the algorithm uses in addition to the policy."""
+        if not self.uses_reference:
+            return ()
+        return (ModelUse(name="reference", field="reference", section=self.reference),)
+
     @property
-    @abstractmethod
-    def clip_bounds(self) -> tuple[float, float]:
-        """Arguments (clip_low, clip_high) of the policy loss."""
+    def cost_terms(self) -> frozenset[str]:
+        """Names of the terms of `reward.terms` that are costs, not part of the reward."""
+        return frozenset()
+
+    @property
+    def pretraining_steps(self) -> int:
+        """Largest number of steps that train critics before the first step of `trainer.steps`."""
+        return 0
+
+    def check_rewards(self, reward: RewardsConfig) -> None:
+        """Check the fields that name terms of `reward`.
+
+        Raises:
+            ValueError: a field does not fit; the message begins with the field's path, `algorithm.<field>`.
+        """
 
 
-class ClippedPolicyConfig(PolicyConfig):
-    """Fields of algorithms whose policy loss clips the importance ratio."""
+class ClipRatioConfig(PolicyConfig):
+    """Fields of algorithms whose policy loss clips the importance ratio on both sides."""
 
     clip_ratio_low: float = Field(default=0.2, gt=0)
     """The importance ratio is clipped below at 1 - clip_ratio_low."""
@@ -208,20 +255,14 @@ class ClippedPolicyConfig(PolicyConfig):
     """The importance ratio is clipped above at 1 + clip_ratio_high."""
 
     @model_validator(mode="after")
-    def _check_clip_ratio_low(self) -> ClippedPolicyConfig:
-        if self.policy_loss in ("ppo_clip", "gspo") and self.clip_ratio_low >= 1:
+    def _check_clip_ratio_low(self) -> ClipRatioConfig:
+        if self.clip_ratio_low >= 1:
             raise ValueError(f"clip_ratio_low needs to be below 1, got {self.clip_ratio_low:g}: ratios are positive")
         return self
 
-    @property
-    @override
-    def clip_bounds(self) -> tuple[float, float]:
-        return self.clip_ratio_low, self.clip_ratio_high
 
+class ClippedPolicyConfig(ClipRatioConfig):
+    """Fields of algorithms with the policy loss of PPO."""
 
-def _missing_critic_message(cls: type[PolicyConfig], kind: str, name: str) -> str:
-    """Return why the algorithm has no section `name`, `critic` or `cost_critic`, and what to do."""
-    if name == "cost_critic" and "critic" in cls.model_fields:
-        return f"{kind} has no costs, so it has no cost critic; remove the section, or choose safe_rlhf"
-    why = "the completions of a prompt are each other's baseline" if cls.needs_group else "it needs none"
-    return f"{kind} has no critic, {why}; remove the section, or choose ppo"
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of tokens with a negative advantage A at -dual_clip * A (arXiv 1912.09729). Default: no bound."""

@@ -21,15 +21,16 @@ _VERL: dict[str, object] = {
     "aggregation": "token-mean",
 }
 
-# slime, utils/arguments.py: eps-clip 0.2, no eps-clip-c, kl-coef and kl-loss-coef 0; without calculate-per-token-loss
-# it takes the mean of each sample's mean
+# slime, utils/arguments.py: kl-coef and kl-loss-coef 0; without calculate-per-token-loss it takes the mean of each
+# sample's mean
+_SLIME_LOSS: dict[str, object] = {"aggregation": "seq-mean-token-mean", "kl_loss": None, "kl_reward": None}
+
+# eps-clip 0.2, no eps-clip-c
 _SLIME: dict[str, object] = {
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.2,
     "dual_clip": None,
-    "aggregation": "seq-mean-token-mean",
-    "kl_loss": None,
-    "kl_reward": None,
+    **_SLIME_LOSS,
 }
 
 # NeMo-RL, examples/configs/recipes/llm/dapo-qwen2.5-7b.v2.yaml and ppo_math_1B.yaml, under loss_fn
@@ -76,13 +77,12 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
     ("gspo", "compat:verl"): {
         "clip_ratio_low": 3e-4,
         "clip_ratio_high": 4e-4,
-        "dual_clip": None,
         "aggregation": "seq-mean-token-mean",
         "kl_loss": None,
         "kl_reward": None,
     },
     # tests/test_moonlight_16B_A3B.py: --eps-clip 4e-4, which is both sides'
-    ("gspo", "compat:slime"): {**_SLIME, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4},
+    ("gspo", "compat:slime"): {**_SLIME_LOSS, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4},
     # arXiv 2506.13585, section 3.1: the token loss of DAPO, no penalty, no lower bound; it names no upper one
     ("cispo", "paper"): {"aggregation": "token-mean", "kl_loss": None, "kl_reward": None},
     # examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh; its clip_ratio_low 10 is no bound
@@ -93,7 +93,7 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
         "kl_reward": None,
     },
     # utils/arguments.py advises --eps-clip 1 --eps-clip-high 4; its default of 0.2 would keep a lower bound
-    ("cispo", "compat:slime"): {**_SLIME, "clip_ratio_high": 4.0},
+    ("cispo", "compat:slime"): {**_SLIME_LOSS, "clip_ratio_high": 4.0},
     # arXiv 2507.20673, section 4.1; callsys/GMPO, scripts/qwen2.5-math-7b-gmpo.sh: beta 0, critic_type grpo
     ("gmpo", "paper"): {
         "clip_log_ratio_low": 0.4,

@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.config.trainer import OptimizerConfig
 from megarl.functional import Denominators
 from megarl.megatron.checkpoint.training_state import TrainCheckpoint
-from megarl.megatron.loss_specs import LossSpec, PolicyLoss
+from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
 from megarl.megatron.requests import LOGPROB_MISMATCH, MiniBatch, TrainerSpec, TrainRequest, TrainStats
 from megarl.megatron.runtime.offload import TrainerMemory
@@ -69,13 +69,17 @@ class MegatronTrainer:
     def _make_packs(
         self, batch: MiniBatch, request: TrainRequest, samples: StepSamples, metrics: MetricSums
     ) -> list[LocalPack]:
-        """Pack the mini-batch's micro-batches with all columns of the loss; adds the mismatch metrics of a policy."""
+        """Pack the mini-batch's micro-batches with all columns of the loss.
+
+        For a loss that reads `old_logprobs`, that of a policy: computes the column if it is missing, and adds the
+        metrics of its mismatch with the engines.
+        """
         packs = []
         for micro_batch in batch.micro_batches:
             refs = [batch.samples[i] for i in micro_batch]
             columns = {name: [samples.column(name, ref) for ref in refs] for name in samples.column_names(batch)}
             packs.append(self.model.pack([samples.trajectory(ref) for ref in refs], columns))
-        if isinstance(request.loss, PolicyLoss):
+        if "old_logprobs" in request.loss.columns:
             if "old_logprobs" not in request.columns:
                 packs = self._with_old_logprobs(packs)
             for packed in packs if self.model.is_last_stage else ():
@@ -97,7 +101,7 @@ class MegatronTrainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def _try_update(
-        self, batch: MiniBatch, packs: Sequence[LocalPack], loss: LossSpec, metrics: MetricSums, guard: UpdateGuard
+        self, batch: MiniBatch, packs: Sequence[LocalPack], loss: AnyLoss, metrics: MetricSums, guard: UpdateGuard
     ) -> MetricSums:
         """Compute the gradient of one mini-batch and update, unless `guard` rejects it.
 
@@ -120,7 +124,7 @@ class MegatronTrainer:
         return updated if is_allowed else metrics
 
     def _accumulate_gradients(
-        self, packs: Sequence[LocalPack], loss: LossSpec, denominators: Denominators, metrics: MetricSums
+        self, packs: Sequence[LocalPack], loss: AnyLoss, denominators: Denominators, metrics: MetricSums
     ) -> list[Tensor]:
         """Run forward and backward; leaves the gradient, reduced over all ranks, in the DDP gradient buffers.
 

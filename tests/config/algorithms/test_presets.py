@@ -15,13 +15,8 @@ ANY = TypeAdapter[PolicyConfig](AlgorithmConfig)
 
 NO_KL = {"kl_loss": None, "kl_reward": None}
 VERL = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": 3.0, "aggregation": "token-mean"}
-SLIME = {
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.2,
-    "dual_clip": None,
-    "aggregation": "seq-mean-token-mean",
-    **NO_KL,
-}
+SLIME_LOSS = {"aggregation": "seq-mean-token-mean", **NO_KL}
+SLIME = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "dual_clip": None, **SLIME_LOSS}
 OVERLONG = {"max_length": 20_480, "buffer": 4096, "factor": 1.0}
 
 
@@ -73,11 +68,11 @@ def test_every_preset_loads_and_round_trips(kind: str, preset: str) -> None:
             "paper",
             {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "aggregation": "seq-mean-token-mean", **NO_KL},
         ),
-        ("gspo", "compat:verl", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "dual_clip": None, **NO_KL}),
-        ("gspo", "compat:slime", {**SLIME, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4}),
+        ("gspo", "compat:verl", {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, **NO_KL}),
+        ("gspo", "compat:slime", {**SLIME_LOSS, "clip_ratio_low": 4e-4, "clip_ratio_high": 4e-4}),
         ("cispo", "paper", {"clip_ratio_high": 4.0, "aggregation": "token-mean", **NO_KL}),
         ("cispo", "compat:verl", {"clip_ratio_high": 0.2, "kl_loss.kind": "k3", "kl_loss.coefficient": 0.001}),
-        ("cispo", "compat:slime", {**SLIME, "clip_ratio_high": 4.0}),
+        ("cispo", "compat:slime", {**SLIME_LOSS, "clip_ratio_high": 4.0}),
         (
             "gmpo",
             "paper",

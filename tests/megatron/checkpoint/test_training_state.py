@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import DataError
-from megarl.megatron.loss_specs import ValueLoss
+from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import ModelSpec, SaveRequest, TrainerSpec, split_by_dp
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import nll_request

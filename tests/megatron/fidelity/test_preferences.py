@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.data.preference_pairs import PreferencePair
-from megarl.megatron.loss_specs import BradleyTerryLoss, DpoLoss
+from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
 from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp, split_forward_by_dp
 from megarl.placement.rank_grid import RankGrid
 from megarl.stages.pairwise import flatten_pairs, make_forward_request, make_pair_request

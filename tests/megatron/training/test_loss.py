@@ -16,20 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.algorithms.registry import find_algorithm
 from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
-from megarl.config.algorithms.policy import KlConfig, RolloutIsConfig
+from megarl.config.algorithms.policy import KlLossConfig, RolloutIsConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.loss_specs import (
-    BradleyTerryLoss,
-    DpoLoss,
-    ImplicitPrmLoss,
-    LossSpec,
-    PolicyLoss,
-    SftLoss,
-    ValueLoss,
-)
+from megarl.megatron.losses.loss import AnyLoss, ValueHeadLoss
+from megarl.megatron.losses.policy import PolicyLoss
+from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
+from megarl.megatron.losses.supervised import ImplicitPrmLoss, SftLoss, ValueLoss
 from megarl.megatron.requests import (
     ForwardRequest,
     MiniBatch,
@@ -109,20 +105,21 @@ COLUMNS = {"advantages": draw(2), "values": draw(5, 0.5), "returns": draw(6)}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    loss: LossSpec
+    loss: AnyLoss
     columns: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
     sequences_per_unit: int = 1
 
     @property
     def head(self) -> str:
-        return "value" if isinstance(self.loss, ValueLoss | BradleyTerryLoss) else "lm"
+        return "value" if isinstance(self.loss, ValueHeadLoss) else "lm"
 
 
 def policy_case(algorithm: Any, *columns: str, nll: float = 0.0, old: bool = True) -> Case:
     """Policy loss with per-token advantages if `columns` names them, else one advantage per trajectory."""
+    token_loss = find_algorithm(algorithm.type)().token_loss(algorithm)
     return Case(
-        loss=PolicyLoss(algorithm=algorithm, length_norm=LENGTH_NORM, nll=nll),
+        loss=PolicyLoss(token_loss=token_loss, algorithm=algorithm, length_norm=LENGTH_NORM, nll=nll),
         columns=(*columns, *(["old_logprobs"] if old else [])),
         scalars=(*([] if "advantages" in columns else ["advantages"]), *(["positive"] if nll else [])),
     )
@@ -145,8 +142,8 @@ CASES = {
     "ppo_clip of token advantages": policy_case(grpo(), "advantages"),
     "on policy": policy_case(grpo(), old=False),
     **{
-        f"kl {kind}": policy_case(grpo(kl_loss=KlConfig(kind=kind, coefficient=0.3)), "ref_logprobs")
-        for kind in ("k1", "k2", "k3")
+        f"kl {kind}": policy_case(grpo(kl_loss=KlLossConfig(kind=kind, coefficient=0.3)), "ref_logprobs")
+        for kind in ("k2", "k3")
     },
     **{name: policy_case(grpo(rollout_is=correction)) for name, correction in CORRECTIONS.items()},
     **{
@@ -158,7 +155,7 @@ CASES = {
     "gmpo": policy_case(GmpoConfig(clip_log_ratio_low=0.3, clip_log_ratio_high=0.2)),
     "nll": policy_case(grpo(), nll=0.4),
     "all options": policy_case(
-        GspoConfig(**GSPO, kl_loss=KlConfig(coefficient=0.3), rollout_is=CORRECTIONS["sequence_tis"]),
+        GspoConfig(**GSPO, kl_loss=KlLossConfig(coefficient=0.3), rollout_is=CORRECTIONS["sequence_tis"]),
         "ref_logprobs",
         nll=0.4,
     ),
@@ -426,7 +423,7 @@ def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tupl
             token_metrics |= {"correction/weight": weights, "correction/kept": (weights > 0).float()}
         if algorithm.kl_loss is not None:
             d = logprobs - select_sampled(data.columns["ref_logprobs"], i)
-            kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[algorithm.kl_loss.kind]
+            kl = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[algorithm.kl_loss.kind]
             losses = losses + algorithm.kl_loss.coefficient * kl
             token_metrics["policy/kl_reference"] = kl.detach()
         match algorithm.aggregation:

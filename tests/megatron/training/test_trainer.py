@@ -15,7 +15,7 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.loss_specs import PolicyLoss
+from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainRequest, split_by_dp
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
@@ -68,7 +68,9 @@ def make_request(*mini_batches, max_tokens=256):
         mini_batches=tuple(map(mini_batch, mini_batches)),
         payloads=(LocalPayload(TRAJECTORIES),),
         max_tokens_per_micro_batch=max_tokens,
-        loss=PolicyLoss(algorithm=GrpoConfig(kl_loss=None), length_norm=1),
+        loss=PolicyLoss(
+            token_loss=ClippedLoss(clip_low=0.2, clip_high=0.2), algorithm=GrpoConfig(kl_loss=None), length_norm=1
+        ),
     )
 
 

@@ -1,0 +1,1 @@
+"""Losses over packed tokens, as callable dataclasses: policies, critics, SFT, preferences, implicit reward models."""

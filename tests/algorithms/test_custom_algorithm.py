@@ -1,0 +1,207 @@
+"""Algorithms outside the package: the example's configuration, losses, training loop, and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import cloudpickle
+
+from megarl.algorithms.registry import BUILT_IN, find_algorithm
+from megarl.batch.pack import pack
+from megarl.batch.trajectory import Trajectory
+from megarl.config import RunConfig, dump_config, load_config
+from megarl.config.algorithms.algorithm import AlgorithmConfig
+from megarl.config.load import make_config
+from megarl.errors import ConfigError
+from megarl.functional import Denominators, Sequences
+from megarl.megatron.losses.loss import LossBatch, TokenScores
+from megarl.megatron.requests import TrainRequest
+from tests.algorithms.scripted_run import run_script
+
+EXAMPLE = Path(__file__).parents[2] / "examples/custom-algorithm"
+SOFT_CLIP: dict[str, Any] = {"type": "my_algorithm:SoftClip", "steepness": 2.0, "anchor_coefficient": 0.5}
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    import my_algorithm
+
+    return my_algorithm
+
+
+def make_run(**sections: Any) -> RunConfig:
+    return make_config(RunConfig, {"run_dir": "r", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def error_message(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_run(**sections)
+    return str(error.value)
+
+
+def test_the_recipe_loads_with_the_examples_own_section(example: Any) -> None:
+    config = load_config(RunConfig, EXAMPLE / "demo.yaml")
+    assert type(config.algorithm) is example.SoftClipConfig
+    assert find_algorithm(config.algorithm.type) is example.SoftClip
+    assert cloudpickle.loads(cloudpickle.dumps(config)) == config
+
+
+def test_the_resolved_configuration_loads_again(example: Any, tmp_path: Path) -> None:
+    config = make_run(algorithm=SOFT_CLIP | {"anchor": {"path": "other"}})
+    text = dump_config(config)
+    assert "steepness: 2.0" in text
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(RunConfig, tmp_path / "config.yaml") == config
+
+
+def test_the_auxiliary_model_has_a_folder_a_layout_and_a_pool(example: Any) -> None:
+    (anchor,) = make_run(algorithm=SOFT_CLIP).auxiliary_models
+    assert (anchor.name, anchor.key, anchor.path, anchor.pool) == ("anchor", "algorithm.anchor", "m", "main")
+    assert anchor.optimizer is None
+    (anchor,) = make_run(
+        algorithm=SOFT_CLIP | {"anchor": {"path": "other", "parallel": {"tp": 2}}},
+        placement={"slots_per_node": 2, "pools": {"b": {"slots_per_node": 2}}, "models": {"anchor": {"pool": "b"}}},
+    ).auxiliary_models
+    assert (anchor.path, anchor.parallel.tp, anchor.pool) == ("other", 2, "b")
+
+
+def test_options_of_the_package_apply_to_the_section(example: Any) -> None:
+    config = make_run(algorithm=SOFT_CLIP | {"kl_loss": {"coefficient": 0.1}, "rollout_is": {}})
+    assert [model.name for model in config.auxiliary_models] == ["reference", "anchor"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"steepness": -1}, "algorithm.steepness: Input should be greater than 0, got -1"),
+        ({"clip_ratio_low": 0.1, "group_size": 4}, "algorithm: clip_ratio_low: the loss of my_algorithm:SoftClip has"),
+        ({"unknown": 1}, "algorithm.unknown: unknown key"),
+        ({"anchor": {"folder": "x"}}, "algorithm.anchor.folder: unknown key"),
+        ({"group_size": 1}, "algorithm: group_size needs to be at least 2, got 1: my_algorithm:SoftClip compares"),
+        ({"preset": "paper"}, "algorithm: preset: my_algorithm:SoftClip has the presets default, got 'paper'"),
+    ],
+)
+def test_invalid_fields_are_named(example: Any, sections: dict[str, Any], message: str) -> None:
+    assert message in error_message(algorithm=SOFT_CLIP | sections)
+
+
+def test_a_pool_of_an_unknown_model_is_refused(example: Any) -> None:
+    placement = {"pools": {"b": {}}, "models": {"other": {"pool": "b"}}}
+    message = error_message(algorithm=SOFT_CLIP, placement=placement)
+    assert "placement.models.other.pool is 'b', but the run has no such model" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:X", "algorithm.type: cannot import no_such_module"),
+        ("my_algorithm:Nothing", "algorithm.type: module my_algorithm"),
+        (
+            "my_algorithm:median_advantages",
+            "algorithm.type needs a class with a method train(run, config), got my_algorithm:median_advantages",
+        ),
+        (
+            "tests.algorithms.test_custom_algorithm:WithoutConfig",
+            "algorithm.type: tests.algorithms.test_custom_algorithm:WithoutConfig.Config needs to be a subclass of "
+            "PolicyConfig, got None",
+        ),
+        (":X", "algorithm.type needs package.module:Class, got ':X'"),
+        ("grpox", "algorithm.type: needs one of 'grpo', 'dr_grpo', "),
+    ],
+)
+def test_wrong_import_paths_are_named(example: Any, path: str, message: str) -> None:
+    assert message in error_message(algorithm={"type": path})
+
+
+class WithoutConfig:
+    def train(self, run: Any, config: Any) -> None: ...
+
+
+def test_built_in_algorithms_are_those_of_the_configuration() -> None:
+    from pydantic import TypeAdapter
+
+    for algorithm in BUILT_IN:
+        kind = algorithm.Config.model_fields["type"].default
+        section = {"type": kind, "teacher": {"path": "t"}} if kind == "distillation" else {"type": kind}
+        config: Any = TypeAdapter(AlgorithmConfig).validate_python(section)
+        assert type(config) is algorithm.Config
+        assert find_algorithm(kind) is algorithm
+
+
+def test_the_loop_trains_on_median_advantages_with_the_anchors_logprobs(example: Any, tmp_path: Path) -> None:
+    rewards = [[0.0, 1.0, 5.0], [2.0, 2.0, -1.0]]
+    run = run_script(tmp_path, SOFT_CLIP, lambda label, number, sample: rewards[number][sample], steps=2)
+    assert run.call_order == ["engines sample", "anchor logprobs", "policy train", "weights push"] * 2
+    request: TrainRequest = run.arguments("policy", "train")[0]
+    (batch,) = request.mini_batches
+    assert [sample.scalars["advantages"] for sample in batch.samples] == [-1.0, 0.0, 4.0, 0.0, 0.0, -3.0]
+    assert set(request.columns) == {"anchor_logprobs"}
+    assert cloudpickle.loads(cloudpickle.dumps(request.loss)) == request.loss
+
+
+def test_the_token_loss_matches_a_loop(example: Any) -> None:
+    rng = np.random.default_rng(0)
+    trajectory = Trajectory(
+        prompt_id="p",
+        group_id=0,
+        token_ids=rng.integers(2, 9, 7).astype(np.int32),
+        loss_mask=np.array([False, False, True, True, True, False, True]),
+        logprobs=np.zeros(7, np.float32),
+        policy_versions=np.zeros(7, np.int32),
+    )
+    columns = {name: rng.normal(size=7).astype(np.float32) for name in ("old_logprobs", "anchor_logprobs")}
+    packed = pack([trajectory], {**{name: [values] for name, values in columns.items()}, "advantages": [0.7]})
+    logprobs_T = torch.tensor(rng.normal(size=7), dtype=torch.float64, requires_grad=True)
+    loss = example.SoftClipLoss(2.0, 0.5)
+    output = loss(
+        TokenScores(logprobs_T=logprobs_T, entropy_T=torch.zeros(7)),
+        LossBatch(
+            pack=packed,
+            denominators=Denominators(num_tokens=4, num_sequences=1),
+            sequences=Sequences.of(packed.cu_seqlens_S),
+        ),
+    )
+    for t in np.flatnonzero(packed.mask_T.numpy()):
+        new = logprobs_T[t].item()
+        ratio, d = np.exp(new - columns["old_logprobs"][t + 1]), new - columns["anchor_logprobs"][t + 1]
+        want = -0.7 * (4 / 2.0) / (1 + np.exp(-2.0 * (ratio - 1))) + 0.5 * (np.exp(-d) - 1 + d)
+        assert float(output.loss_T[t]) == pytest.approx(want, rel=1e-5)
+        assert float(output.ratio_T[t]) == pytest.approx(ratio, rel=1e-5)
+    (gradient,) = torch.autograd.grad(
+        loss(
+            TokenScores(
+                logprobs_T=(at := torch.from_numpy(columns["old_logprobs"]).roll(-1).requires_grad_()), entropy_T=at
+            ),
+            LossBatch(
+                pack=packed.with_column("anchor_logprobs", at.detach()),
+                denominators=Denominators(num_tokens=4, num_sequences=1),
+                sequences=Sequences.of(packed.cu_seqlens_S),
+            ),
+        ).loss_T.sum(),
+        at,
+    )
+    # at ratio 1 and at the anchor the slope is that of the policy gradient, -A
+    assert gradient[packed.mask_T].tolist() == pytest.approx([-0.7] * 4, rel=1e-5)
+
+
+def test_the_algorithm_is_short_and_uses_no_private_names() -> None:
+    lines = (EXAMPLE / "my_algorithm.py").read_text().splitlines()
+    assert len(lines) < 60
+    assert not any("._" in line for line in lines)
+
+
+def test_check_finds_the_module_in_the_working_directory(tmp_path: Path) -> None:
+    """A console script does not have the working directory on its path."""
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if p]; from megarl.config import RunConfig, load_config; "
+        f"print(type(load_config(RunConfig, {str(EXAMPLE / 'demo.yaml')!r}).algorithm).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=EXAMPLE, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "SoftClipConfig", done.stderr
