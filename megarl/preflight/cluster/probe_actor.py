@@ -40,7 +40,8 @@ class ProbeActor:
 
     def __init__(self) -> None:
         # importing torch takes seconds: do it in the background during the calls that need no torch
-        threading.Thread(target=import_module, args=("torch.distributed",), daemon=True).start()
+        self._torch_import = threading.Thread(target=import_module, args=("torch.distributed",), daemon=True)
+        self._torch_import.start()
         self._echo_server: EchoServer | None = None
         self._store: Store | None = None
 
@@ -67,6 +68,7 @@ class ProbeActor:
 
     def open_store(self, address: str, seconds: float) -> int:
         """Start the TCPStore for all-reduce checks and return its port."""
+        self._torch_import.join()
         from torch._C._distributed_c10d import TCPStore
 
         store = self._store = TCPStore(
@@ -81,6 +83,8 @@ class ProbeActor:
             WorkerError: the sum is wrong.
             RuntimeError: torch.distributed reported an error.
         """
+        # a second import at the same time may find torch._C without its submodules, which torch adds later
+        self._torch_import.join()
         import torch
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore, TCPStore
