@@ -13,6 +13,7 @@ import ray
 
 from megarl.process.stack_dump import ProcessInfo, register_stack_dump
 from megarl.process.startup_trace import StartupTiming, StartupTrace
+from megarl.workers.master_port import reserve_master_port
 from megarl.workers.stragglers import CallLog, CallRecord
 
 
@@ -35,10 +36,8 @@ class WorkerHost:
         self._calls = CallLog()
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return this node's address and a free port, for torch.distributed's master; the port is not reserved."""
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), s.getsockname()[1]
+        """Reserve a port for torch.distributed's store in this process; return this node's address and the port."""
+        return ray.util.get_node_ip_address(), reserve_master_port()
 
     def build(
         self,

@@ -6,10 +6,12 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +29,7 @@ from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers.dispatch import BROADCAST, Dispatch
 from megarl.workers.failures import wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
+from megarl.workers.master_port import join_world
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
 from megarl.workers.stack_collector import collect_stacks
 from megarl.workers.worker_host import AsyncWorkerHost
@@ -101,6 +104,21 @@ class Opposite:
         return sum(int(part.sum()) for part in payload.fetch())
 
 
+class Member:
+    """A worker that joins torch.distributed's world."""
+
+    def __init__(self) -> None:
+        join_world("gloo", timedelta(seconds=60))
+
+    def add_ranks(self, _: Any) -> int:
+        import torch
+        import torch.distributed as dist
+
+        number = torch.tensor(dist.get_rank() + 1)
+        dist.all_reduce(number)
+        return int(number)
+
+
 @pytest.fixture
 def processes() -> Iterator[WorkerProcesses]:
     pool = reserve(PlacementConfig(slots_per_node=2))
@@ -124,6 +142,16 @@ def test_every_rank_has_its_distributed_variables(group: WorkerGroup[Worker]) ->
     assert second == (greeting, "1", world, local, address, port, flag)
     assert int(port) > 0
     assert group.call(Worker.where, None, dispatch=BROADCAST) == first
+
+
+def test_master_port_is_held_until_the_ranks_use_it(processes: WorkerProcesses) -> None:
+    port = int(processes.rank_variables()[0]["MASTER_PORT"])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    members: WorkerGroup[Member] = WorkerGroup("members", processes, RankGrid(dp=2))
+    members.start(Member, ()).result(60)
+    assert members.call(Member.add_ranks, None, dispatch=EACH) == [3, 3]
+    assert processes.rank_variables()[0]["MASTER_PORT"] == str(port)
 
 
 def test_roles_share_processes_and_pass_remote_results(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:

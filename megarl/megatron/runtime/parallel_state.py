@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.config.trainer import ParallelConfig
 from megarl.megatron.runtime import platform
+from megarl.workers.master_port import join_world
 
 _IMPORTED = dict(vars(parallel_state))
 """The globals of megatron-core's `parallel_state` as imported, before any group exists."""
@@ -91,7 +92,7 @@ def init_parallel_state(config: ParallelConfig, *, seed: int, timeout: timedelta
     the environment). Models of equal layout share their groups. RNGs are seeded with `seed` for each model.
     """
     if not dist.is_initialized():
-        dist.init_process_group(platform.backend(), timeout=timeout)
+        join_world(platform.backend(), timeout)
     sizes = (config.tp, config.pp, config.cp, config.ep, config.expert_tp, config.vpp)
     layout = _layouts.setdefault(sizes, _Layout())
     state = ParallelState(layout)
