@@ -109,7 +109,7 @@ class RunAssembly:
                 startup.add_processes(
                     "rollout workers", rollout.startup_timing(), requested_at=rollout.requested_at, builds="megarl"
                 )
-            self._monitor.watch(processes, trainer.grid, lambda: {**engines.actors(), **rollout.actors()})
+            self._monitor.watch(processes, lambda: {**engines.actors(), **rollout.actors()})
             trained = {POLICY: trainer, **models.trained}
             state = self._load_checkpoint(resume, trained) if resume is not None else RunState() if restarted else None
         with startup.phase("weight sync plan"):

@@ -295,12 +295,12 @@ def _plan(
 
 def train_dispatch(cost: SequenceCost) -> Dispatch[TrainRequest, TrainStats]:
     """Split samples over data-parallel replicas and return one rank's result, since the workers reduce the metrics."""
-    return Dispatch(partial(split_by_dp, cost=cost), from_output_rank)
+    return Dispatch(partial(split_by_dp, cost=cost), from_output_rank, equal_work=True)
 
 
 def forward_dispatch(cost: SequenceCost) -> Dispatch[ForwardRequest, Mapping[SampleKey, Any]]:
     """Split samples over data-parallel replicas and merge the results of all replicas."""
-    return Dispatch(partial(split_forward_by_dp, cost=cost), _merge)
+    return Dispatch(partial(split_forward_by_dp, cost=cost), _merge, equal_work=True)
 
 
 def _merge(results: Sequence[Mapping[SampleKey, Any]], _: RankGrid) -> Mapping[SampleKey, Any]:

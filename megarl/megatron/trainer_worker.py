@@ -50,6 +50,16 @@ class ForwardWorker(ABC):
 
     _model: MegatronModel
 
+    @property
+    def busy_seconds(self) -> float | None:
+        """GPU time in seconds of this rank's forward passes so far; None on CPUs, where the thread's CPU time counts.
+
+        Waits for other pipeline stages and for gradients of other replicas are excluded. Collectives within a layer are
+        included, so a slow GPU shows on all ranks of its tensor-, context- and expert-parallel groups.
+        """
+        timer = self._model.forward_timer
+        return None if timer is None else timer.seconds()
+
     @abstractmethod
     def _ensure_onloaded(self) -> None:
         """Bring the weights back to the device if they were offloaded."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
-from megarl.placement.rank_grid import RankGrid
 from megarl.process.stack_dump import ProcessInfo
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.tracking.heartbeat import HEARTBEAT_FILE, Heartbeat
@@ -54,7 +53,7 @@ class RunMonitor:
         with self._start_watchdog.phase(step, "start"):
             yield
 
-    def watch(self, trainer: WorkerProcesses, grid: RankGrid, actors: Callable[[], Mapping[str, ActorHandle]]) -> None:
+    def watch(self, trainer: WorkerProcesses, actors: Callable[[], Mapping[str, ActorHandle]]) -> None:
         """Monitor these processes from now on; the trainer must have started and be idle.
 
         Args:
@@ -62,8 +61,7 @@ class RunMonitor:
         """
         self._trainer = trainer
         processes = trainer.processes()
-        stages = [grid.coordinates(rank).pp for rank in range(grid.size)]
-        self._stragglers = StragglerMonitor([info.host for info in processes.values()], self._notify, stages=stages)
+        self._stragglers = StragglerMonitor([info.host for info in processes.values()], self._notify)
         self._processes, self._actors, self._located = dict(processes), actors, {}
         self._locate_actors()
 

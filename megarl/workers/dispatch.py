@@ -22,6 +22,10 @@ class Dispatch(Generic[A, R]):
     collect: Callable[[Sequence[R], RankGrid], R]
     """Combines the results of all ranks, in rank order, into one."""
 
+    equal_work: bool = False
+    """Whether all ranks of a pipeline stage do the same amount of work in the call. Stragglers are sought in such calls
+    only: in others, such as a weight push, one rank may do most of the work by design."""
+
 
 def to_all(argument: A, grid: RankGrid) -> list[A]:
     """Return the same argument for every rank."""

@@ -14,7 +14,7 @@ Each role (actor, critic, ...) is a group with a worker on every rank. Several r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -185,7 +185,7 @@ class WorkerProcesses:
         return query_processes({f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)})
 
     def pop_call_records(self) -> list[list[CallRecord]]:
-        """Return the calls of each rank since the last call of this; waits for calls that are running."""
+        """Return the calls with equal work of each rank since the last call of this; waits for running calls."""
         refs = [actor.pop_call_records.remote() for actor in self.actors]
         names = {ref: f"{self.name} rank {rank}" for rank, ref in enumerate(refs)}
         return wait_all(refs, what="pop_call_records", names=names)
@@ -246,8 +246,10 @@ class WorkerGroup(Generic[W]):
 
     def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> RemoteCall[R]:
         """Send a call of `method` to every rank."""
-        ranks = zip(self._processes.actors, dispatch.distribute(argument, self.grid), strict=True)
-        refs = [actor.invoke.remote(self.name, method.__name__, one) for actor, one in ranks]
+        refs = [
+            actor.invoke.remote(self.name, method.__name__, *each)
+            for actor, *each in self._calls_by_rank(argument, dispatch)
+        ]
         return RemoteCall(
             refs, lambda results: dispatch.collect(results, self.grid), self._what(method), self._names(refs)
         )
@@ -259,9 +261,9 @@ class WorkerGroup(Generic[W]):
         # Each rank returns two references. The wait fetches the first, which is None or the failure, as for any call;
         # the second is the result, which stays with the rank. ray.wait(fetch_local=False) on the results alone does
         # not report failures, and ray.get would transfer the results to this process.
-        ranks = zip(self._processes.actors, dispatch.distribute(argument, self.grid), strict=True)
         both = [
-            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, one) for actor, one in ranks
+            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, *each)
+            for actor, *each in self._calls_by_rank(argument, dispatch)
         ]
         over = [done for done, _ in both]
         wait_all(over, what=self._what(method), names=self._names(over), timeout=timeout)
@@ -270,6 +272,14 @@ class WorkerGroup(Generic[W]):
     def put(self, value: T) -> StoredPayload[T]:
         """Store `value` in Ray's object store."""
         return StoredPayload(ray.put(value))
+
+    def _calls_by_rank(
+        self, argument: A, dispatch: Dispatch[A, R]
+    ) -> Iterator[tuple[ray.actor.ActorHandle, A, int | None]]:
+        """Yield the actor of each rank, its argument, and its pipeline stage if the call has equal work."""
+        arguments = dispatch.distribute(argument, self.grid)
+        for rank, (actor, one) in enumerate(zip(self._processes.actors, arguments, strict=True)):
+            yield actor, one, self.grid.coordinates(rank).pp if dispatch.equal_work else None
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{self.name}.{method.__name__}"

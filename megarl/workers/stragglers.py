@@ -1,7 +1,8 @@
 """Straggler detection: finds the rank that works longest while the others wait for it.
 
 The duration of a call does not show this, because the ranks finish together, in a collective. What counts is how long
-each rank was busy in it.
+each rank was busy in it. Only ranks that do the same work are compared: those of one pipeline stage, in calls whose
+`Dispatch` declares equal work.
 """
 
 from __future__ import annotations
@@ -36,28 +37,31 @@ class CallRecord:
     seconds: float
     """Duration of the call."""
     busy_seconds: float
-    """The part of `seconds` in which the rank did not wait, by default the calling thread's CPU time.
+    """The part of `seconds` in which the rank did not wait.
 
-    CPU time misleads on a GPU: a thread that waits for a kernel spins, and a thread that only launches kernels uses
-    little CPU. If the worker has an attribute `busy_seconds`, a counter that it advances itself (for example until its
-    gradients are ready), that is used instead.
+    If the worker has an attribute `busy_seconds` that is not None, it is a counter, and this is its increase: Megatron
+    ranks on GPUs count the GPU time of their forward passes (`ForwardWorker.busy_seconds`). Otherwise this is the CPU
+    time of the calling thread, in which ranks on CPUs compute. On a GPU, CPU time misleads: a thread that waits for a
+    kernel spins, and a thread that only launches kernels uses little of it.
     """
+    stage: int = 0
+    """Pipeline stage of the rank in the role's layout."""
 
 
 class CallLog:
-    """The call records of one process, whose calls run one at a time on one thread."""
+    """The records of one process's calls with equal work, which run one at a time on one thread."""
 
     def __init__(self) -> None:
         self._records: deque[CallRecord] = deque(maxlen=MAX_RECORDS)
 
     @contextmanager
-    def call(self, role: str, method: str, worker: Any) -> Iterator[None]:
+    def call(self, role: str, method: str, worker: Any, *, stage: int = 0) -> Iterator[None]:
         """Record the block as a call; a call that raises is not recorded."""
         busy = getattr(worker, "busy_seconds", None)
         began, cpu_before = perf_counter(), thread_time()
         yield
         busy_seconds = thread_time() - cpu_before if busy is None else worker.busy_seconds - busy
-        self._records.append(CallRecord(role, method, perf_counter() - began, busy_seconds))
+        self._records.append(CallRecord(role, method, perf_counter() - began, busy_seconds, stage))
 
     def take(self) -> list[CallRecord]:
         """Return the records since the last call of this and drop them."""
@@ -88,20 +92,17 @@ class Straggler:
         return self.ratio > factor and self.seconds - self.median_seconds > MIN_EXCESS_SECONDS
 
 
-def slowest_by_phase(
-    records: Sequence[Sequence[CallRecord]], *, stages: Sequence[int] | None = None
-) -> list[Straggler]:
+def slowest_by_phase(records: Sequence[Sequence[CallRecord]]) -> list[Straggler]:
     """Return the busiest rank of each phase, whether or not the difference is significant.
 
     Args:
-        records: call records of each rank.
-        stages: pipeline stage of each rank, if stages do different work. Ranks are compared within their stage; a rank
-            that is alone in its stage is left out.
+        records: call records of each rank. Ranks are compared within their stage; a rank that is alone in its stage is
+            left out.
     """
     busy_seconds: dict[tuple[str, int], dict[int, float]] = {}
     for rank, rank_records in enumerate(records):
         for record in rank_records:
-            ranks = busy_seconds.setdefault((f"{record.role}.{record.method}", stages[rank] if stages else 0), {})
+            ranks = busy_seconds.setdefault((f"{record.role}.{record.method}", record.stage), {})
             ranks[rank] = ranks.get(rank, 0.0) + record.busy_seconds
     found: dict[str, Straggler] = {}
     for (phase, _), ranks in busy_seconds.items():
@@ -117,26 +118,21 @@ def slowest_by_phase(
     return list(found.values())
 
 
-def find_stragglers(
-    records: Sequence[Sequence[CallRecord]], *, factor: float = STRAGGLER_FACTOR, stages: Sequence[int] | None = None
-) -> list[Straggler]:
-    """Return the significant stragglers, at most one per phase; arguments as for `slowest_by_phase`."""
-    return [one for one in slowest_by_phase(records, stages=stages) if one.is_significant(factor)]
+def find_stragglers(records: Sequence[Sequence[CallRecord]], *, factor: float = STRAGGLER_FACTOR) -> list[Straggler]:
+    """Return the significant stragglers, at most one per phase; `records`: as for `slowest_by_phase`."""
+    return [one for one in slowest_by_phase(records) if one.is_significant(factor)]
 
 
 class StragglerMonitor:
     """Tracks the stragglers of a worker group from step to step and reports persistent ones."""
 
-    def __init__(
-        self, nodes: Sequence[str], notify: Callable[[str], None], *, stages: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, nodes: Sequence[str], notify: Callable[[str], None]) -> None:
         """Args:
         nodes: host name of each rank.
         notify: gets a message once for each rank and phase in which it was the straggler for
             `MIN_CONSECUTIVE_STEPS` steps in a row.
-        stages: as for `slowest_by_phase`.
         """
-        self._nodes, self._notify, self._stages = nodes, notify, stages
+        self._nodes, self._notify = nodes, notify
         self._streaks: dict[str, tuple[int, int]] = {}
         self._reported: set[tuple[str, int]] = set()
 
@@ -145,7 +141,7 @@ class StragglerMonitor:
 
         Phases in which the slowest rank is busy for at most `MIN_EXCESS_SECONDS` have no metric.
         """
-        phases = slowest_by_phase(records, stages=self._stages)
+        phases = slowest_by_phase(records)
         late = {one.phase: one for one in phases if one.is_significant(STRAGGLER_FACTOR)}
         self._streaks = {
             phase: (one.rank, self._streaks[phase][1] + 1 if self._streaks.get(phase, (None, 0))[0] == one.rank else 1)

@@ -7,6 +7,7 @@ import inspect
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -62,18 +63,22 @@ class WorkerHost:
         return self._process_info
 
     def pop_call_records(self) -> list[CallRecord]:
-        """Return the records of the calls since the last call of this."""
+        """Return the records of the calls with equal work since the last call of this."""
         return self._calls.take()
 
-    def invoke(self, role: str, method: str, argument: Any) -> Any:
-        """Return `method(argument)` of the worker of `role`."""
+    def invoke(self, role: str, method: str, argument: Any, stage: int | None = None) -> Any:
+        """Return `method(argument)` of the worker of `role`.
+
+        Args:
+            stage: pipeline stage of the rank, to record the call; None for a call in which ranks do unequal work.
+        """
         worker = self._workers[role]
-        with self._calls.call(role, method, worker):
+        with nullcontext() if stage is None else self._calls.call(role, method, worker, stage=stage):
             return getattr(worker, method)(argument)
 
-    def invoke_remote(self, role: str, method: str, argument: Any) -> tuple[None, Any]:
+    def invoke_remote(self, role: str, method: str, argument: Any, stage: int | None = None) -> tuple[None, Any]:
         """Return None and the result of `invoke`, for two object references; the first only signals completion."""
-        return None, self.invoke(role, method, argument)
+        return None, self.invoke(role, method, argument, stage)
 
 
 class AsyncWorkerHost:

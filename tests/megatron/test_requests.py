@@ -15,11 +15,13 @@ from megarl.megatron.requests import (
     SampleRef,
     TrainRequest,
     TrainStats,
+    forward_dispatch,
     split_by_dp,
     train_dispatch,
 )
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.planning.strategy import SyncStats
+from megarl.workers.dispatch import BROADCAST
 
 GRIDS = [
     RankGrid(),
@@ -96,3 +98,11 @@ def test_sync_stats_are_summed_over_ranks():
     assert SUM_SYNC_STATS.collect([first, second], RankGrid(dp=2)) == SyncStats(
         bytes_sent=4, bytes_received=4, bytes_delivered=9, buckets=3, peak_extra_bytes=10, messages=1, collectives=2
     )
+
+
+def test_ranks_do_equal_work_in_passes_over_samples_only() -> None:
+    """In a push of weights or an export, rank 0 may have most of the work."""
+    assert train_dispatch(QWEN2_5_7B).equal_work
+    assert forward_dispatch(QWEN2_5_7B).equal_work
+    assert not SUM_SYNC_STATS.equal_work
+    assert not BROADCAST.equal_work

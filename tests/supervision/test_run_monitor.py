@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megarl.errors import WorkerError
-from megarl.placement.rank_grid import RankGrid
 from megarl.supervision import run_monitor
 from megarl.supervision.phase_watchdog import STACKS_FOLDER
 from megarl.supervision.run_monitor import RunMonitor
@@ -46,7 +45,7 @@ def test_stacks_are_collected_from_replaced_processes(monitor: RunMonitor, monke
     monkeypatch.setattr(run_monitor, "collect_stacks", lambda processes: str(sorted(processes.items())))
     engines = {"engine 0": "first", "engine 1": "second"}
     trainer: Any = SimpleNamespace(processes=lambda: {"trainer rank 0": SimpleNamespace(host="n")})
-    monitor.watch(trainer, RankGrid(), lambda: engines)
+    monitor.watch(trainer, lambda: engines)
     trainer_info = str(next(iter(trainer.processes().items())))
     assert monitor._stacks() == f"[('engine 0', 'info of first'), ('engine 1', 'info of second'), {trainer_info}]"
     engines |= {"engine 0": "starts", "engine 1": "third"}

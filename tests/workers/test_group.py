@@ -32,6 +32,7 @@ from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
 from megarl.workers.stack_collector import collect_stacks
+from megarl.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor
 from megarl.workers.worker_host import AsyncWorkerHost
 from tests.end_to_end.launched import wait_until
 
@@ -79,14 +80,23 @@ class Worker:
 
     def meet(self, seconds: float) -> None:
         """Wait for `seconds` on rank 0 and compute for `seconds` on rank 1."""
+        self._compute_on(1, seconds)
+
+    def push_weights(self, seconds: float) -> None:
+        """Compute for `seconds` on rank 0, which alone has the work, while rank 1 waits."""
+        self._compute_on(0, seconds)
+
+    def _compute_on(self, rank: int, seconds: float) -> None:
         ends = time.thread_time() + seconds
-        if self.rank == 0:
+        if self.rank != rank:
             time.sleep(seconds)
-        while self.rank == 1 and time.thread_time() < ends:
+        while self.rank == rank and time.thread_time() < ends:
             pass
 
 
 EACH: Dispatch[Any, Any] = Dispatch(lambda argument, grid: [argument] * grid.size, lambda results, _: list(results))
+
+EQUAL_WORK: Dispatch[Any, Any] = replace(BROADCAST, equal_work=True)
 
 
 class Opposite:
@@ -295,13 +305,35 @@ def test_processes_of_a_lost_node_are_listed(group: WorkerGroup[Worker], process
 
 
 def test_processes_record_busy_seconds_of_their_ranks(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
-    processes.pop_call_records()
-    group.call(Worker.meet, 0.3, dispatch=BROADCAST)
+    group.call(Worker.meet, 0.3, dispatch=EQUAL_WORK)
     idle, busy = processes.pop_call_records()
     assert [(record.role, record.method) for record in idle + busy] == [("workers", "meet")] * 2
     assert idle[0].busy_seconds < 0.1 < 0.29 < idle[0].seconds
     assert busy[0].busy_seconds > 0.25
     assert processes.pop_call_records() == [[], []]
+
+
+def test_only_calls_with_equal_work_have_stragglers(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    messages: list[str] = []
+    monitor = StragglerMonitor(["n1", "n2"], messages.append)
+    for _ in range(MIN_CONSECUTIVE_STEPS):
+        group.call(Worker.push_weights, 0.3, dispatch=BROADCAST)
+        assert monitor.step(processes.pop_call_records()) == {}
+    assert messages == []
+    for _ in range(MIN_CONSECUTIVE_STEPS):
+        group.call_remote(Worker.push_weights, 0.3, dispatch=BROADCAST)
+        group.call(Worker.meet, 0.3, dispatch=EQUAL_WORK)
+        (phase,) = monitor.step(processes.pop_call_records())
+        assert phase == "straggler/workers.meet_ratio"
+    (message,) = messages
+    assert re.fullmatch(r"workers rank 1 \(node n2\) was busy \S+ times as long as the median in meet, .*", message)
+
+
+def test_calls_are_recorded_with_the_stage_of_their_role(processes: WorkerProcesses) -> None:
+    staged: WorkerGroup[Worker] = WorkerGroup("staged", processes, RankGrid(pp=2))
+    staged.start(Worker, ("hello",)).result(60)
+    staged.call_remote(Worker.meet, 0.0, dispatch=EQUAL_WORK)
+    assert [[record.stage for record in records] for records in processes.pop_call_records()] == [[0], [1]]
 
 
 class Slow:

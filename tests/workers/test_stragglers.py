@@ -10,9 +10,14 @@ import pytest
 from megarl.workers.stragglers import MAX_RECORDS, CallLog, CallRecord, Straggler, StragglerMonitor, find_stragglers
 
 
-def make_step(*busy_seconds: float, method: str = "train_step", wall: float = 9.0) -> list[list[CallRecord]]:
+def make_step(
+    *busy_seconds: float, method: str = "train_step", wall: float = 9.0, stages: tuple[int, ...] = ()
+) -> list[list[CallRecord]]:
     """Return the records of one phase by rank; calls of all ranks take equally long."""
-    return [[CallRecord("trainer", method, wall, seconds)] for seconds in busy_seconds]
+    return [
+        [CallRecord("trainer", method, wall, seconds, stage)]
+        for seconds, stage in zip(busy_seconds, stages or [0] * len(busy_seconds), strict=True)
+    ]
 
 
 def burn(seconds: float) -> None:
@@ -52,11 +57,10 @@ def test_calls_add_up_within_a_phase_and_not_across() -> None:
 
 
 def test_ranks_are_compared_within_their_pipeline_stage() -> None:
-    busy_seconds = make_step(1.0, 1.0, 2.0, 2.1)
-    assert [one.rank for one in find_stragglers(busy_seconds)] == [3]
-    assert find_stragglers(busy_seconds, stages=[0, 0, 1, 1]) == []
-    assert [one.rank for one in find_stragglers(make_step(1.0, 1.5, 2.0, 2.1), stages=[0, 0, 1, 1])] == [1]
-    assert find_stragglers(make_step(1.0, 2.0), stages=[0, 1]) == []
+    assert [one.rank for one in find_stragglers(make_step(1.0, 1.0, 2.0, 2.1))] == [3]
+    assert find_stragglers(make_step(1.0, 1.0, 2.0, 2.1, stages=(0, 0, 1, 1))) == []
+    assert [one.rank for one in find_stragglers(make_step(1.0, 1.5, 2.0, 2.1, stages=(0, 0, 1, 1)))] == [1]
+    assert find_stragglers(make_step(1.0, 2.0, stages=(0, 1))) == []
 
 
 def test_persistent_straggler_is_reported_once() -> None:

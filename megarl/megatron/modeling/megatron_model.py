@@ -7,6 +7,7 @@ context parallelism), v = V/tp share of the vocabulary. Names end in their shape
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from math import lcm
@@ -28,6 +29,7 @@ from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_p
 from megarl.megatron.modeling.transformer_config import transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
+from megarl.megatron.runtime.cuda_timer import CudaTimer
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -81,6 +83,8 @@ class MegatronModel:
                 spec.model_path, self.layout, tensors, optional_tensors=self.architecture.optional_tensors
             )
         self.is_last_stage = self.groups.pp.rank() == self.groups.pp.size() - 1
+        self.forward_timer = CudaTimer() if platform.is_cuda() else None
+        """GPU time of the forward passes of this rank's stage, without the waits for other stages; None on CPUs."""
 
     def activate(self) -> None:
         """Make megatron-core use this model's process groups and RNG states.
@@ -137,9 +141,10 @@ class MegatronModel:
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
             packed, batch_loss = next(data)
             tokens = packed.batch
-            output = module(
-                tokens.token_ids_T[None], tokens.position_ids_T[None], None, packed_seq_params=packed.attention
-            )
+            with nullcontext() if self.forward_timer is None else self.forward_timer.measure():
+                output = module(
+                    tokens.token_ids_T[None], tokens.position_ids_T[None], None, packed_seq_params=packed.attention
+                )
 
             def scaled(logits_1tv: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 value, outputs = batch_loss(logits_1tv, packed)
