@@ -6,7 +6,9 @@
 If two processes find the same dead holder, flock serializes them, and the second finds the file replaced.
 
 A process that is suspended for long counts as dead and loses the lock. Writers therefore call `require_lock` before
-each write. The controller of a run writes for its driver, which holds the lock: it adopts the driver's `LockClaim`.
+each write. The controller and the workers of a run write for its driver, which holds the lock: they adopt the driver's
+`LockClaim`. A writer that is suspended between the check and the end of its write can still complete that one write:
+file systems offer no compare-and-write.
 """
 
 from __future__ import annotations
@@ -106,13 +108,21 @@ def find_claim(run_dir: str | Path) -> LockClaim | None:
 def require_lock(run_dir: str | Path) -> None:
     """Return if this process still has the lock that it acquired or adopted, or if it never had one.
 
+    Raises as `require_claim` does.
+    """
+    require_claim(find_claim(run_dir))
+
+
+def require_claim(claim: LockClaim | None) -> None:
+    """Return if the lock is still held by this claim, or if there is none.
+
     Raises:
         LostLockError: another process has taken over the folder, or the lock was released.
         DataError: the lock cannot be read.
     """
-    claim, path = find_claim(run_dir), Path(run_dir) / LOCK
     if claim is None:
         return
+    run_dir, path = claim.run_dir, Path(claim.run_dir) / LOCK
     try:
         content = _read_if_exists(path)
     except OSError as e:

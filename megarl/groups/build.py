@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.batch.trajectory import Prompt
+from megarl.checkpoint.run_lock import find_claim
 from megarl.config import DpoConfig, RunConfig, StageConfig
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.prompts import load_prompts
@@ -43,7 +44,9 @@ def trainer_spec(config: StageConfig, *, load_weights: bool = True) -> TrainerSp
         temperature=temperature,
         seed=config.seed,
     )
-    return TrainerSpec(model=model, optimizer=config.trainer.optimizer, optimizer_steps=steps)
+    return TrainerSpec(
+        model=model, optimizer=config.trainer.optimizer, optimizer_steps=steps, claim=find_claim(config.run_dir)
+    )
 
 
 def build_trainer(config: StageConfig, processes: Processes, *, load_weights: bool = True) -> TrainerGroup:

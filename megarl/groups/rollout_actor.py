@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.batch.trajectory import Trajectory
+from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.estimation import EstimateJob, EstimateSummary, estimate
@@ -33,7 +34,10 @@ class TrajectoryReward:
 class RolloutActor(RolloutWorker):
     """Runs agents, scores trajectories, writes rollouts to disk, and runs estimators."""
 
-    def __init__(self, config: RunConfig, engines: Sequence[GenerationEngine]) -> None:
+    def __init__(self, config: RunConfig, engines: Sequence[GenerationEngine], claim: LockClaim | None = None) -> None:
+        """`claim`: the run's claim to its folder, checked before each write; None: the folder is not locked."""
+        if claim is not None:
+            adopt_claim(claim)
         spec = RolloutWorkerSpec(
             request_timeout_seconds=config.rollout.request_timeout_seconds,
             agent=load_agent(config.rollout.agent),
@@ -42,7 +46,7 @@ class RolloutActor(RolloutWorker):
         tokenizer = load_tokenizer(config.model.path)
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        self._folder = Path(config.run_dir) / "rollouts"
+        self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"
         self._replay = Replay(Journal(config.run_dir, journal_fingerprint(config)))
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
@@ -51,6 +55,7 @@ class RolloutActor(RolloutWorker):
         Raises:
             WorkerError: as `RolloutWorker` raises it, or the journal cannot be used.
             AgentError, RewardError: as `RolloutWorker` raises them.
+            LostLockError: another run has taken over the run folder.
         """
         step = parse_step(job.request_id)
         if step is None:
@@ -69,11 +74,15 @@ class RolloutActor(RolloutWorker):
         Args:
             rewards: final rewards, one per trajectory, including terms added after generation.
             advantages: one per trajectory.
+
+        Raises:
+            LostLockError: another run has taken over the run folder; nothing is written.
         """
         # group ids are unique within one sampling call only; a step may combine several
         trajectories = [replace(trajectory, group_id=g) for g, group in enumerate(groups) for trajectory in group]
         known = [replace(t, reward=r.total, rewards=r.terms) for t, r in zip(trajectories, rewards, strict=True)]
         path = self._folder / f"step-{step:06d}.parquet"
+        require_lock(self._run_dir)
         await asyncio.to_thread(write_rollouts, path, known, advantages, step=step, decode=self._decode)
 
     async def estimate(

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.checkpoint.run_lock import find_claim
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.groups.engine_group import EngineGroup
@@ -265,7 +266,8 @@ class RolloutGroup:
         return WorkerLivenessProbe(worker, self._config.recovery.engine_stall_seconds)
 
     def _build(self, worker: ray.actor.ActorHandle) -> ray.ObjectRef:
-        return worker.build.remote(RolloutActor, (self._config, self._known_engines), {}, time.time())
+        arguments = self._config, self._known_engines, find_claim(self._config.run_dir)
+        return worker.build.remote(RolloutActor, arguments, {}, time.time())
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import ColumnName, PerToken, padded_length
 from megarl.batch.trajectory import Trajectory
+from megarl.checkpoint.run_lock import LockClaim
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
@@ -61,6 +62,8 @@ class TrainerSpec:
     optimizer: OptimizerConfig
     optimizer_steps: int
     """Optimizer steps of the whole run, which set the length of the learning-rate schedule."""
+    claim: LockClaim | None = None
+    """The run's claim to its folder, without which no model is exported; None: the folder is not locked."""
 
 
 SampleKey = tuple[int, int]

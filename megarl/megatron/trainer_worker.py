@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.batch.pack import PerToken
+from megarl.checkpoint.run_lock import require_claim
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import (
     ForwardRequest,
@@ -187,11 +189,17 @@ class TrainerWorker(ForwardWorker):
         return self._weight_sync_worker.sync()
 
     def save_hf(self, folder: str) -> None:
-        """Export the model in Hugging Face format to `folder`, with the tokenizer of the initial model."""
+        """Export the model in Hugging Face format to `folder`, with the tokenizer of the initial model.
+
+        Raises:
+            DataError: a rank could not write.
+            LostLockError: another run has taken over the run folder; a model in `folder` stays as it was.
+        """
         from megarl.megatron.hf_weights import export
 
         self._ensure_onloaded()
-        export.save(self._trainer.model, self._spec.model.model_path, folder)
+        model_path, claim = self._spec.model.model_path, self._spec.claim
+        export.save(self._trainer.model, model_path, folder, require_lock=partial(require_claim, claim))
         self._offload_if_idle()
 
     def begin_save(self, request: SaveRequest) -> SaveStats:

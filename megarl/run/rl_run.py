@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.errors import LimitError
@@ -489,6 +490,7 @@ class RLRun(StageRun):
         self.rollout.flush_records()
         totals = self.totals.snapshot(self.timer)
         summary = totals.summary(step=self.step, steps_planned=self.config.trainer.steps)
+        require_lock(self.config.run_dir)
         summary.write(Path(self.config.run_dir) / "summary.json")
         self.close()
         return summary

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.trajectory import Trajectory
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import SupervisedStageConfig
 from megarl.data.preference_pairs import PreferencePair, load_preferences
 from megarl.data.tokenizer import load_tokenizer
@@ -80,6 +81,7 @@ class PairwiseRun(SupervisedRun):
         summary = totals.summary(step=self.step, steps_planned=self._stage_config.trainer.steps)
         world = torchrun_world()
         if world is None or world.rank == 0:
+            require_lock(self._run_dir)
             summary.write(self._run_dir / "summary.json")
         before, after = summary.eval_before, summary.eval_after
         if before is not None and after is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.process.stack_dump import ProcessInfo
@@ -30,7 +32,12 @@ class RunMonitor:
         """`notify`: shows the user a line."""
         folder = Path(config.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.heartbeat = Heartbeat(folder / HEARTBEAT_FILE, steps=config.trainer.steps, notify=notify)
+        self.heartbeat = Heartbeat(
+            folder / HEARTBEAT_FILE,
+            steps=config.trainer.steps,
+            notify=notify,
+            require_lock=partial(require_lock, config.run_dir),
+        )
         self._notify = notify
         seconds = config.recovery.phase_timeout_seconds
         self._phase_watchdog = PhaseWatchdog(seconds, notify, self._stacks, folder)

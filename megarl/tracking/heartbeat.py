@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from megarl.errors import DataError, LostLockError
 from megarl.process.atomic_files import atomic_write
 
 HEARTBEAT_FILE = "heartbeat.json"
@@ -65,10 +66,20 @@ class Heartbeat:
     """Writes the heartbeat file of a run from a separate thread, so that callers never wait for the disk."""
 
     def __init__(
-        self, path: Path, *, steps: int, notify: Callable[[str], None], interval_seconds: float = INTERVAL_SECONDS
+        self,
+        path: Path,
+        *,
+        steps: int,
+        notify: Callable[[str], None],
+        interval_seconds: float = INTERVAL_SECONDS,
+        require_lock: Callable[[], None] = lambda: None,
     ) -> None:
-        """`notify` gets a message, once, if the file cannot be written; the run continues."""
-        self._path, self._notify, self._interval = path, notify, interval_seconds
+        """Args:
+        notify: gets a message, once, if the file cannot be written; the run continues.
+        require_lock: called before each write; if it raises LostLockError, another run owns the file, and this one
+            writes it no more.
+        """
+        self._path, self._notify, self._interval, self._require_lock = path, notify, interval_seconds, require_lock
         now = _now()
         self._record = HeartbeatRecord(
             time=now,
@@ -126,20 +137,26 @@ class Heartbeat:
         while not is_last:
             is_last = self._closed.is_set()
             self._changed.clear()
-            self._write()
+            if not self._write():
+                return
             if not self._closed.wait(min(MIN_INTERVAL_SECONDS, self._interval)):
                 self._changed.wait(max(0.0, self._interval - MIN_INTERVAL_SECONDS))
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Write the file; return False if this run must not write it any more."""
         with self._lock:
             record = replace(self._record, time=_now())
         try:
+            self._require_lock()
             with atomic_write(self._path) as draft:
                 draft.write_text(json.dumps(asdict(record)) + "\n")
-        except OSError as error:
+        except LostLockError:
+            return False  # the run's own thread raises the error at its next write
+        except (OSError, DataError) as error:
             if not self._has_reported:
                 self._has_reported = True
                 self._notify(f"{self._path} cannot be written, so monitors cannot see the state of the run: {error}")
+        return True
 
 
 def _now() -> str:

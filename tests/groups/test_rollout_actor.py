@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from megarl.batch.trajectory import Prompt
+from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.config import RunConfig
-from megarl.errors import WorkerError
+from megarl.errors import LostLockError, WorkerError
 from megarl.groups import rollout_actor
 from megarl.rollout.engine import Generation, Sampling
 from megarl.rollout.journal.journal import read_step
 from megarl.rollout.rollout_worker import GroupJob
+from tests.checkpoint.run_folder import take_over
 
 
 class SeededEngine:
@@ -55,9 +57,9 @@ def make_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_actor.RewardScorer, "from_model", lambda *_: Scorer())
     monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda _: SimpleNamespace(decode=str))
 
-    def start(engine, **changes):
+    def start(engine, claim=None, **changes):
         sections = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
-        return rollout_actor.RolloutActor(RunConfig.model_validate(sections | changes), [engine])
+        return rollout_actor.RolloutActor(RunConfig.model_validate(sections | changes), [engine], claim)
 
     return start
 
@@ -164,3 +166,18 @@ def test_concurrent_groups_are_sent_in_one_engine_call(make_actor):
     run(make_actor(engine), [job(g) for g in range(16)])
     assert engine.calls == 1
     assert len(engine.requested_seeds) == 64
+
+
+def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_path):
+    with RunLock(tmp_path):
+        claim = find_claim(tmp_path)
+        actor = make_actor(SeededEngine(), claim)
+        ((_, trajectories),) = run(actor, [job(0)])
+        take_over(tmp_path)
+        written = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        (refused,) = run(actor, [job(1)])
+        assert isinstance(refused, LostLockError)
+        rewards = [rollout_actor.TrajectoryReward(t.reward, t.rewards) for t in trajectories]
+        with pytest.raises(LostLockError):
+            asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), trajectories))
+        assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == written

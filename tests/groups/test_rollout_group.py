@@ -151,6 +151,7 @@ def start_group(ray: FakeRay, workers: int = 2, **recovery: Any) -> Run:
     messages: list[str] = []
     budget = RecoveryConfig(**recovery)
     config: Any = SimpleNamespace(
+        run_dir="run",
         recovery=budget,
         rollout=SimpleNamespace(request_timeout_seconds=600.0, workers=workers),
         placement=SimpleNamespace(start_timeout_seconds=30.0),

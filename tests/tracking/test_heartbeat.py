@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megarl.errors import LostLockError
 from megarl.tracking.heartbeat import Heartbeat
 from tests.end_to_end.launched import wait_until
 
@@ -76,6 +78,26 @@ def test_writes_are_rate_limited(tmp_path: Path) -> None:
     heartbeat.close("ended")
     assert len(seen) < 10
     assert read(path)["step"] == 499
+
+
+def test_a_run_that_lost_its_folder_writes_no_heartbeat(tmp_path: Path) -> None:
+    path, has_lock, messages = tmp_path / "heartbeat.json", threading.Event(), list[str]()
+    has_lock.set()
+
+    def require_lock() -> None:
+        if not has_lock.is_set():
+            raise LostLockError("run_dir no longer belongs to this run")
+
+    heartbeat = Heartbeat(path, steps=1, notify=messages.append, interval_seconds=0.05, require_lock=require_lock)
+    assert wait_until(path.exists, 5)
+    has_lock.clear()
+    time.sleep(0.2)
+    path.write_text("of the other run")
+    heartbeat.phase(1, "train")
+    time.sleep(0.2)
+    heartbeat.close("failed")
+    assert path.read_text() == "of the other run"
+    assert messages == []
 
 
 def test_write_failure_is_reported_once(tmp_path: Path) -> None:

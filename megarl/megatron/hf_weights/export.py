@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.errors import DataError, MegarlError, WeightSyncError
+from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
 from megarl.megatron.hf_weights.file_sink import FileSink
@@ -30,6 +30,7 @@ from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
 from megarl.model_files.writer import SafetensorsWriter, publish
+from megarl.process.atomic_files import atomic_write
 from megarl.reshard.layout.layout import TensorSpec, WeightLayout
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
@@ -53,17 +54,22 @@ COPIED_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files that are copied with the weights: generation config, tokenizer, chat template."""
 
 
-def save(model: MegatronModel, source: str, folder: str) -> None:
+def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callable[[], None] = lambda: None) -> None:
     """Write the weights and copies of the other files in `source` into `folder`; collective over all ranks.
+
+    Args:
+        require_lock: called on rank 0 before anything is written and again before the files are published; raises if
+            this run may no longer write.
 
     Raises:
         DataError: a rank could not write; the message names the rank. Temporary files are removed.
+        LostLockError: as `require_lock` raised it, on all ranks; a model in `folder` stays as it was.
     """
     rank, target = dist.get_rank(), Path(folder)
     is_publisher = rank == 0
     layouts, topology = _gather_layouts(model.layout)
     plan = plan_export(target, layouts, _duplicated_tensors(model, Path(source)))
-    config = _on_all_ranks(target, lambda: _prepare(Path(source), target) if is_publisher else {})
+    config = _on_all_ranks(target, lambda: _prepare(Path(source), target, require_lock) if is_publisher else {})
     context = SyncContext(rank=rank, sources=layouts, topology=topology, needs=plan.needs)
     writer = SafetensorsWriter(target, plan.files_of(rank))
     try:
@@ -72,7 +78,9 @@ def save(model: MegatronModel, source: str, folder: str) -> None:
             _set_dtype(config, model.layout.tensors)
             _set_head(config, model.architecture)
             set_mtp_layers(config, model.architecture)
-        _on_all_ranks(target, lambda: _publish(plan.files, config, Path(source), target) if is_publisher else None)
+        _on_all_ranks(
+            target, lambda: _publish(plan.files, config, Path(source), target, require_lock) if is_publisher else None
+        )
     except BaseException:
         writer.discard()
         raise
@@ -97,24 +105,39 @@ def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]
 
 
 def _on_all_ranks(target: Path, step: Callable[[], _T]) -> _T:
-    """Run `step` and return its result if it succeeded on all ranks; otherwise raise DataError on all ranks."""
+    """Run `step` and return its result if it succeeded on all ranks; otherwise raise an error on all ranks.
+
+    The error is a DataError, or a LostLockError if that is the root cause.
+    """
     error: OSError | MegarlError | None = None
     try:
         result = step()
     except (OSError, MegarlError) as e:
         error = e
-    errors: list[tuple[bool, int, str] | None] = [None] * dist.get_world_size()
+    errors: list[tuple[bool, int, str, bool] | None] = [None] * dist.get_world_size()
     # other ranks only see a lost connection to a rank that failed: sort root causes first
-    mine = None if error is None else (isinstance(error, WeightSyncError), dist.get_rank(), str(error))
+    mine = (
+        None
+        if error is None
+        else (
+            isinstance(error, WeightSyncError),
+            dist.get_rank(),
+            str(error),
+            isinstance(error, LostLockError),
+        )
+    )
     dist.all_gather_object(errors, mine)
     problems = sorted(each for each in errors if each is not None)
     if problems:
-        _, rank, cause = problems[0]
+        _, rank, cause, is_lock_lost = problems[0]
+        if is_lock_lost:
+            raise LostLockError(cause) from error
         raise DataError(f"{target}: the model could not be written, on rank {rank}: {cause}") from error
     return result
 
 
-def _prepare(source: Path, target: Path) -> JsonObject:
+def _prepare(source: Path, target: Path, require_lock: Callable[[], None]) -> JsonObject:
+    require_lock()
     target.mkdir(parents=True, exist_ok=True)
     return read_json_object(source / "config.json")
 
@@ -136,7 +159,10 @@ def _write(context: SyncContext, model: MegatronModel, writer: SafetensorsWriter
     sink.finish()
 
 
-def _publish(files: Sequence[PlannedFile], config: JsonMapping, source: Path, target: Path) -> None:
+def _publish(
+    files: Sequence[PlannedFile], config: JsonMapping, source: Path, target: Path, require_lock: Callable[[], None]
+) -> None:
+    require_lock()
     (target / "config.json").unlink(missing_ok=True)
     publish(target, files)
     for pattern in COPIED_PATTERNS:
@@ -144,9 +170,8 @@ def _publish(files: Sequence[PlannedFile], config: JsonMapping, source: Path, ta
             is_ours = file.name == "config.json" or file.name.endswith(".index.json")
             if not is_ours and file.resolve() != (target / file.name).resolve():
                 shutil.copy(file, target / file.name)
-    partial = target / ".config.json.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.rename(target / "config.json")
+    with atomic_write(target / "config.json") as draft:
+        draft.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _set_dtype(config: JsonObject, tensors: Mapping[str, TensorSpec]) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.batch.trajectory import Trajectory
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
 from megarl.model_files.json_object import JsonMapping
@@ -73,7 +74,7 @@ class Journal:
         Args:
             fingerprint: identifies the settings that determine the samples; see `journal_fingerprint`.
         """
-        self._folder = journal_folder(run_dir)
+        self._run_dir, self._folder = run_dir, journal_folder(run_dir)
         self._fingerprint = fingerprint
         self._steps: dict[int, _StepIndex] = {}
 
@@ -104,6 +105,7 @@ class Journal:
 
         Raises:
             DataError: the journal has another format.
+            LostLockError: another run has taken over the run folder; nothing is written.
             WorkerError: the file cannot be written, or as `lookup`.
         """
         index = self._refresh_index(step)
@@ -141,6 +143,7 @@ class Journal:
         return index
 
     def _write(self, step: int, index: _StepIndex, data: bytes, request_id: str) -> None:
+        require_lock(self._run_dir)
         path = index.writer.path if index.writer else step_folder(self._folder, step) / _make_file_name()
         try:
             if index.writer is None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.config.trainer import ParallelConfig
-from megarl.errors import DataError
+from megarl.errors import DataError, LostLockError
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
@@ -62,7 +62,7 @@ def load_folder(folder):
     return {name: t for file in Path(folder).glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_rank):
+def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_rank, num_lock_checks):
     """Export; return, by rank, the files written and the error."""
     from megarl.megatron.hf_weights import export, export_plan
 
@@ -81,20 +81,38 @@ def export_on_rank(source, companions, target, grid, dtype, file_bytes, faulty_r
     if rank == faulty_rank:  # simulates a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    checks = iter(range(num_lock_checks))
+
+    def require_lock():
+        if rank == 0 and next(checks, None) is None:
+            raise LostLockError("another run holds the folder")
+
     error = None
     try:
-        export.save(held, companions, target)
+        export.save(held, companions, target, require_lock=require_lock)
     except DataError as e:
         error = str(e)
+    except LostLockError as e:
+        error = f"LostLockError: {e}"
     outcomes = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (wrote, error))
     dist.destroy_process_group()
     return outcomes
 
 
-def export(tmp_path, source, *, dtype="float32", file_bytes=60_000, faulty_rank=None, companions=None, **sizes):
+def export(
+    tmp_path,
+    source,
+    *,
+    dtype="float32",
+    file_bytes=60_000,
+    faulty_rank=None,
+    companions=None,
+    num_lock_checks=9,
+    **sizes,
+):
     grid = RankGrid(**sizes)
-    arguments = companions or source, str(tmp_path / "out"), grid, dtype, file_bytes, faulty_rank
+    arguments = companions or source, str(tmp_path / "out"), grid, dtype, file_bytes, faulty_rank, num_lock_checks
     return run_ranks(export_on_rank, grid.size, tmp_path, source, *arguments)
 
 
@@ -182,6 +200,17 @@ def test_error_names_the_rank_that_cannot_write_and_the_previous_model_stays(qwe
     outcomes = export(tmp_path, qwen3_path, faulty_rank=1, tp=2)
     message = f"{out}: the model could not be written, on rank 1: [Errno 27] File too large"
     assert [error for _, error in outcomes] == [message, message]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("num_lock_checks", [0, 1])
+def test_run_that_lost_its_folder_keeps_the_previous_model(num_lock_checks, qwen3_path, qwen2_tied_path, tmp_path):
+    """The folder is lost before the export, or while the files are written."""
+    out = tmp_path / "out"
+    export(tmp_path, qwen2_tied_path, tp=2)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    outcomes = export(tmp_path, qwen3_path, num_lock_checks=num_lock_checks, tp=2)
+    assert [error for _, error in outcomes] == ["LostLockError: another run holds the folder"] * 2
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
