@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
 
 from megarl.config.tracking import WandbConfig
 from megarl.errors import ConfigError
@@ -50,19 +45,18 @@ class JsonlSink:
 
 
 class TensorboardSink:
-    """Writes scalars to TensorBoard event files, with the tensorboard package: loads neither torch nor tensorflow."""
+    """Writes scalars to TensorBoard event files."""
 
     def __init__(self, directory: Path, *, after: int | None = None) -> None:
         """`after`: the step that a run resumes from; TensorBoard then drops the events of later steps."""
-        self._writer = EventFileWriter(str(directory))
-        if after is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=after + 1, session_log=start))
+        from torch.utils.tensorboard import SummaryWriter  # here, because the import takes time
+
+        self._writer = SummaryWriter(str(directory), purge_step=None if after is None else after + 1)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write one event and flush it."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        """Write one event per metric and flush them."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
