@@ -32,6 +32,9 @@ BALANCE_TOLERANCE = 5e-4
 SWAPS_PER_RANK = 4
 """Maximum number of swaps per rank and round; the first few achieve nearly all of the balance."""
 
+MICRO_BATCHES_PER_CHUNK = 16
+"""Full micro-batches per replica in one request over a long list: enough to balance replicas and to fill a pipeline."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:

@@ -27,9 +27,8 @@ from megarl.placement.nodes import nodes_for_light_workers
 from megarl.process.startup_trace import StartupTiming
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
-from megarl.supervision.engine_supervisor import POLL_INTERVAL_SECONDS
-from megarl.supervision.liveness_probe import LIVENESS_GROUP, WorkerLivenessProbe
-from megarl.workers.failures import raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
+from megarl.supervision.liveness_probe import LIVENESS_GROUP, POLL_INTERVAL_SECONDS, WorkerLivenessProbe
+from megarl.workers.failures import pause, raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.worker_host import AsyncWorkerHost
 

@@ -13,6 +13,7 @@ from typing import TextIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
 from megarl.config import ScoreConfig
 from megarl.controller.ray_session import reserved_slots
 from megarl.data.token_file import TokenFile, TokenSequence
@@ -32,9 +33,6 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.preflight.cluster.cluster_check import RequiredPaths
 from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.spmd import SpmdWorld
-
-MICRO_BATCHES_PER_CHUNK = 16
-"""Full micro-batches per chunk and replica: enough to balance the replicas and fill a pipeline."""
 
 LINES_PER_CHUNK = 8192
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.hardware import visible_gpu_names
 from megarl.placement.nodes import ClusterNode
 from megarl.placement.rank_grid import RankGrid
+from megarl.process.ports import is_port_free
 from megarl.process.torchrun_env import torchrun_world
 from megarl.rollout.engine_spec import PORTS_PER_REPLICA
 
@@ -97,19 +97,8 @@ def find_port_problems(config: RunConfig) -> Iterator[str]:
         sum_ = f"{base} + {PORTS_PER_REPLICA} * {replica} = {port}"
         if port > 65535:
             yield f"rollout.engine.base_port: replica {replica} needs a port up to 65535, got {sum_}"
-        elif _is_port_in_use(port):
+        elif not is_port_free(port):
             yield f"rollout.engine.base_port: replica {replica} needs a free port, {sum_} is in use"
-
-
-def _is_port_in_use(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose previous connections are in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
 
 
 def find_package_problems(config: StageConfig) -> Iterator[str]:

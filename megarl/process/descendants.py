@@ -23,16 +23,25 @@ def become_subreaper() -> None:
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def set_parent_death_signal(number: signal.Signals, *, parent: int) -> None:
+    """Make this process get signal `number` when its parent dies; exit if it has died already.
+
+    Args:
+        parent: pid of the parent at the time it created this process.
+    """
+    _call_prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
+
+
 def make_preexec(parent_death_signal: signal.Signals) -> Callable[[], None]:
     """Return a `preexec_fn` for a child process that gets `parent_death_signal` when this process dies."""
     parent = os.getpid()
 
     def prepare() -> None:
-        _call_prctl(PR_SET_PDEATHSIG, parent_death_signal)
         # SIGUSR1 is only a notice: a program that does not handle it must not die, so it stays pending
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        if os.getppid() != parent:  # the parent died before the first line of this function
-            os._exit(1)
+        set_parent_death_signal(parent_death_signal, parent=parent)
 
     return prepare
 

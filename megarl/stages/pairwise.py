@@ -8,6 +8,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
 from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
@@ -23,9 +24,6 @@ from megarl.process.torchrun_env import torchrun_world
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog
 from megarl.stages.supervised import SupervisedRun
-
-MICRO_BATCHES_PER_CHUNK = 16
-"""Micro-batches of each replica in a full chunk: enough to balance replicas and to fill a pipeline."""
 
 PairRewards = Sequence[tuple[float, float]]
 """Reward of the chosen and of the rejected answer of each pair; higher is better."""

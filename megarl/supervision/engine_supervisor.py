@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
 from megarl.config import RunConfig
-from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
+from megarl.errors import HungWorkerError, LostEngineError, MegarlError, RestartLimitError, WeightSyncError
+from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS, PingTimer
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import run_abort_check, to_megarl_error
-
-POLL_INTERVAL_SECONDS = 1.0
-"""Longest time between two checks for engines that do not answer."""
 
 GRACE_SECONDS = 2.0
 """Time allowed for Ray to report an engine's death after a call to it has failed."""
@@ -66,47 +65,24 @@ class EngineLivenessProbe:
         self._handle, self._name, self._timeout = handle, name, timeout_seconds
         self._ping_interval = min(timeout_seconds / 4, 5.0)
         self.watch = handle.invoke.remote("watch")
-        self._last_poll = self._last_answer = time.monotonic()
-        self._silent_seconds = 0.0
-        self._pending_ping: ray.ObjectRef | None = None
+        self.timer = PingTimer(partial(handle.invoke.remote, "ping"), timeout_seconds)
 
     def refs(self) -> list[ray.ObjectRef]:
         """Return the Ray references that become ready when the engine ends or answers."""
-        return [self.watch] if self._pending_ping is None else [self.watch, self._pending_ping]
+        return [self.watch] if self.timer.pending is None else [self.watch, self.timer.pending]
 
     def find_failure(self, grace_seconds: float = 0.0) -> MegarlError | None:
-        """Return why the engine is lost, or None if it is alive as far as is known.
-
-        Only time during which this method is called regularly counts towards the timeout.
-        """
-        now = time.monotonic()
-        since, self._last_poll = now - self._last_poll, now
+        """Return why the engine is lost, or None if it is alive as far as is known."""
         ended, _ = ray.wait(self.refs(), num_returns=1, timeout=grace_seconds)
         for ref in ended:
             if (error := _get_error(ref, self._name)) is not None:
                 return error
-            self._pending_ping, self._last_answer, self._silent_seconds = None, now, 0.0
-        if self._pending_ping is None:
-            if now - self._last_answer >= self._ping_interval:
-                self._pending_ping = self._handle.invoke.remote("ping")
-            return None
-        self._silent_seconds += min(since, 2 * POLL_INTERVAL_SECONDS)
-        if self._silent_seconds <= self._timeout:
+            self.timer.mark_answered()
+        if not self.timer.is_overdue():
             return None
         return LostEngineError(
             f"{self._name} has not answered a ping for {self._timeout:g} s (recovery.engine_stall_seconds)"
         )
-
-    def ping(self) -> None:
-        """Ping the engine now, unless a ping is pending, and restart the timeout."""
-        self._silent_seconds, self._last_poll = 0.0, time.monotonic()
-        if self._pending_ping is None:
-            self._pending_ping = self._handle.invoke.remote("ping")
-
-    @property
-    def is_ping_pending(self) -> bool:
-        """Whether the engine has been pinged and has not answered yet."""
-        return self._pending_ping is not None
 
 
 class EngineReplica:
@@ -318,12 +294,12 @@ class EngineSupervisor:
         """Ping these replicas and return whether one of them is lost before all have answered."""
         probes = [probe for index in before if (probe := self.replicas[index].probe) is not None]
         for probe in probes:
-            probe.ping()
+            probe.timer.ping()
         while self.ready == before and probes:
             for index in before:
                 self.replicas[index].poll(grace_seconds=0.1)
             # one answer per probe is enough: `poll` pings again meanwhile
-            probes = [probe for probe in probes if probe.is_ping_pending]
+            probes = [probe for probe in probes if probe.timer.pending is not None]
         return self.ready != before
 
 

@@ -8,12 +8,7 @@ from collections.abc import Callable, Mapping
 
 from megarl.config.recovery import RecoveryConfig
 from megarl.errors import MegarlError, RestartLimitError
-
-LOG_TAIL_PREFIX = "the end of "
-"""Text before the log tail in an error message: all that follows it is ignored when failures are compared.
-
-`megarl.workers.failures` and `megarl.rollout.sglang.engine_host` write messages in this form.
-"""
+from megarl.process.log_tail import LOG_TAIL_PREFIX
 
 
 class RestartBudget:

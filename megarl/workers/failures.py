@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.errors import LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
-from megarl.process.log_tail import tail
+from megarl.errors import HungWorkerError, LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
+from megarl.process.log_tail import quote_tail
 
 ROOT_CAUSE_SECONDS = 2.0
 """How long to look for the root cause of a failure that another rank may have caused.
@@ -22,7 +22,8 @@ ROOT_CAUSE_SECONDS = 2.0
 When a rank dies, collectives fail on all other ranks too.
 """
 
-LOG_TAIL_LINES = 15
+POLL_SECONDS = 0.5
+"""Interval at which a wait inside an `abort_check` or `interruptible` block runs the check."""
 
 POLL_SECONDS = 1.0
 """Interval at which a wait inside an `abort_check` block runs the check."""
@@ -172,9 +173,8 @@ def _stderr_tail(report: str) -> str:
     if "pid" not in facts or folder is None or facts.get("ip") != ray.util.get_node_ip_address():
         return ""
     for log in folder.glob(f"worker-*-{facts['pid']}.err"):
-        lines = [line for line in tail(log).splitlines() if not line.startswith(RAY_LINE_PREFIXES)]
-        if any(lines):
-            return f"\nthe end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+        if quoted := quote_tail(log, skip=RAY_LINE_PREFIXES):
+            return f"\n{quoted}"
     return ""
 
 

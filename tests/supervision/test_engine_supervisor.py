@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 
 from megarl.config.recovery import RecoveryConfig
 from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
-from megarl.supervision import engine_supervisor
+from megarl.supervision import engine_supervisor, liveness_probe
 from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
 
@@ -118,7 +118,8 @@ class World:
 def make_world(monkeypatch):
     def make_world(count=2, is_up=True, **recovery):
         clock, messages, resynced = FakeClock(), [], []
-        monkeypatch.setattr(engine_supervisor, "time", clock)
+        for module in (engine_supervisor, liveness_probe):
+            monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(engine_supervisor, "ray", FakeRay(clock))
         config = SimpleNamespace(
             recovery=RecoveryConfig(**recovery),

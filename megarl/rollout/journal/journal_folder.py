@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 
@@ -69,10 +68,3 @@ def check_format(path: Path, meta: JsonMapping) -> None:
             f"the rollout journal {path.parent.parent} has format {got}, but this version of megarl reads format "
             f"{FORMAT}: start a new run, or resume with the version that wrote the journal"
         )
-
-
-def rotate_journal(run_dir: str | Path) -> Path:
-    """Rename the journal folder and return its new path; the run then starts an empty journal."""
-    folder = journal_folder(run_dir)
-    names = (folder.with_name(f"{folder.name}-aside-{number}") for number in itertools.count(1))
-    return folder.rename(next(name for name in names if not name.exists()))

@@ -16,7 +16,6 @@ import atexit
 import concurrent.futures
 import re
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -29,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import psutil
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
-from megarl.process.log_tail import tail
+from megarl.process.log_tail import quote_tail
+from megarl.process.ports import is_port_free
 from megarl.process.startup_trace import record_imports
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang import shm_cleanup
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 T = TypeVar("T")
-
-LOG_TAIL_LINES = 15
 
 PING_POLL_SECONDS = 0.5
 """How often to check whether schedulers that do not reply to a ping have used CPU time since."""
@@ -285,8 +283,8 @@ class EngineHost:
     def _log_tail(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self.processes:
             log = log_file(self._log_dir, candidate.pid or 0)
-            if log.exists() and (lines := tail(log).splitlines()):
-                return f"; the end of {log}:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+            if quoted := quote_tail(log):
+                return f"; {quoted}"
         return ""
 
     def _kill(self) -> None:
@@ -334,9 +332,5 @@ def check_port(port: int) -> None:
     Raises:
         ConfigError: another socket is bound to the port.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as e:
-            raise ConfigError(f"rollout.engine.base_port: port {port} is in use") from e
+    if not is_port_free(port):
+        raise ConfigError(f"rollout.engine.base_port: port {port} is in use")

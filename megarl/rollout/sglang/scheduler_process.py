@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-PR_SET_PDEATHSIG = 1
+from megarl.process.descendants import set_parent_death_signal
 
 
 class SchedulerProcess:
@@ -62,9 +62,7 @@ def ignore_sigquit() -> None:
 
 
 def _enter_scheduler_process(parent: int, log_dir: str) -> SchedulerProcess:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
+    set_parent_death_signal(signal.SIGKILL, parent=parent)
     log = os.open(log_file(log_dir, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 
 from megarl.errors import DataError, WeightSyncError
 from megarl.model_files.json_object import JsonObject, read_json_object
+from megarl.process.atomic_files import atomic_write
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
@@ -154,10 +156,6 @@ def _cache_folder() -> Path:
 
 
 def _store(cached: Path, traces_file: Path) -> None:
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_name(f"{cached.name}.{os.getpid()}")
-        shutil.copyfile(traces_file, partial)
-        partial.rename(cached)
-    except OSError:
-        return  # without a cache, each call traces again
+    # without a cache, each call traces again
+    with suppress(OSError), atomic_write(cached) as draft:
+        shutil.copyfile(traces_file, draft)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.model_files.json_object import JsonMapping
+from megarl.process.atomic_files import atomic_write
 from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
 from megarl.rollout.sglang.weight_update.message_encoding import encode_boxes
@@ -105,12 +107,9 @@ def checked_path(prefix: str, rank: int) -> Path:
 def send_reply(reply: Reply, command: Command) -> None:
     """Write the reply for the host atomically."""
     path = reply_path(command["reply"], reply.rank)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(asdict(reply)))
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # the host treats a missing reply as a failure
+    # the host treats a missing reply as a failure
+    with suppress(OSError), atomic_write(path) as draft:
+        draft.write_text(json.dumps(asdict(reply)))
 
 
 def read_reply(path: Path) -> Reply | None:
