@@ -8,6 +8,7 @@
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
+    |   |-- HungWorkerError        a process did not answer within its timeout
     |   `-- RestartLimitError      processes were lost more often than `recovery` allows
     |-- LostLockError              another run has taken over the run folder; exit code 1
     |-- LostNodeError              a node of a run was lost and not replaced in time; exit code 4
@@ -65,6 +66,10 @@ class LostWorkerError(WorkerError):
 
 class LostEngineError(WorkerError):
     """A rollout engine has ended or hangs; its requests can be retried on another engine."""
+
+
+class HungWorkerError(WorkerError):
+    """A trainer worker, rollout worker or engine did not answer within a timeout; the message names it."""
 
 
 class RestartLimitError(WorkerError):

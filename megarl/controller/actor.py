@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import ray
@@ -20,6 +21,7 @@ from megarl.run.evaluation import greedy_score
 from megarl.run.events import Event, EventLog, MessageEvent
 from megarl.stages.build_stages import make_dpo, make_rm, make_sft
 from megarl.tracking.startup import Startup
+from megarl.workers.failures import interruptible
 
 LINGER_SECONDS = 60.0
 """How long the actor of a detached run stays alive after its end, so that `outcome` can still be read."""
@@ -55,7 +57,8 @@ class Controller:
         startup.add("controller", "imports", [(IMPORT_STARTED_AT, time.time())])
         self._startup = startup
         self._events = EventLog()
-        self._closing = ExitStack()
+        self._interrupt, self._idle = threading.Event(), threading.Event()
+        self._idle.set()
         self._train_thread: threading.Thread | None = None
         self._failure: MegarlError | None = WorkerError(
             "the run failed with an unexpected error; see the controller's log"
@@ -103,9 +106,28 @@ class Controller:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def stop(self) -> None:
-        """Shut down the processes that would leave files behind if they were killed; a running stage fails."""
-        with suppress(KeyboardInterrupt), self._closing:
-            raise KeyboardInterrupt  # so that the last heartbeat does not report a completed run
+        """Interrupt `train` or `evaluate`; return once its thread has shut down what must end gracefully.
+
+        The thread notices the interrupt in its next wait for other processes.
+        """
+        self._interrupt.set()
+        self._idle.wait()
+
+    @contextmanager
+    def _stage(self) -> Iterator[ExitStack]:
+        """Yield the stack of the shutdown callbacks, which this thread alone uses and closes.
+
+        Raises:
+            MegarlError: `stop` has interrupted the stage.
+        """
+        self._idle.clear()
+        try:
+            with interruptible(self._interrupt), ExitStack() as closing:
+                yield closing
+        except KeyboardInterrupt as error:
+            raise MegarlError("the run was interrupted") from error
+        finally:
+            self._idle.set()
 
     def train(self, config: RunConfig, resume: Path | None = None) -> None:
         """Run reinforcement learning up to the export; `resume`: checkpoint folder to resume from.
@@ -114,10 +136,8 @@ class Controller:
         """
         self._events.add(MessageEvent("starting trainer ranks and rollout engines"))
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        with self._closing:
-            run = train_with_recovery(
-                config, self._events, self._closing, self._startup, resume=resume, restarted=restarted
-            )
+        with self._stage() as closing:
+            run = train_with_recovery(config, self._events, closing, self._startup, resume=resume, restarted=restarted)
         run.raise_if_stopped_early()
 
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:
@@ -144,6 +164,6 @@ class Controller:
     def evaluate(self, config: RunConfig) -> float:
         """Return the mean greedy score of the untrained model on the held-out prompts."""
         self._events.add(MessageEvent("starting rollout engines"))
-        with self._closing:
-            rollout, held_out = build_evaluation(config, self._closing)
+        with self._stage() as closing:
+            rollout, held_out = build_evaluation(config, closing)
             return greedy_score(config, rollout, held_out, label="evaluate")

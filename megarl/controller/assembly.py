@@ -12,7 +12,7 @@ from ray.util import remove_placement_group
 
 from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
-from megarl.errors import ConfigError, LostNodeError, MegarlError, WorkerError
+from megarl.errors import ConfigError, HungWorkerError, LostNodeError, MegarlError, WeightSyncError, WorkerError
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.build import read_prompts, start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
@@ -29,7 +29,11 @@ from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
+from megarl.workers.failures import find_losses, pause
 from megarl.workers.group import WorkerProcesses
+
+LOSS_REPORT_SECONDS = 10.0
+"""Time allowed for Ray to report a dead trainer process after another rank has failed because of it."""
 
 NODE_POLL_SECONDS = 1.0
 """Interval between two attempts to reserve slots while waiting for a replacement node."""
@@ -133,6 +137,18 @@ class RunAssembly:
             monitor=self._monitor,
         )
 
+    def find_lost_process(self, error: MegarlError) -> MegarlError | None:
+        """Return the loss of a trainer process that explains `error`, which a call raised; None: no process was lost.
+
+        If a weight sync failed, a process that does not answer hangs, because its own part of the sync has a timeout.
+        After other failures it may wait for the rank that failed.
+        """
+        actors = {name: actor for processes in self._processes for name, actor in processes.named_actors().items()}
+        loss, silent = find_losses(actors, LOSS_REPORT_SECONDS)
+        if loss is None and silent and isinstance(error, WeightSyncError):
+            return HungWorkerError(f"{error}; no answer from {', '.join(silent)}")
+        return loss
+
     def stop_trainer(self) -> None:
         """Stop the processes of the trainer and of all auxiliary models, which may hang waiting for the lost one.
 
@@ -169,7 +185,7 @@ class RunAssembly:
                     f"lost {', '.join(lost)}, and no node replaced them within {seconds:g} s "
                     f"(recovery.node_wait_seconds): {error}; --resume auto resumes from the newest checkpoint"
                 )
-            time.sleep(NODE_POLL_SECONDS)
+            pause(NODE_POLL_SECONDS)
 
     def _can_run_without(self, alive: Set[str]) -> bool:
         """Whether the nodes with ids `alive` include those of all model slots and of at least one engine."""

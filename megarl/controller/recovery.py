@@ -4,11 +4,13 @@
 - If a trainer rank dies, the others hang in collectives. All trainer ranks are restarted from the newest checkpoint.
   The steps after it are trained again on the rollouts in the run's journal, which gives the same weights.
 - If the controller's actor dies, Ray restarts it. It then restarts all processes from the newest checkpoint.
+
+Only lost processes are restarted: those that have died, those that did not answer within a timeout, and those that NCCL
+lost contact with. Any other error, such as an exception in a rank or in a reward function, ends the run.
 """
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,12 +18,22 @@ from megarl.algorithms.registry import train
 from megarl.config import RunConfig
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.resume import latest_valid
-from megarl.errors import LostEngineError, LostWorkerError, RestartLimitError, WeightSyncError, WorkerError
+from megarl.errors import (
+    HungWorkerError,
+    LostEngineError,
+    LostRankError,
+    LostWorkerError,
+    MegarlError,
+    RestartLimitError,
+    WeightSyncError,
+    WorkerError,
+)
 from megarl.run.events import EventLog, MessageEvent
 from megarl.run.rl_run import RLRun
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
+from megarl.workers.failures import pause
 
 
 def train_with_recovery(
@@ -35,7 +47,7 @@ def train_with_recovery(
         restarted: Ray has restarted the controller: resume from the run's newest valid checkpoint, if there is one.
 
     Raises:
-        MegarlError: a failure that a restart cannot fix, or the restart budget is spent.
+        MegarlError: an error that no lost process explains, or the restart budget is spent.
     """
 
     def notify(text: str) -> None:
@@ -65,15 +77,29 @@ def train_with_recovery(
         except RestartLimitError:
             raise
         except (WorkerError, WeightSyncError) as error:
-            if run is None and not restarted and not isinstance(error, LostWorkerError | LostEngineError):
-                raise  # not a lost process: building it again would fail in the same way
-            seconds = restart_budget.spend("trainer", error, run.step if run is not None else 0)
+            loss = _find_loss(error, assembly, is_first_start=run is None and not restarted)
+            if loss is None:
+                raise
+            seconds = restart_budget.spend("trainer", loss, run.step if run is not None else 0)
         else:
             return run
         monitor.heartbeat.status("recovering")
         assembly.stop_trainer()
         if run is not None:
             run.abort()
-        time.sleep(seconds)
+        pause(seconds)
         assembly.replace_nodes()
         checkpoint, restarted = newest_checkpoint(), True
+
+
+def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: bool) -> MegarlError | None:
+    """Return the loss of a process that is, or explains, `error`; None: no process was lost.
+
+    Args:
+        is_first_start: the processes have never worked together: only a death counts, because a timeout or a lost
+            connection then more likely comes from the configuration, which a restart does not change.
+    """
+    loss = error if isinstance(error, LostWorkerError | LostEngineError) else assembly.find_lost_process(error)
+    if loss is None and isinstance(error, HungWorkerError | LostRankError):
+        loss = error
+    return None if is_first_start and not isinstance(loss, LostWorkerError | LostEngineError) else loss

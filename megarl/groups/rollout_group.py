@@ -239,7 +239,7 @@ class RolloutGroup:
                 ray.get(call)
             except WORKER_DEATHS as error:
                 cause = to_megarl_error(error, what="rollout", name=name)
-                time.sleep(restart_budget.spend("rollout worker", cause, restart_budget.step, worker=name))
+                pause(restart_budget.spend("rollout worker", cause, restart_budget.step, worker=name))
             except RayError as error:
                 raise to_megarl_error(error, what="rollout worker start", name=name) from error
             else:

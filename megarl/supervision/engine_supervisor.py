@@ -62,8 +62,7 @@ class EngineLivenessProbe:
     """Liveness of one engine, from a call that returns when the engine ends and from periodic pings."""
 
     def __init__(self, handle: ray.actor.ActorHandle, name: str, timeout_seconds: float) -> None:
-        self._handle, self._name, self._timeout = handle, name, timeout_seconds
-        self._ping_interval = min(timeout_seconds / 4, 5.0)
+        self._name, self._timeout = name, timeout_seconds
         self.watch = handle.invoke.remote("watch")
         self.timer = PingTimer(partial(handle.invoke.remote, "ping"), timeout_seconds)
 
@@ -153,7 +152,7 @@ class EngineReplica:
             self.state = "ready"
         elif time.monotonic() > self._deadline:
             seconds = f"{self._start_seconds:g} s (rollout.engine.start_timeout_seconds)"
-            self._handle_loss(WorkerError(f"{self.name} did not start within {seconds}"))
+            self._handle_loss(HungWorkerError(f"{self.name} did not start within {seconds}"))
 
     def _attach_probe(self) -> None:
         self.probe = EngineLivenessProbe(self._engines.handle(self.index), self.name, self._stall_seconds)
@@ -260,7 +259,7 @@ class EngineSupervisor:
         for replica in self.replicas:
             replica.poll()
         if all(replica.state == "gone" for replica in self.replicas):
-            raise WorkerError("the nodes of all engines are lost")
+            raise LostEngineError("the nodes of all engines are lost")
 
     def _wait_and_check(self) -> None:
         """Wait until the state of an engine may have changed, then check all engines."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import HungWorkerError, MegarlError
 from megarl.process.atomic_files import atomic_write
 from megarl.workers.failures import abort_check
 
@@ -46,7 +46,7 @@ class PhaseWatchdog:
         """Limit the block to `timeout_seconds`.
 
         Raises:
-            WorkerError: the block took longer; the message names the workers that have not answered.
+            HungWorkerError: the block took longer; the message names the workers that have not answered.
         """
         if self._timeout is None:
             yield
@@ -74,7 +74,7 @@ class _PhaseTimeout:
     def check_abort(self, late: Sequence[str]) -> MegarlError | None:
         """Return the error that aborts the wait, once the stacks are on disk; `late`: workers that are waited for."""
         self._unanswered = late
-        return WorkerError(self._text()) if self._dumped.is_set() else None
+        return HungWorkerError(self._text()) if self._dumped.is_set() else None
 
     def dump_stacks(self, stacks: Callable[[], str], notify: Callable[[str], None]) -> None:
         """Write all stacks to the file, then let the phase fail."""

@@ -88,7 +88,7 @@ class RunMonitor:
         """Monitor the block as phase `name` of the step; `waiting`: the controller waits for other processes in it.
 
         Raises:
-            WorkerError: a phase with `waiting` exceeded its timeout; the message names who has not answered.
+            HungWorkerError: a phase with `waiting` exceeded its timeout; the message names who has not answered.
         """
         self.heartbeat.phase(step, name)
         with self._phase_watchdog.phase(step, name) if waiting else nullcontext():

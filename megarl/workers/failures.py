@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from megarl.errors import HungWorkerError, LostRankError, LostWorkerError, MegarlError, WeightSyncError, WorkerError
 from megarl.process.log_tail import quote_tail
@@ -25,13 +34,15 @@ When a rank dies, collectives fail on all other ranks too.
 POLL_SECONDS = 0.5
 """Interval at which a wait inside an `abort_check` or `interruptible` block runs the check."""
 
-POLL_SECONDS = 1.0
-"""Interval at which a wait inside an `abort_check` block runs the check."""
+PROCESS_LOSSES = (RayActorError, ActorUnschedulableError, NodeDiedError, WorkerCrashedError, ObjectLostError)
+"""Ray's errors for a process or node that has ended, or for an object that was lost with one."""
 
 AbortCheck = Callable[[Sequence[str]], MegarlError | None]
 """Gets the names of the workers waited for; returns the error that the wait must raise, or None to keep waiting."""
 
 _abort_check: ContextVar[AbortCheck | None] = ContextVar("abort_check", default=None)
+
+_interrupt: ContextVar[threading.Event | None] = ContextVar("interrupt", default=None)
 
 RAY_LINE_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
 """Prefixes of the lines that Ray itself writes into a worker's stderr log."""
@@ -47,8 +58,34 @@ def abort_check(check: AbortCheck) -> Iterator[None]:
         _abort_check.reset(token)
 
 
+@contextmanager
+def interruptible(interrupt: threading.Event) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the next wait that this thread makes inside the block once `interrupt` is set."""
+    token = _interrupt.set(interrupt)
+    try:
+        yield
+    finally:
+        _interrupt.reset(token)
+
+
+def pause(seconds: float) -> None:
+    """Sleep; raises KeyboardInterrupt as soon as the enclosing `interruptible` block is interrupted."""
+    interrupt = _interrupt.get()
+    if interrupt is None:
+        time.sleep(seconds)
+    elif interrupt.wait(seconds):
+        raise KeyboardInterrupt
+
+
 def run_abort_check(late_names: Sequence[str]) -> None:
-    """Raise the error of the enclosing `abort_check`, if any; `late_names`: the workers that have not answered."""
+    """Raise the error of the enclosing `abort_check`, if any; `late_names`: the workers that have not answered.
+
+    Raises:
+        KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
+    """
+    interrupt = _interrupt.get()
+    if interrupt is not None and interrupt.is_set():
+        raise KeyboardInterrupt
     check = _abort_check.get()
     if check is not None and (error := check(late_names)) is not None:
         raise error
@@ -62,6 +99,7 @@ def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeou
     Raises:
         MegarlError: as a worker or the `abort_check` raised it.
         WorkerError: a worker died, raised another exception or did not answer within `timeout` seconds.
+        KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
     waiting = list(refs)
     while waiting:
@@ -80,15 +118,16 @@ def wait_any(
     """Wait until a call is over, successful or not; return it and the calls that are left.
 
     Raises:
-        WorkerError: no call was over within `timeout` seconds.
+        HungWorkerError: no call was over within `timeout` seconds.
         MegarlError: as the `abort_check` raised it.
+        KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
     began = time.monotonic()
-    left, pause = timeout, timeout
+    left, poll = timeout, timeout
     while True:
-        if _abort_check.get() is not None:
-            pause = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
-        done, waiting = ray.wait(list(refs), num_returns=1, timeout=pause)
+        if _abort_check.get() is not None or _interrupt.get() is not None:
+            poll = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
+        done, waiting = ray.wait(list(refs), num_returns=1, timeout=poll)
         if done:
             return done, waiting
         late_names = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
@@ -96,7 +135,7 @@ def wait_any(
         if timeout is not None:
             left = max(0.0, began + timeout - time.monotonic())
             if left == 0.0:
-                raise WorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late_names)}")
+                raise HungWorkerError(f"{what}: no answer within {timeout:g} s from {', '.join(late_names)}")
 
 
 def _root_cause(
@@ -124,10 +163,13 @@ OWN_ERROR = 1
 
 def _secondary_rank(error: RayError) -> int:
     """Return how likely `error` only follows from another rank's failure: 0 (process death) to 4 (lost a peer)."""
-    if isinstance(error, RayActorError):
+    if isinstance(error, PROCESS_LOSSES):
         return 0
-    match error.cause if isinstance(error, RayTaskError) else None:
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    match cause:
         case LostRankError():
+            return 4
+        case _ if _is_connection_loss(cause):
             return 4
         case WeightSyncError():
             return 3
@@ -153,10 +195,45 @@ def to_megarl_error(error: RayError, *, what: str, name: str) -> MegarlError:
             return cause
         if isinstance(cause, RayError):
             return to_megarl_error(cause, what=what, name=name)
+        if _is_connection_loss(cause):
+            return LostRankError(f"{what} failed on {name}:\n{error}")
         return WorkerError(f"{what} failed on {name}:\n{error}")
     if isinstance(error, RayActorError):
         return LostWorkerError(f"{what}: {name} died. {_first_lines(str(error))}{_stderr_tail(str(error))}")
+    if isinstance(error, PROCESS_LOSSES):
+        return LostWorkerError(f"{what} failed on {name}, as a process or node was lost: {_first_lines(str(error))}")
     return WorkerError(f"{what} failed on {name}: {type(error).__name__}: {error}")
+
+
+def _is_connection_loss(cause: BaseException | None) -> bool:
+    """Return whether torch.distributed's backend raised the error: NCCL has lost a peer or aborted a collective."""
+    # by name, because this process may not have imported torch
+    return any(
+        (each.__module__, each.__name__) == ("torch.distributed", "DistBackendError") for each in type(cause).__mro__
+    )
+
+
+def find_losses(actors: Mapping[str, ray.actor.ActorHandle], timeout: float) -> tuple[MegarlError | None, list[str]]:
+    """Check which worker processes are alive.
+
+    Args:
+        actors: `WorkerHost` actors by the names of their processes.
+        timeout: how many seconds to wait for the answers; a dead process is reported without waiting.
+
+    Returns:
+        The loss of a process that has died, or None; and the names of those that have not answered.
+    """
+    names = {actor.process_info.remote(): name for name, actor in actors.items()}
+    waiting, deadline = list(names), time.monotonic() + timeout
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(left, POLL_SECONDS))
+        run_abort_check([names[ref] for ref in waiting])
+        for ref in done:
+            try:
+                ray.get(ref)
+            except PROCESS_LOSSES as error:
+                return to_megarl_error(error, what="liveness check", name=names[ref]), []
+    return None, [names[ref] for ref in waiting]
 
 
 def _first_lines(text: str, count: int = 12) -> str:

@@ -182,7 +182,11 @@ class WorkerProcesses:
 
     def processes(self) -> dict[str, ProcessInfo]:
         """Return host and pid of each process by its name in errors; call it while the processes still answer."""
-        return query_processes({f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)})
+        return query_processes(self.named_actors())
+
+    def named_actors(self) -> dict[str, ray.actor.ActorHandle]:
+        """Return the Ray actor of each process by its name in errors."""
+        return {f"{self.name} rank {rank}": actor for rank, actor in enumerate(self.actors)}
 
     def pop_call_records(self) -> list[list[CallRecord]]:
         """Return the calls with equal work of each rank since the last call of this; waits for running calls."""

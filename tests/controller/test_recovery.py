@@ -11,7 +11,17 @@ import pytest
 
 from megarl.controller import recovery
 from megarl.controller.recovery import train_with_recovery
-from megarl.errors import LimitError, LostWorkerError, MegarlError, RestartLimitError, WorkerError
+from megarl.errors import (
+    HungWorkerError,
+    LimitError,
+    LostEngineError,
+    LostRankError,
+    LostWorkerError,
+    MegarlError,
+    RestartLimitError,
+    WeightSyncError,
+    WorkerError,
+)
 from megarl.run.events import EventLog, MessageEvent
 from megarl.tracking.startup import Startup
 from tests.run.finished_groups import run_config
@@ -27,6 +37,8 @@ class World:
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch, failures: dict[int, list[MegarlError]]) -> None:
         self.failures, self.log = failures, list[Any]()
         self.saved: Path | None = None
+        self.dead: MegarlError | None = None
+        """The loss of a trainer process that the controller finds when it looks."""
         self.config = run_config(
             {"type": "grpo"},
             run_dir=str(tmp_path),
@@ -45,6 +57,9 @@ class World:
                 return SimpleNamespace(
                     step=0, save=do_nothing, export=do_nothing, finish=do_nothing, abort=do_nothing, trainer=None
                 )
+
+            def find_lost_process(self, error: MegarlError) -> MegarlError | None:
+                return world.dead
 
             def stop_trainer(self) -> None:
                 world.log.append("ended")
@@ -102,6 +117,7 @@ def test_a_restarted_controller_resumes_from_the_newest_checkpoint(
 def test_processes_that_die_during_startup_are_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the second time, a rank that lost contact with a peer reports first
     world = World(tmp_path, monkeypatch, {0: [lost_worker(), WorkerError("connection closed by peer")]})
+    world.dead = lost_worker()
     world.run()
     assert world.log == [(None, False), "ended", (None, True), "ended", (None, True)]
 
@@ -120,6 +136,58 @@ def test_three_identical_failures_end_the_run(tmp_path: Path, monkeypatch: pytes
     ):
         world.run()
     assert world.log.count("ended") == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LostEngineError("the nodes of all engines are lost"),
+        LostRankError("lost the connection to rank 1"),
+        HungWorkerError("train of step 2 took longer than 3600 s; no answer from trainer rank 1"),
+    ],
+)
+def test_a_loss_that_no_death_explains_restarts_the_run(
+    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch, {2: [error]})
+    world.run()
+    assert world.log == [(None, False), "ended", ("step-1", True)]
+
+
+@pytest.mark.parametrize("error", [HungWorkerError("start: no answer"), LostRankError("NCCL error")])
+def test_a_first_start_without_a_death_is_not_repeated(
+    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch, {0: [error]})
+    with pytest.raises(type(error), match=str(error)):
+        world.run()
+    assert world.log == [(None, False)]
+    world.failures[0] = [error]
+    world.dead = lost_worker()
+    world.run()
+    assert world.log[1:] == [(None, False), "ended", (None, True)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError("trainer.train_step failed on trainer rank 1: TypeError"),
+        WorkerError("a request took longer than rollout.request_timeout_seconds"),
+        WeightSyncError("a box has another dtype"),
+    ],
+)
+def test_an_error_restarts_the_run_only_if_a_trainer_process_has_died(
+    error: MegarlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, monkeypatch, {2: [error]})
+    with pytest.raises(type(error), match=str(error)):
+        world.run()
+    assert world.log == [(None, False)]
+    world = World(tmp_path, monkeypatch, {2: [error]})
+    world.dead = lost_worker()
+    messages = world.run()
+    assert world.log == [(None, False), "ended", ("step-1", True)]
+    assert messages == ["the trainer was lost (rank 1 died); restarting it (restart 1 of 5)"]
 
 
 @pytest.mark.parametrize("error", [LimitError("passed"), RestartLimitError("engine 0 was lost 3 times")])

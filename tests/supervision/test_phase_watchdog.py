@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import WorkerError
+from megarl.errors import HungWorkerError, WorkerError
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import failures
 
@@ -42,7 +42,7 @@ def test_late_phase_fails_with_rank_names_and_stacks_on_disk(monkeypatch: pytest
     messages: list[str] = []
     watchdog = PhaseWatchdog(0.3, messages.append, lambda: "the workers' stacks", tmp_path)
     file = tmp_path / "stacks" / "step-000012-train.txt"
-    with pytest.raises(WorkerError) as error, watchdog.phase(12, "train"):
+    with pytest.raises(HungWorkerError) as error, watchdog.phase(12, "train"):
         wait_all_refs(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
     assert str(error.value) == (
         f"train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3; stacks: {file}"

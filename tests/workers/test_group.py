@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +23,20 @@ import ray
 from ray.util import remove_placement_group
 
 from megarl.config.placement import PlacementConfig
-from megarl.errors import LostRankError, MegarlError, RewardError, WeightSyncError, WorkerError
+from megarl.errors import (
+    HungWorkerError,
+    LostRankError,
+    LostWorkerError,
+    MegarlError,
+    RewardError,
+    WeightSyncError,
+    WorkerError,
+)
 from megarl.placement.pool import Slot, SlotPool, reserve
 from megarl.placement.rank_grid import RankGrid
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers.dispatch import BROADCAST, Dispatch
-from megarl.workers.failures import wait_all
+from megarl.workers.failures import find_losses, interruptible, wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
 from megarl.workers.payload import LocalPayload, Payload, StoredPayload
@@ -57,6 +66,10 @@ class Worker:
                 raise ValueError("of no use")
             case "RewardError":
                 raise RewardError("a reward of nothing")
+            case "DistBackendError":
+                import torch.distributed as dist
+
+                raise dist.DistBackendError("NCCL error: remote process exited")
             case "SIGKILL":
                 sys.stderr.write("last line of stderr\n")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -260,8 +273,35 @@ def test_killed_rank_is_named_with_the_end_of_its_log(group: WorkerGroup[Worker]
     assert re.search(r"\nthe end of \S+\.err:\n(.*\n)*last line of stderr$", text)
 
 
+def test_a_rank_that_lost_its_peers_in_nccl_is_told_apart_from_other_errors(group: WorkerGroup[Worker]) -> None:
+    with pytest.raises(LostRankError, match=r"(?s)^workers\.fail failed on workers rank 1:\n.*NCCL error"):
+        group.call(Worker.fail, (1, "DistBackendError"), dispatch=BROADCAST)
+
+
+def test_dead_and_silent_processes_are_found(group: WorkerGroup[Worker], processes: WorkerProcesses) -> None:
+    actors = processes.named_actors()
+    assert find_losses(actors, 30.0) == (None, [])
+    group.begin(Worker.fail, (1, "nothing"), dispatch=BROADCAST)
+    assert find_losses(actors, 0.5) == (None, ["worker rank 0"])
+    os.kill(ray.get(processes.actors[1].process_info.remote()).pid, signal.SIGKILL)
+    began = time.monotonic()
+    loss, _ = find_losses(actors, 30.0)
+    assert isinstance(loss, LostWorkerError)
+    assert str(loss).startswith("liveness check: worker rank 1 died. ")
+    assert time.monotonic() - began < 10
+
+
+def test_a_wait_is_interrupted(group: WorkerGroup[Worker]) -> None:
+    interrupt = threading.Event()
+    threading.Timer(0.3, interrupt.set).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interruptible(interrupt):
+        group.call(Worker.fail, (1, "nothing"), dispatch=BROADCAST)
+    assert 0.2 < time.monotonic() - began < 5
+
+
 def test_late_rank_is_named(group: WorkerGroup[Worker]) -> None:
-    with pytest.raises(WorkerError, match=r"^workers\.fail: no answer within 0\.2 s from workers rank 0$"):
+    with pytest.raises(HungWorkerError, match=r"^workers\.fail: no answer within 0\.2 s from workers rank 0$"):
         group.call(Worker.fail, (1, "nothing"), dispatch=BROADCAST, timeout=0.2)
 
 
