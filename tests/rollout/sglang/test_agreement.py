@@ -19,6 +19,7 @@ from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from tests.megatron.fidelity.models import CONFIGS, save_model
 from tests.megatron.fidelity.reference import SHORT, draw, score
 from tests.rollout.remote import RemoteEngine
+from tests.rollout.sglang.test_cpu_determinism import assert_batch_independent
 
 PROMPT_LENGTHS = (1, *SHORT, 300)
 NEW_TOKENS = 40
@@ -40,7 +41,7 @@ def started_engine(folder: str, *, deterministic: bool = True, tp: int = 1) -> I
             model_path=folder,
             tp=tp,
             max_total_tokens=16_384,
-            max_running_requests=32,
+            max_running_requests=64,
             mem_fraction=0.3,
             deterministic=deterministic,
             stop_token_ids=read_stop_token_ids(folder),
@@ -69,11 +70,24 @@ def worst_difference(folder, sequences, logprobs):
     return np.max([np.abs(want.numpy()[-len(got) :] - got).max() for want, got in pairs])
 
 
-@pytest.mark.parametrize("name", [*FAST_MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)])
-def test_logprobs_match_transformers(name, models):
-    folder = save_model(name, models)
+@pytest.fixture(
+    scope="module", params=[*FAST_MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)]
+)
+def served(request, models):
+    """Name and folder of a model, and an engine that serves it."""
+    folder = save_model(request.param, models)
     with started_engine(folder) as engine:
-        assert_agreement(engine, folder, CONFIGS[name]["vocab_size"])
+        yield request.param, folder, engine
+
+
+def test_logprobs_match_transformers(served):
+    name, folder, engine = served
+    assert_agreement(engine, folder, CONFIGS[name]["vocab_size"])
+
+
+def test_completion_does_not_depend_on_the_batch(served):
+    _, _, engine = served
+    assert_batch_independent(engine)
 
 
 @pytest.mark.slow

@@ -1,14 +1,10 @@
-"""A completion depends only on prompt, seed and weights, not on the rest of the batch."""
+"""A completion depends only on prompt, seed and weights, not on the batch; `test_agreement.py` has other families."""
 
 import numpy as np
-import pytest
 import torch
 
 from megarl.rollout.engine import GenerationRequest, Sampling
-from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
 from megarl.rollout.sglang.cpu_determinism import seeded_hash
-from tests.megatron.fidelity.models import save_model
-from tests.rollout.remote import RemoteEngine
 
 PROMPTS = [tuple((11 * i + 3 * j) % 240 for j in range(4 + 5 * i)) for i in range(7)]
 
@@ -20,24 +16,6 @@ def request(prompt, seed, label):
 
 def test_completion_does_not_depend_on_the_batch(engine):
     assert_batch_independent(engine)
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
-def test_completion_does_not_depend_on_the_batch_with_mla_or_moe(name, tmp_path_factory):
-    folder = save_model(name, tmp_path_factory.getbasetemp() / "models")
-    spec = EngineSpec(
-        model_path=folder,
-        max_total_tokens=16_384,
-        max_running_requests=64,
-        deterministic=True,
-        stop_token_ids=read_stop_token_ids(folder),
-    )
-    engine = RemoteEngine(spec)
-    try:
-        engine.call("start")
-        assert_batch_independent(engine)
-    finally:
-        engine.close()
 
 
 def assert_batch_independent(engine):
