@@ -15,7 +15,7 @@ def test_eval_prints_one_json_object(world: Path, tmp_path: Path, launch: Launch
     earlier = tmp_path / "run" / "metrics.jsonl"
     earlier.parent.mkdir()
     earlier.write_text("{}\n")
-    command = launch("eval", write_run(world, tmp_path), "--json")
+    command = launch("eval", write_run(world, tmp_path, placement={"slots_per_node": 1}), "--json")
     assert command.wait(120) == 0, command.stderr
     result = json.loads(command.stdout.splitlines()[-1])
     assert result["eval/one"] in SCORES

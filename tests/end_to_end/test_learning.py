@@ -1,4 +1,7 @@
-"""Every algorithm learns arithmetic, starting from a model that ends most answers too early."""
+"""Every algorithm learns arithmetic, starting from a model that ends most answers too early.
+
+Faster: `test_train.py` checks that a policy learns, `test_custom_algorithm.py` that one of its own runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/custom-algorithm")
 STEPS = 20
@@ -32,7 +37,6 @@ SETTINGS = {
 CUSTOM = "my_algorithm:SoftClip"
 """The algorithm of examples/custom-algorithm, outside the package."""
 SETTINGS[CUSTOM] = ["algorithm.steepness=2.0"]
-ALWAYS = ("grpo", CUSTOM)
 MARGIN = 0.05
 """Smallest increase of strict accuracy from the mean of the first 5 steps to that of the last 5."""
 
@@ -76,14 +80,13 @@ def gained(values):
     return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
-@pytest.mark.parametrize("kind", [k if k in ALWAYS else pytest.param(k, marks=pytest.mark.slow) for k in SETTINGS])
+@pytest.mark.parametrize("kind", SETTINGS)
 def test_accuracy_rises(kind, demo, tmp_path):
     steps = train(demo, tmp_path, kind, *SETTINGS[kind])
     # includes the groups that dynamic sampling discards
     assert gained([step.get("reward/sampled_mean", step["reward/accuracy"]) for step in steps]) > MARGIN
 
 
-@pytest.mark.slow
 def test_distillation_reduces_divergence_from_the_teacher(demo, tmp_path):
     train(demo, tmp_path / "teacher", "grpo", "trainer.steps=40")
     teacher = f"algorithm.teacher.path={tmp_path}/teacher/model"
@@ -93,7 +96,6 @@ def test_distillation_reduces_divergence_from_the_teacher(demo, tmp_path):
     assert sum(divergence[-5:]) < 0.5 * sum(divergence[:5])
 
 
-@pytest.mark.slow
 def test_safe_rlhf_keeps_cost_below_its_limit_while_reward_rises(demo, tmp_path):
     """The cost is a false equation, which solutions in two steps make likely: without a limit it exceeds 0.28."""
     limit = 0.2

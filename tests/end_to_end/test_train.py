@@ -49,6 +49,14 @@ def test_summary_matches_the_metrics(run: FinishedRun, world: Path) -> None:
     assert rate / 3 < summary["tokens_per_second"] < rate * 3
 
 
+def test_policy_learns_the_reward(run: FinishedRun) -> None:
+    """Greedy completions of held-out prompts earn it, and sampled ones earn it more often than at first."""
+    summary = run.summary()
+    assert summary["eval_before"] <= 0.5 < summary["eval_after"]
+    rewards = [row["reward/mean"] for row in run.steps()]
+    assert np.mean(rewards[-20:]) > 2 * np.mean(rewards[:20])
+
+
 def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
     start = json.loads((run.folder / "startup.json").read_text())
     phases = {phase["name"]: phase for phase in start["phases"]}
