@@ -6,9 +6,13 @@ TORCH_INSTALL_ARGS ?=
 GSM8K ?=
 # Additional pytest arguments, such as ARGS="-k loss -x".
 ARGS ?=
+# Number of processes that `make test` runs tests in; each of them may start a dozen more.
+TEST_PROCESSES ?= 2
 
 # One BLAS thread per process: there are many workers and few cores.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of test processes import the same modules: their bytecode is cached.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Compute capabilities that `make setup-gpu` builds for, such as "9.0;10.0"; empty: those of this machine's GPUs.
 TORCH_CUDA_ARCH_LIST ?=
@@ -23,7 +27,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-gpu packages-gpu setup-slurm demo test test-slow test-gpu lint format format-check types imports check bench clean help
+.PHONY: setup setup-gpu packages-gpu setup-slurm demo test coverage test-slow test-gpu lint format format-check types imports check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
@@ -81,8 +85,16 @@ setup-slurm: ## Install the tools for the tests of launch/, as root: Slurm, mung
 demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 	$(BIN)/megarl demo
 
+PYTEST_PARALLEL := pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
+
 test: setup ## Run the tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/$(PYTEST_PARALLEL) $(ARGS)
+
+coverage: setup ## Run the tests and report the line and branch coverage of all their processes; takes twice as long
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m $(PYTEST_PARALLEL) $(ARGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 test-slow: setup ## Run the tests that take minutes
 	$(BIN)/pytest -m slow $(ARGS)
@@ -106,7 +118,13 @@ types: setup ## Check types with mypy
 imports: setup ## Check the import layers
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test ## Run all checks of CI
+CHECKS := format-check lint types imports test
+
+check: setup ## Run all checks of CI, and print how long each of them took
+	@times=""; for name in $(CHECKS); do \
+		start=$$(date +%s); $(MAKE) --no-print-directory $$name || exit 1; \
+		times="$$times$$(printf '  %-12s %5d s' $$name $$(($$(date +%s) - start)))\n"; \
+	done; printf "passed:\n$$times"
 
 bench: setup ## Benchmark weight sync, packing, kernels and checkpoints; writes benchmarks/results
 	$(BIN)/python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
@@ -115,7 +133,7 @@ bench: setup ## Benchmark weight sync, packing, kernels and checkpoints; writes 
 	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
 
 clean: ## Remove .venv, caches and build outputs; keeps runs/
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## Show this list

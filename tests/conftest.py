@@ -5,14 +5,37 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.schedule import position, scope
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
 
 CLUSTER_SLOTS = 6
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # SIGINT is ignored in background jobs of a shell; the children of tests would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Distribute the tests as `tests/schedule.py` says."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Schedule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    return Schedule(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: position(item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -114,8 +114,15 @@ class LaunchedCommand:
 
         assert wait_until(lambda: not rest(), seconds), rest()
 
-    def find_leftovers(self) -> list[str]:
-        """Return temporary files other than Ray's logs, and new files in shared memory that no process has mapped."""
+    def find_leftovers(self, seconds: float = 5) -> list[str]:
+        """Return temporary files other than Ray's logs, and new files in shared memory that no process has mapped.
+
+        Those that are gone within `seconds` do not count: another test may have been about to map or to remove them.
+        """
+        wait_until(lambda: not self._leftovers(), seconds)
+        return self._leftovers()
+
+    def _leftovers(self) -> list[str]:
         new = {str(path) for path in set(SHARED_MEMORY.iterdir()) - self._shared_before}
         mapped = "\n".join(_maps(p) for p in psutil.process_iter()) if new else ""
         here = [str(path) for path in self.temporary.iterdir() if path.name != "ray"]

@@ -1,0 +1,52 @@
+"""Distribution of the tests over the processes of `pytest -n 2`: which tests share a process, and their order.
+
+Tests with the same scope run in one process, in the order of their files. Scopes start in the order of `POSITIONS`,
+the longest first, so that both processes are busy until the end.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+SHARED_FIXTURES = {
+    "fifty_steps": ("tests/end_to_end/test_train.py", "tests/end_to_end/test_resume.py"),
+    "cluster": (
+        "tests/end_to_end/test_boxes.py",
+        "tests/end_to_end/test_components.py",
+        "tests/end_to_end/test_disaggregated.py",
+        "tests/end_to_end/test_lost_engines.py",
+        "tests/end_to_end/test_preferences.py",
+        "tests/placement/test_pool.py",
+        "tests/preflight/cluster/test_cluster_probe.py",
+        "tests/workers/test_group.py",
+    ),
+    "slurm": ("tests/launch/slurm/test_*.py",),
+    "make_hosts": ("tests/launch/test_*hosts*.py",),
+    "engine": (
+        "tests/rollout/sglang/test_cpu_determinism.py",
+        "tests/rollout/sglang/test_sglang_engine.py",
+        "tests/rollout/sglang/weight_update/test_box_writer.py",
+        "tests/rollout/sglang/weight_update/test_update_session.py",
+    ),
+}
+"""Session fixtures that start processes for seconds, and the files of the tests that share them."""
+
+INDEPENDENT = ("tests/end_to_end/test_*.py", "tests/megatron/fidelity/test_layouts.py")
+"""Files whose tests share nothing that takes long: each test is a scope of its own."""
+
+POSITIONS = (*SHARED_FIXTURES, "tests/end_to_end/*", "tests/rollout/*", "tests/megatron/*", "tests/launch/*", "*")
+
+
+def scope(nodeid: str) -> str:
+    """Return the scope of a test: a shared fixture, its file, or the test itself."""
+    file = nodeid.partition("::")[0]
+    for fixture, patterns in SHARED_FIXTURES.items():
+        if any(fnmatch(file, pattern) for pattern in patterns):
+            return fixture
+    return nodeid if any(fnmatch(file, pattern) for pattern in INDEPENDENT) else file
+
+
+def position(nodeid: str) -> int:
+    """Return the position of a test's scope: lower ones start first."""
+    name = scope(nodeid)
+    return next(i for i, start in enumerate(POSITIONS) if name == start or fnmatch(name, start))
