@@ -29,6 +29,7 @@ setup(
         "psutil",
         "tensorboard",
         "math-verify",
+        "regex",
         "scipy",
         "matplotlib",
     ],

@@ -44,7 +44,7 @@ class Dapo(Algorithm[DapoConfig]):
                 {
                     "dapo/batches": attempt + 1,
                     "dapo/informative_groups": len(kept),
-                    SAMPLED_REWARD: sum(sampled_values) / len(sampled_values),
+                    **({SAMPLED_REWARD: sum(sampled_values) / len(sampled_values)} if sampled_values else {}),
                 }
             )
             if len(kept) < config.prompts_per_step:

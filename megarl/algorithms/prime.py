@@ -31,9 +31,9 @@ class Prime(Algorithm[PrimeConfig]):
         for prompts in run.steps():
             sampled = run.sample(prompts)
             batch = filter_by_accuracy(sampled, config)
-            run.add_metrics(
-                {"prime/kept_groups": len(batch.groups), SAMPLED_REWARD: sum(sampled.rewards) / len(sampled.rewards)}
-            )
+            run.add_metrics({"prime/kept_groups": len(batch.groups)})
+            if sampled.groups:
+                run.add_metrics({SAMPLED_REWARD: sum(sampled.rewards) / len(sampled.rewards)})
             if not batch.groups:
                 run.notify(f"step {run.step}: no group has an accuracy between min_accuracy and max_accuracy")
                 run.finish_step(sampled, None)
@@ -50,7 +50,7 @@ def filter_by_accuracy(batch: RolloutBatch, algorithm: PrimeConfig) -> RolloutBa
     """Return the groups whose accuracy (share of completions with reward > 0) is within the configured limits."""
     kept = []
     for group in batch.groups:
-        rewards = [summary.reward for summary in group.summary.trajectories]
+        rewards = [group.summary.trajectories[i].reward for i in group.summary.kept]
         accuracy = sum(reward > 0 for reward in rewards) / len(rewards)
         if algorithm.min_accuracy <= accuracy <= algorithm.max_accuracy:
             kept.append(group)

@@ -80,9 +80,14 @@ class Remax(Algorithm[RemaxConfig]):
         for prompts in run.steps():
             greedy = run.sample(prompts, greedy=True)
             batch = run.sample(prompts)
+            greedy_rewards = {
+                group.summary.group_id: reward for group, reward in zip(greedy.groups, greedy.rewards, strict=True)
+            }
+            batch.drop_groups_except(greedy_rewards)  # the others have no baseline: their greedy reward failed
             run.add_reference_logprobs(batch)
-            baselines = [greedy.rewards[group] for group in batch.group_ids]
-            run.add_metrics({"remax/greedy_reward": sum(greedy.rewards) / len(greedy.rewards)})
+            baselines = [greedy_rewards[batch.groups[group].summary.group_id] for group in batch.group_ids]
+            if greedy_rewards:
+                run.add_metrics({"remax/greedy_reward": sum(greedy.rewards) / len(greedy.rewards)})
             run.estimate(remax_estimates, batch, config, run.kl_coefficient, baselines, outputs=("advantages",))
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 

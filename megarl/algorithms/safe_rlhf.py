@@ -41,8 +41,9 @@ class SafeRlhf(Algorithm[SafeRlhfConfig]):
         for prompts in run.steps():
             batch = run.sample(prompts)
             costs = batch.reward_term(config.cost_term)
-            multiplier.update(sum(costs) / len(costs))
-            run.add_metrics({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
+            if costs:
+                multiplier.update(sum(costs) / len(costs))
+                run.add_metrics({"safe_rlhf/multiplier": multiplier.value, "safe_rlhf/cost": sum(costs) / len(costs)})
             run.add_reference_logprobs(batch)
             run.add_values(batch)
             run.add_values(batch, critic="cost_critic", column="cost_values")

@@ -52,6 +52,9 @@ def pretrain_critic(run: RLRun, algorithm: VapoConfig) -> None:
         if run.should_stop():
             break
         batch = run.sample(run.prompts(), attempt=number)
+        if not batch.groups:  # the rewards of all completions failed
+            run.finish_pretraining_step(number, {})
+            continue
         run.add_reference_logprobs(batch)
         run.add_values(batch)
         run.estimate(monte_carlo_estimates, batch, algorithm, run.kl_coefficient, outputs=("returns",))

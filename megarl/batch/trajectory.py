@@ -37,10 +37,14 @@ class Trajectory:
     False."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Reward term -> value, before weighting."""
+    """Reward term -> value, before weighting; `<term>/<name>` -> further value of a term, which is only logged."""
 
     reward: float = 0.0
-    """Weighted sum of `rewards`."""
+    """Weighted sum of the terms; 0 if it is dropped."""
+
+    reward_errors: Mapping[str, str] = field(default_factory=dict)
+    """Reward term -> error message, for terms that failed on this completion (`on_error: drop`). If there are any, the
+    completion is dropped: it takes no part in estimates, metrics and training."""
 
     finish_reason: str = "stop"
     """`stop`: ended by the policy; `length`: truncated at a token limit."""

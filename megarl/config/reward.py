@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, Tag, field_validator, model_validator
 
 from megarl.config.section import Section, discriminate_by_type
 from megarl.config.trainer import ParallelConfig
+
+RESERVED_NAMES = frozenset({"mean", "informative_groups", "sampled_mean", "dropped"})
+"""Metrics `reward/<name>` that are not the mean of a term."""
 
 
 class RewardTerm(Section):
@@ -18,10 +21,15 @@ class RewardTerm(Section):
 
 
 class RuleConfig(RewardTerm):
-    """Fields of a rule: a reward that rollout workers compute from a completion's text."""
+    """Fields of a rule: a reward that rollout workers compute, without a reward model."""
 
     timeout_seconds: float = Field(default=30.0, gt=0)
-    """Timeout in seconds for one completion; a reward that takes longer ends the run with an error."""
+    """Timeout in seconds for one completion, or for one group with `per: group`."""
+
+    on_error: Literal["raise", "drop"] = "raise"
+    """What to do if the term fails on a completion: if it raises an exception, takes longer than `timeout_seconds` or
+    returns no finite number. `raise`: end the run with an error. `drop`: leave the completion out of the step: it
+    counts neither for baselines and metrics nor for the loss. The metric `reward/dropped` counts such completions."""
 
 
 class NumericRewardConfig(RuleConfig):
@@ -32,6 +40,13 @@ class NumericRewardConfig(RuleConfig):
     strict: bool = False
     """Accept only completions that end with a stop token and whose text ends in exactly `#### <answer>`."""
 
+    timeout_seconds: float = Field(default=5.0, gt=0)
+    """Timeout in seconds for the comparison of two expressions by math-verify. A failed comparison is repeated once."""
+
+    on_error: Literal["raise", "drop"] = "drop"
+    """As for every rule. Default: `drop`, because a policy may write expressions that no computer can evaluate. Errors
+    in the data or the installation, such as a missing reference answer, end the run."""
+
 
 class FormatRewardConfig(RuleConfig):
     """1.0 if the completion matches a regular expression, else 0.0."""
@@ -39,16 +54,29 @@ class FormatRewardConfig(RuleConfig):
     type: Literal["format"]
 
     pattern: str = r"####\s*\S+\s*$"
-    """Regular expression, searched for anywhere in the text. Default: the text ends in `#### <answer>`."""
+    """Regular expression in the syntax of the package `regex` (that of `re`, and more), searched for anywhere in the
+    text. Default: the text ends in `#### <answer>`."""
 
 
 class PythonRewardConfig(RuleConfig):
-    """A user-defined function, sync or async: `(trajectory, text, row) -> float`."""
+    """A function of the user `(trajectory, text, row, **kwargs) -> float`, or a class with such a method `score`.
+
+    Both may be async. Instead of a float, they may return a mapping with the key `reward`; its other entries are logged
+    as `reward/<term>/<key>`.
+    """
 
     type: Literal["python"]
 
     path: str
-    """Import path of the function: `package.module:function`."""
+    """Import path of the function or class: `package.module:name`. A class is created once in each rollout worker; its
+    method `close()`, if it has one, is called when the worker ends."""
+
+    kwargs: dict[str, Any] = Field(default={})
+    """Keyword arguments of the function, or of the constructor of the class."""
+
+    per: Literal["sample", "group"] = "sample"
+    """`group`: called once for all completions of a prompt, as `(trajectories, texts, row) -> sequence` with one result
+    per completion. In evaluation a group has one completion."""
 
 
 class ModelRewardConfig(RewardTerm):
@@ -77,6 +105,17 @@ class RewardsConfig(Section):
 
     terms: dict[str, RewardConfig] = Field(default={"accuracy": NumericRewardConfig()}, min_length=1)
     """Name -> reward term. Each is logged as `reward/<name>`. Default: `accuracy`, of type `numeric`."""
+
+    @field_validator("terms")
+    @classmethod
+    def _check_names(cls, terms: dict[str, RewardConfig]) -> dict[str, RewardConfig]:
+        for name in terms:
+            if name in RESERVED_NAMES or "/" in name:
+                raise ValueError(
+                    f"a term needs a name without / that is none of {', '.join(sorted(RESERVED_NAMES))}, which are "
+                    f"metrics of all terms, got {name!r}"
+                )
+        return terms
 
     eval_term: str | None = None
     """Name of the term that evaluation reports. It needs to be a rule, not a model. Default: the first rule."""

@@ -15,7 +15,7 @@ from megarl.checkpoint.run_lock import LockClaim, RunLock, adopt_claim
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.detached import acquire_when_free
 from megarl.controller.recovery import train_with_recovery
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import MegarlError, RewardError, WorkerError
 from megarl.groups.build import build_evaluation, stage_processes
 from megarl.run.evaluation import greedy_score
 from megarl.run.events import Event, EventLog, MessageEvent
@@ -162,8 +162,20 @@ class Controller:
         run.raise_if_stopped_early()
 
     def evaluate(self, config: RunConfig) -> float:
-        """Return the mean greedy score of the untrained model on the held-out prompts."""
+        """Return the mean greedy score of the untrained model on the held-out prompts.
+
+        Raises:
+            RewardError: the reward failed on all completions.
+        """
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:
             rollout, held_out = build_evaluation(config, closing)
-            return greedy_score(config, rollout, held_out, label="evaluate")
+            evaluation = greedy_score(config, rollout, held_out, label="evaluate")
+        failures = (
+            f"reward.terms.{config.reward.eval_name} failed on {evaluation.num_dropped} of {len(held_out)} completions"
+        )
+        if evaluation.score is None:
+            raise RewardError(f"{failures} (on_error: drop)")
+        if evaluation.num_dropped:
+            self._events.add(MessageEvent(f"{failures}, which do not count"))
+        return evaluation.score

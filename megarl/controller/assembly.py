@@ -207,15 +207,18 @@ class RunAssembly:
         """Stop and forget the engines and rollout workers."""
         if self._rollout is not None:
             engines, rollout = self._rollout
+            rollout.shutdown()
             engines.shutdown()
-            for actor in (*engines.actors().values(), *rollout.actors().values()):
+            for actor in engines.actors().values():
                 ray.kill(actor)
         self._rollout, self._is_rollout_started = None, False
 
     def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
         engines = start_engines(self._config, self._pools, trainer.grid, self._restart_budget)
         self._closing.callback(engines.shutdown)
-        self._rollout = engines, RolloutGroup(self._config, engines)
+        rollout = RolloutGroup(self._config, engines)
+        self._closing.callback(rollout.shutdown)
+        self._rollout = engines, rollout
         return self._rollout
 
     def _load_checkpoint(self, folder: Path, trained: dict[str, TrainerGroup]) -> RunState:

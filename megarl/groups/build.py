@@ -115,12 +115,13 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     """Start engines with the weights of the model folder; return rollout workers and the held-out prompts.
 
     Args:
-        closing: receives the callback that shuts the engines down.
+        closing: receives the callbacks that shut the engines and rollout workers down.
     """
     (pool,) = reserve_pools(config.placement, {config.placement.rollout.pool: config.rollout_pool}).values()
     engines = EngineGroup(config, pool, place_dedicated_engines(config, pool))
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
+    closing.callback(rollout.shutdown)
     _, held_out = read_prompts(config)
     engines.wait_started()
     rollout.start()

@@ -6,9 +6,11 @@ included) are concatenated.
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -109,6 +111,8 @@ class EstimateJob:
 
     estimator: Estimator
     arguments: tuple[object, ...]
+    keys: tuple[SampleKey, ...]
+    """The N completions to estimate, group after group; the groups may have others, which are dropped."""
     rewards: tuple[float, ...]
     """Reward of each completion, N values."""
     columns: Mapping[ColumnName, Payload[TokenColumn]]
@@ -126,9 +130,10 @@ class EstimateSummary:
 
 def estimate(job: EstimateJob, groups: Sequence[Sequence[Trajectory]]) -> tuple[EstimateSummary, list[TokenColumn]]:
     """Run the estimator; return the summary for the controller and the columns of `job.outputs` as `TokenColumn`s."""
-    keys = [(p, i) for p, group in enumerate(groups) for i in range(len(group))]
+    keys = job.keys
     columns = {name: _concatenate(payload.fetch(), keys) for name, payload in job.columns.items()}
-    tokens = make_token_batch(groups, job.rewards, columns)
+    kept = [[groups[p][i] for p, i in members] for _, members in itertools.groupby(keys, key=itemgetter(0))]
+    tokens = make_token_batch(kept, job.rewards, columns)
     output = job.estimator(tokens, *job.arguments)
     scalars: dict[ColumnName, list[float]] = {name: values_N.tolist() for name, values_N in output.scalars.items()}
     bounds = tokens.cu_seqlens_N.tolist()

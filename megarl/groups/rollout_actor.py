@@ -67,13 +67,17 @@ class RolloutActor(RolloutWorker):
         return group.summary, group.trajectories
 
     async def record(
-        self, step: int, rewards: Sequence[TrajectoryReward], advantages: Sequence[float], *groups: Sequence[Trajectory]
+        self,
+        step: int,
+        rewards: Sequence[TrajectoryReward],
+        advantages: Sequence[float | None],
+        *groups: Sequence[Trajectory],
     ) -> None:
         """Write the trajectories of the groups to `rollouts/step-<step>.parquet`.
 
         Args:
             rewards: final rewards, one per trajectory, including terms added after generation.
-            advantages: one per trajectory.
+            advantages: one per trajectory; None for one that was not trained on.
 
         Raises:
             LostLockError: another run has taken over the run folder; nothing is written.

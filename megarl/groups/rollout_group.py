@@ -35,6 +35,9 @@ from megarl.workers.worker_host import AsyncWorkerHost
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
 """Errors of a call to a worker that has died, or whose node was lost before the worker was created."""
 
+SHUTDOWN_SECONDS = 30.0
+"""How long workers may take to close their rewards before they are killed."""
+
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
@@ -102,6 +105,13 @@ class RolloutGroup:
     def first_completion_time(self) -> float:
         """Return the Unix time of the first completion on any engine."""
         return self._engines.first_completion_time()
+
+    def shutdown(self) -> None:
+        """Let the workers close their rewards, then kill them. The group must not be used afterwards."""
+        refs = [worker.stop.remote() for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
+        for worker in self._workers:
+            ray.kill(worker)
 
     def stream(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: tuple[int, ...] = ()
@@ -290,8 +300,14 @@ class RolloutGroup:
         (summary,) = wait_all([summary_ref], what="estimate", names=self._names([summary_ref]))
         return summary, {name: StoredPayload(ref) for name, ref in zip(job.outputs, columns, strict=True)}
 
-    def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float]) -> None:
-        """Begin to write the step's rollouts to Parquet in a worker; blocks until the previous ones are on disk."""
+    def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float | None]) -> None:
+        """Begin to write the step's rollouts to Parquet in a worker; blocks until the previous ones are on disk.
+
+        Args:
+            step: number of the step.
+            groups: the step's groups, with dropped completions.
+            advantages: one per completion; None for one that was not trained on.
+        """
         self.flush_records()
         refs = [group.payload.ref for group in groups]
         rewards = [TrajectoryReward(t.reward, t.rewards) for group in groups for t in group.summary.trajectories]

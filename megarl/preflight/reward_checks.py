@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from megarl.config.reward import FormatRewardConfig, PythonRewardConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.reward.python_function import load_reward_function
+from megarl.reward.python_function import check_reward
+from megarl.reward.terms import compile_pattern
 
 
 def find_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Find reward terms whose regular expression or Python function cannot be loaded."""
+    """Find reward terms whose regular expression or Python function cannot be used."""
     for name, term in config.reward.terms.items():
         key = f"reward.terms.{name}"
-        match term:
-            case FormatRewardConfig(pattern=pattern):
-                try:
-                    re.compile(pattern)
-                except re.error as e:
-                    yield f"{key}.pattern: needs a regular expression, got {pattern!r}: {e}"
-            case PythonRewardConfig(path=path):
-                try:
-                    load_reward_function(path, key=f"{key}.path")
-                except ConfigError as e:
-                    yield str(e)
+        try:
+            match term:
+                case FormatRewardConfig():
+                    compile_pattern(term.pattern, key=f"{key}.pattern")
+                case PythonRewardConfig():
+                    check_reward(term, key=key)
+        except ConfigError as e:
+            yield str(e)

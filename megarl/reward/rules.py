@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megarl.reward.answer_extraction import ANSWER_MARK, extract_final_answer, parse_number
-from megarl.reward.math_equivalence import is_equivalent
+from megarl.reward.math_equivalence import TIMEOUT_SECONDS, is_equivalent
 
 MAX_EXPRESSION_LENGTH = 300
 """Maximum number of characters of an expression that is checked with math-verify."""
@@ -14,7 +14,9 @@ _UNFINISHED = re.compile(r"[\w})]\s*(?:[-+*×·÷/^!]|\\(?:times|cdot|div)\b)|\\
 """Matches arithmetic that the policy has not carried out."""
 
 
-def numeric_reward(text: str, answer: str, *, strict: bool, finished: bool) -> float:
+def numeric_reward(
+    text: str, answer: str, *, strict: bool, finished: bool, timeout_seconds: float = TIMEOUT_SECONDS
+) -> float:
     r"""Return 1.0 if the final answer in `text` equals the reference, else 0.0.
 
     The final answer is the last `#### N` or `\boxed{N}`. The reference is the final answer in `answer`, or all of
@@ -26,12 +28,17 @@ def numeric_reward(text: str, answer: str, *, strict: bool, finished: bool) -> f
         answer: the answer in the data, for example GSM8K's "...\n#### 72".
         strict: also require `finished`, and that `text` ends in exactly `#### <reference>`.
         finished: whether the policy ended the completion with a stop token.
+        timeout_seconds: timeout of math-verify.
+
+    Raises:
+        EquivalenceError: math-verify did not reply, twice.
+        RewardError: math-verify does not start.
     """
     reward = fast_numeric_reward(text, answer, strict=strict, finished=finished)
     if reward is None:
         prediction = extract_final_answer(text)
         assert prediction is not None, "fast_numeric_reward handles a missing answer"
-        reward = float(is_equivalent(prediction, _extract_reference(answer)))
+        reward = float(is_equivalent(prediction, _extract_reference(answer), timeout_seconds))
     return reward
 
 
@@ -43,11 +50,6 @@ def fast_numeric_reward(text: str, answer: str, *, strict: bool, finished: bool)
     prediction = extract_final_answer(text)
     equal = False if prediction is None else _are_equal(prediction, reference)
     return None if equal is None else float(equal)
-
-
-def format_reward(text: str, pattern: str | re.Pattern[str]) -> float:
-    """Return 1.0 if the regular expression `pattern` is found in `text`, else 0.0."""
-    return float(re.search(pattern, text) is not None)
 
 
 def _extract_reference(answer: str) -> str:

@@ -2,7 +2,7 @@
 
 controller --- GroupJob ---> RolloutWorker --- requests of one group ---> the engine with the fewest outstanding
            <-- summaries --       |                              samples (another one if that is lost)
-              + trajectories      '--- trajectory, prompt ---> Scorer
+              + trajectories      '--- trajectories, prompt ---> Scorer
 """
 
 from __future__ import annotations
@@ -72,11 +72,14 @@ class TrajectorySummary:
     """Number of sampled tokens."""
     reward: float
     rewards: Mapping[str, float]
+    """As `Trajectory.rewards`."""
     finish_reason: str
     min_policy_version: int
     """Smallest policy version among the sampled tokens; -1 if none was sampled."""
     max_policy_version: int
     """Largest policy version among the sampled tokens; -1 if none was sampled."""
+    dropped_by: tuple[str, ...] = ()
+    """Reward terms that failed on the trajectory; if there are any, it is dropped: it is not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,11 @@ class GroupSummary:
     """Time from the last token to the last reward."""
     replayed: bool = False
     """Whether the group was read from the journal and not generated."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Indices of the trajectories that are not dropped."""
+        return tuple(i for i, trajectory in enumerate(self.trajectories) if not trajectory.dropped_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +167,7 @@ class RolloutWorker:
         finally:
             lease.release()
         generated = time.perf_counter()
-        trajectories = await _gather_or_cancel(self._score(trajectory, job.prompt) for trajectory in trajectories)
+        trajectories = await self._scorer.score(trajectories, job.prompt)
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
@@ -168,6 +176,10 @@ class RolloutWorker:
             scoring_seconds=time.perf_counter() - generated,
         )
         return summary, trajectories
+
+    async def shutdown(self) -> None:
+        """Close the rewards. The worker must not be used afterwards."""
+        await self._scorer.close()
 
     async def _run_episode(self, job: GroupJob, sample: int, lease: EngineLease) -> Trajectory:
         """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one."""
@@ -195,10 +207,6 @@ class RolloutWorker:
                 f"(rollout.request_timeout_seconds)"
             ) from e
 
-    async def _score(self, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
-        rewards, reward = await self._scorer.score(trajectory, prompt)
-        return replace(trajectory, rewards=rewards, reward=reward)
-
 
 def summarize(trajectory: Trajectory) -> TrajectorySummary:
     """Return the scalars of a trajectory."""
@@ -212,6 +220,7 @@ def summarize(trajectory: Trajectory) -> TrajectorySummary:
         finish_reason=trajectory.finish_reason,
         min_policy_version=int(versions.min()) if len(versions) else -1,
         max_policy_version=int(versions.max()) if len(versions) else -1,
+        dropped_by=tuple(trajectory.reward_errors),
     )
 
 

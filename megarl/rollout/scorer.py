@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from megarl.batch.trajectory import Prompt, Trajectory
@@ -10,10 +11,14 @@ from megarl.batch.trajectory import Prompt, Trajectory
 class Scorer(Protocol):
     """Computes the rewards of finished trajectories."""
 
-    async def score(self, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
-        """Return the unweighted value of each reward term by name, and their weighted sum.
+    async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> list[Trajectory]:
+        """Return the trajectories, which are all completions of `prompt`, with their rewards.
 
         Raises:
-            RewardError: a term raised, timed out or returned something other than a finite number.
+            RewardError: a reward could not be computed, and its configuration does not allow to drop the completion.
         """
+        ...
+
+    async def close(self) -> None:
+        """Release what the rewards hold, such as connections."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
@@ -10,9 +11,21 @@ from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
 
 
-def greedy_score(config: RunConfig, rollout: RolloutGroup, prompts: Sequence[Prompt], *, label: str) -> float:
-    """Return the mean of `reward.eval_term` over one greedy completion per prompt."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Result of an evaluation."""
+
+    score: float | None
+    """Mean of `reward.eval_term`; None if it failed on all completions."""
+    num_dropped: int
+    """Number of completions on which the term failed; they do not count."""
+
+
+def greedy_score(config: RunConfig, rollout: RolloutGroup, prompts: Sequence[Prompt], *, label: str) -> Evaluation:
+    """Evaluate `reward.eval_term` on one greedy completion per prompt."""
     greedy = Sampling(temperature=0.0, max_new_tokens=config.rollout.max_new_tokens)
     groups = rollout.collect(prompts, num_samples=1, sampling=greedy, label=label)
-    values = [t.rewards[config.reward.eval_name] for group in groups for t in group.summary.trajectories]
-    return sum(values) / len(values)
+    name = config.reward.eval_name
+    rewards = [t.rewards for group in groups for t in group.summary.trajectories]
+    values = [each[name] for each in rewards if name in each]
+    return Evaluation(score=sum(values) / len(values) if values else None, num_dropped=len(rewards) - len(values))

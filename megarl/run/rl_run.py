@@ -157,6 +157,9 @@ class RLRun(StageRun):
     def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
         """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
 
+        Completions whose reward failed (`on_error: drop`) are not in the batch, which may therefore be empty. The
+        methods below do nothing with an empty batch.
+
         Args:
             attempt: index of this call within the step, if a step samples several batches; it changes the seed.
         """
@@ -170,14 +173,17 @@ class RLRun(StageRun):
                 seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
             )
         self._report_startup()
-        batch = RolloutBatch(groups=groups)
+        needs_group = self.config.algorithm.needs_group and not greedy
+        batch = RolloutBatch.from_sampled(groups, min_completions=2 if needs_group else 1)
+        for name, num in batch.dropped_metrics().items():  # a step may sample several batches
+            self._step_metrics[name] = self._step_metrics.get(name, 0.0) + num
         self._add_model_rewards(batch)
         return batch
 
     def _add_model_rewards(self, batch: RolloutBatch) -> None:
         """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
         cost_terms, scorers = self.config.algorithm.cost_terms, self.models.scorers
-        if not scorers and not cost_terms:
+        if not batch.groups or not (scorers or cost_terms):
             return
         request, values = batch.forward_request(self.config), {}
         for name, scorer in scorers.items():
@@ -189,11 +195,15 @@ class RLRun(StageRun):
 
     def add_logprobs(self, batch: RolloutBatch) -> None:
         """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
+        if not batch.groups:
+            return
         with self.phase("logprobs"):
             batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
 
     def add_reference_logprobs(self, batch: RolloutBatch) -> None:
         """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
+        if not batch.groups:
+            return
         algorithm = self.config.algorithm
         if algorithm.kl_reward is not None:
             self.add_logprobs(batch)
@@ -206,12 +216,16 @@ class RLRun(StageRun):
         self, batch: RolloutBatch, model: str, column: ColumnName, *, phase: str | None = None
     ) -> None:
         """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
+        if not batch.groups:
+            return
         with self.phase(phase or model):
             worker = self.models.trained.get(model) or self.models.frozen[model]
             batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
 
     def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
         """Add a column of token values from a critic: V of the state before each token."""
+        if not batch.groups:
+            return
         with self.phase("values"):
             batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
 
@@ -229,10 +243,13 @@ class RLRun(StageRun):
             estimator: a module-level function, such as `group_estimates`.
             outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
         """
+        if not batch.groups:
+            return
         with self.phase("estimate"):
             job = EstimateJob(
                 estimator=estimator,
                 arguments=arguments,
+                keys=tuple(batch.keys),
                 rewards=tuple(batch.rewards),
                 columns=dict(batch.columns),
                 outputs=outputs,
@@ -260,14 +277,14 @@ class RLRun(StageRun):
         self._step_metrics.clear()
 
     def train_policy(self, batch: RolloutBatch, token_loss: TokenLoss, *, nll: float = 0.0) -> TrainStats | None:
-        """Train the policy on the columns of the loss; return None if a limit skips the update of this step.
+        """Train the policy on the columns of the loss; return None if a limit skips the update, or the batch is empty.
 
         Args:
             token_loss: the loss per token; `algorithm.rollout_is`, `kl_loss` and `aggregation` apply to it.
             nll: coefficient of the NLL term on completions with a positive reward, as in `PolicyLoss`.
 
         Raises:
-            LimitError: a limit with action `stop` was exceeded.
+            LimitError: a limit with action `stop` was exceeded, or too many steps in a row had no update.
         """
         if self._skips_update("sampled", batch_metrics(batch)) or self._skips_update("estimated", self._step_metrics):
             return None
@@ -302,6 +319,8 @@ class RLRun(StageRun):
             values: column with its old values.
             returns: column with its targets.
         """
+        if not batch.groups:
+            return
         names = {"values": values, "returns": returns}
         request = batch.train_request(self.config, ValueLoss(clip=config.clip), names)
         self._pending_critics[critic] = self.models.trained[critic].begin_train_step(
@@ -312,6 +331,8 @@ class RLRun(StageRun):
 
     def train_model(self, batch: RolloutBatch, model: str, loss: Loss) -> None:
         """Train an auxiliary language model on the columns of the loss; its metrics are `<model>/...`."""
+        if not batch.groups:
+            return
         request = self.with_update_guard(batch.train_request(self.config, loss), model)
         with self.phase(f"train_{model}"), self._with_step_in_limit_errors():
             stats = self.models.trained[model].train_step(request)
@@ -343,8 +364,7 @@ class RLRun(StageRun):
         self._offload()
         self.finish_critics()
         if self.config.tracking.rollouts:
-            advantages = batch.scalars.get("advantages", [0.0] * len(batch.keys))
-            self.rollout.record(self.step, batch.groups, advantages)
+            self.rollout.record(self.step, batch.all_groups, batch.logged_advantages)
         every = self.config.trainer.eval_every
         due = self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
         self._log_step(batch_metrics(batch), stats)
@@ -381,7 +401,7 @@ class RLRun(StageRun):
             StepSummary(
                 step=self.step,
                 seconds=seconds,
-                reward=metrics["reward/mean"],
+                reward=metrics.get("reward/mean"),
                 loss=train_metrics.get("loss"),
                 tokens_per_second=rate if tokens else None,
                 weight_sync_seconds=sync_metrics.get("weight_sync/seconds"),
@@ -459,12 +479,21 @@ class RLRun(StageRun):
         if not self._held_out:
             return
         with self.phase("evaluate"):
-            score = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
+            evaluation = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
         self._report_startup()
-        self.totals.evaluations[self.step] = score
-        term = self.config.reward.eval_name
-        self.log({f"eval/{term}": score})
-        self.notify(f"step {self.step}: eval {term} {score:.3f} on {len(self._held_out)} held-out prompts")
+        term, num = self.config.reward.eval_name, len(self._held_out)
+        dropped = {"eval/dropped": float(evaluation.num_dropped)} if evaluation.num_dropped else {}
+        if dropped:
+            self.notify(
+                f"step {self.step}: eval {term} failed on {evaluation.num_dropped} of {num} held-out prompts, which do "
+                "not count"
+            )
+        if evaluation.score is None:
+            self.log(dropped)
+            return
+        self.totals.evaluations[self.step] = evaluation.score
+        self.log({f"eval/{term}": evaluation.score, **dropped})
+        self.notify(f"step {self.step}: eval {term} {evaluation.score:.3f} on {num} held-out prompts")
 
     def _report_startup(self) -> None:
         """After the first completions: write `startup.json` and report the startup time by phase. Runs once."""

@@ -1,11 +1,13 @@
 """The controller's view of a step's completions: scalars, and references to tokens that stay in the workers.
 
-Shapes: N completions of all groups, numbered group after group.
+Shapes: N completions of all groups, numbered group after group. Dropped completions, whose reward could not be
+computed, are not among them: they are left out here, before anything is estimated, logged or trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
 
@@ -25,6 +27,9 @@ class RolloutBatch:
     """Completions of one step with rewards, log-probs, values and advantages, which the loop adds step by step."""
 
     groups: list[FinishedGroup]
+    """Groups with at least one completion that is not dropped."""
+    dropped_groups: list[FinishedGroup] = field(default_factory=list)
+    """Further groups of the step, none of whose completions is trained on."""
     scalars: dict[ColumnName, list[float]] = field(default_factory=dict)
     """Per completion: N numbers each."""
     columns: dict[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
@@ -32,10 +37,30 @@ class RolloutBatch:
     sample_indices: list[int] | None = None
     """Completions to train on, possibly repeated; None: each completion once."""
 
+    @classmethod
+    def from_sampled(cls, groups: Sequence[FinishedGroup], *, min_completions: int = 1) -> RolloutBatch:
+        """Return the batch of these groups, without dropped completions.
+
+        Args:
+            groups: as sampled.
+            min_completions: a group with fewer completions left is dropped too. 2 for a baseline from the group: a
+                completion without others to compare with has none.
+        """
+        is_kept = [len(group.summary.kept) >= min_completions for group in groups]
+        return cls(
+            groups=[group for group, keep in zip(groups, is_kept, strict=True) if keep],
+            dropped_groups=[group for group, keep in zip(groups, is_kept, strict=True) if not keep],
+        )
+
+    @property
+    def all_groups(self) -> list[FinishedGroup]:
+        """All groups of the step, dropped ones at the end."""
+        return [*self.groups, *self.dropped_groups]
+
     @property
     def summaries(self) -> list[TrajectorySummary]:
         """N trajectory summaries: rewards, lengths and other scalars."""
-        return [summary for group in self.groups for summary in group.summary.trajectories]
+        return [self.groups[p].summary.trajectories[i] for p, i in self.keys]
 
     @property
     def rewards(self) -> list[float]:
@@ -49,18 +74,41 @@ class RolloutBatch:
     @property
     def group_ids(self) -> list[int]:
         """N group indices, from 0."""
-        return [group_index for group_index, group in enumerate(self.groups) for _ in group.summary.trajectories]
+        return [group_index for group_index, _ in self.keys]
 
     @property
     def group_offsets(self) -> list[int]:
         """Index of the first completion of each group."""
-        sizes = [len(group.summary.trajectories) for group in self.groups]
+        sizes = [len(group.summary.kept) for group in self.groups]
         return [0, *accumulate(sizes)][:-1]
 
     @property
     def keys(self) -> list[SampleKey]:
         """N sample keys: (index of the group, index within the group)."""
-        return [(p, i) for p, group in enumerate(self.groups) for i in range(len(group.summary.trajectories))]
+        return [(p, i) for p, group in enumerate(self.groups) for i in group.summary.kept]
+
+    @property
+    def logged_advantages(self) -> list[float | None]:
+        """Advantage of each completion of `all_groups`; None for dropped ones, 0 if none was estimated."""
+        known = dict(zip(self.keys, self.scalars.get("advantages", [0.0] * len(self.keys)), strict=True))
+        sizes = [len(group.summary.trajectories) for group in self.all_groups]
+        return [known.get((p, i)) for p, size in enumerate(sizes) for i in range(size)]
+
+    def dropped_metrics(self) -> dict[str, float]:
+        """Return the numbers of completions that are not in the batch: in total, and by the term that failed."""
+        summaries = [summary for group in self.all_groups for summary in group.summary.trajectories]
+        by_term = Counter(name for summary in summaries for name in summary.dropped_by)
+        return {
+            "reward/dropped": float(len(summaries) - len(self.keys)),
+            **{f"reward/{name}/dropped": float(num) for name, num in by_term.items()},
+        }
+
+    def drop_groups_except(self, group_ids: Container[int]) -> None:
+        """Drop the groups with other ids in their summary; call it before adding scalars or columns."""
+        assert not self.scalars, "they are numbered by completion"
+        assert not self.columns, "they are numbered by completion"
+        self.dropped_groups += [group for group in self.groups if group.summary.group_id not in group_ids]
+        self.groups = [group for group in self.groups if group.summary.group_id in group_ids]
 
     def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
         """Add reward terms and recompute all total rewards.
@@ -86,13 +134,14 @@ class RolloutBatch:
         self._map_rewards(add)
 
     def _map_rewards(self, score: Callable[[int, TrajectorySummary], TrajectorySummary]) -> None:
-        offsets = self.group_offsets
+        sample_index = count()
+
+        def apply(summary: TrajectorySummary) -> TrajectorySummary:
+            return summary if summary.dropped_by else score(next(sample_index), summary)
+
         self.groups = [
-            replace(
-                group,
-                summary=replace(group.summary, trajectories=tuple(map(score, count(n), group.summary.trajectories))),
-            )
-            for n, group in zip(offsets, self.groups, strict=True)
+            replace(group, summary=replace(group.summary, trajectories=tuple(map(apply, group.summary.trajectories))))
+            for group in self.groups
         ]
 
     def forward_request(self, config: RunConfig) -> ForwardRequest:
@@ -185,21 +234,26 @@ class RolloutBatch:
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return the metrics of a batch: means over its completions."""
+    """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
     groups, summaries = batch.groups, batch.summaries
     num = len(summaries)
-    metrics = {
+    metrics: dict[str, float] = {
+        "rollout/generation_seconds_max": max(group.summary.generation_seconds for group in batch.all_groups),
+        "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
+    }
+    if not summaries:
+        return metrics
+    rewards_by_group = [{group.summary.trajectories[i].reward for i in group.summary.kept} for group in groups]
+    metrics |= {
         "reward/mean": sum(t.reward for t in summaries) / num,
-        "reward/informative_groups": sum(len({t.reward for t in group.summary.trajectories}) > 1 for group in groups)
-        / len(groups),
+        "reward/informative_groups": sum(len(rewards) > 1 for rewards in rewards_by_group) / len(groups),
         "response/length": sum(t.response_length for t in summaries) / num,
         "response/truncated": sum(t.finish_reason == "length" for t in summaries) / num,
-        "rollout/generation_seconds_max": max(group.summary.generation_seconds for group in groups),
-        "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in groups),
         "policy_version/min": min(t.min_policy_version for t in summaries),
     }
-    for name in summaries[0].rewards:
-        metrics[f"reward/{name}"] = sum(t.rewards[name] for t in summaries) / num
+    for name in dict.fromkeys(name for summary in summaries for name in summary.rewards):
+        values = [t.rewards[name] for t in summaries if name in t.rewards]  # a function may leave sub-metrics out
+        metrics[f"reward/{name}"] = sum(values) / len(values)
     if (advantages := batch.scalars.get("advantages")) is not None:
         metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
     return metrics

@@ -64,6 +64,8 @@ class StepLimits:
             metrics: in stage `trained`, the trainer's metrics; empty if the policy was not trained.
         """
         violations = list(self._exceeded_limits(stage, metrics))
+        if stage == "sampled" and "reward/mean" not in metrics:
+            violations.append(("skip", "all completions were dropped, because rewards failed (on_error: drop)"))
         if stage == "trained":
             violations += _skipped_updates(metrics)
             if metrics.get("updates"):

@@ -22,6 +22,7 @@ SCHEMA = pa.schema(
         ("response", pa.string()),
         ("reward", pa.float64()),
         ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("reward_errors", pa.map_(pa.string(), pa.string())),
         ("advantage", pa.float64()),
         ("policy_version_min", pa.int32()),
         ("policy_version_max", pa.int32()),
@@ -34,7 +35,9 @@ SCHEMA = pa.schema(
 )
 """Columns of the file, one row per trajectory.
 
-`response` is everything after the prompt, including tool output. Policy versions are those of the sampled tokens (null
+`response` is everything after the prompt, including tool output. `rewards` maps a term to its value, and
+`<term>/<name>` to its further values; `reward_errors` maps a term that failed to its message: such a completion was
+dropped, and its `reward` and `advantage` are null. Policy versions are those of the sampled tokens (null
 if there are none). The last three columns have one entry per token, prompt first.
 """
 
@@ -42,7 +45,7 @@ if there are none). The last three columns have one entry per token, prompt firs
 def write_rollouts(
     path: str | Path,
     trajectories: Sequence[Trajectory],
-    advantages_N: Sequence[float] | NDArray[np.floating],
+    advantages_N: Sequence[float | None] | NDArray[np.floating],
     *,
     step: int,
     decode: Callable[[list[int]], str],
@@ -52,7 +55,7 @@ def write_rollouts(
     Args:
         path: the Parquet file.
         trajectories: N of them.
-        advantages_N: [N], one advantage per trajectory.
+        advantages_N: [N], one advantage per trajectory; None for one that was not trained on.
         step: the step that trained on them.
         decode: token ids -> text; should keep special tokens, to show what the policy saw.
     """
@@ -63,9 +66,10 @@ def write_rollouts(
         "group_id": [t.group_id for t in trajectories],
         "prompt": [decode(t.token_ids[: t.prompt_length].tolist()) for t in trajectories],
         "response": [decode(t.token_ids[t.prompt_length :].tolist()) for t in trajectories],
-        "reward": [t.reward for t in trajectories],
+        "reward": [None if t.reward_errors else t.reward for t in trajectories],
         "rewards": [list(t.rewards.items()) for t in trajectories],
-        "advantage": [float(a) for a in advantages_N],
+        "reward_errors": [list(t.reward_errors.items()) for t in trajectories],
+        "advantage": [None if a is None else float(a) for a in advantages_N],
         "policy_version_min": [_version(t, np.min) for t in trajectories],
         "policy_version_max": [_version(t, np.max) for t in trajectories],
         "num_tokens": [t.num_tokens for t in trajectories],

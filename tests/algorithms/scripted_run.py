@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms.registry import train
-from megarl.batch.trajectory import Prompt
+from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, estimate
 from megarl.groups.rollout_group import FinishedGroup
-from megarl.megatron.requests import ForwardRequest, SampleKey, TrainRequest, TrainStats
+from megarl.megatron.requests import ForwardRequest, SampleKey, SampleRef, TrainRequest, TrainStats
 from megarl.rollout.engine import Sampling
 from megarl.run.events import EventLog, MessageEvent
 from megarl.run.rl_run import RLRun
@@ -58,6 +58,8 @@ class FakeModel:
     losses: Sequence[float] = (1.0,)
     """Loss of each training step; the last one repeats."""
     score: Callable[[SampleKey], float] = lambda key: 0.0
+    value_key: Callable[[SampleRef], SampleKey] = lambda sample: sample.key
+    """What outputs for a sample depend on."""
     offloads: bool = False
     _steps: int = 0
 
@@ -80,11 +82,12 @@ class FakeModel:
 
     def scores(self, request: ForwardRequest) -> dict[SampleKey, float]:
         self.log.append(Call(target=self.name, method="scores", argument=request))
-        return {sample.key: self.score(sample.key) for sample in request.samples}
+        return {sample.key: self.score(self.value_key(sample)) for sample in request.samples}
 
     def _tokens(self, method: str, request: ForwardRequest) -> Any:
         self.log.append(Call(target=self.name, method=method, argument=request))
-        return LocalPayload([{s.key: token_values(s.key, s.num_tokens, self.offset) for s in request.samples}])
+        values = {s.key: token_values(self.value_key(s), s.num_tokens, self.offset) for s in request.samples}
+        return LocalPayload([values])
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         self.log.append(Call(target=self.name, method="train", argument=request))
@@ -133,8 +136,8 @@ class SampleCall:
     seed: tuple[int, ...]
 
 
-RewardFunction = Callable[[str, int, int], float]
-"""(label, index of the prompt in the call, index of the sample) -> reward."""
+RewardFunction = Callable[[str, int, int], float | None]
+"""(label, index of the prompt in the call, index of the sample) -> reward; None: it failed, the sample is dropped."""
 
 
 @dataclass
@@ -143,6 +146,8 @@ class FakeRolloutGroup:
     log: list[Call]
     lengths: Callable[[int], int] = lambda sample: 3 + sample
     """Number of sampled tokens by sample index."""
+    omits_dropped: bool = False
+    """Leave dropped samples out, as if they had not been sampled."""
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: Any = ()
@@ -150,16 +155,18 @@ class FakeRolloutGroup:
         names = tuple(prompt.prompt_id for prompt in prompts)
         call = SampleCall(label=label, prompts=names, num_samples=num_samples, sampling=sampling, seed=seed)
         self.log.append(Call(target="engines", method="sample", argument=call))
-        return [
-            finished_group(
-                [
-                    completion([0] + [1] * self.lengths(sample), reward=self.script(label, number, sample))
-                    for sample in range(num_samples)
-                ],
-                number,
-            )
-            for number in range(len(prompts))
+        groups = [
+            [self._sample(label, number, sample) for sample in range(num_samples)] for number in range(len(prompts))
         ]
+        if self.omits_dropped:
+            groups = [[sample for sample in group if not sample.reward_errors] for group in groups]
+        return [finished_group(group, number) for number, group in enumerate(groups) if group]
+
+    def _sample(self, label: str, number: int, sample: int) -> Trajectory:
+        mask, reward = [0] + [1] * self.lengths(sample), self.script(label, number, sample)
+        if reward is None:
+            return completion(mask, rewards={"other": 1.0}, reward_errors={"match": "no answer"})
+        return completion(mask, reward=reward)
 
     def estimate(self, job: EstimateJob, groups: Sequence[FinishedGroup]) -> Any:
         found, columns = estimate(job, [group.payload.fetch() for group in groups])
@@ -221,6 +228,7 @@ def run_script(
     events: EventLog | None = None,
     resumed: RunState | None = None,
     saves_checkpoints: bool = False,
+    omits_dropped: bool = False,
     **sections: Any,
 ) -> FinishedRun:
     """Train for `steps` with the algorithm on prompts p0 to p99; defaults: 2 prompts per step, 3 samples each.
@@ -230,6 +238,7 @@ def run_script(
         events: event log of the run, for scripts that request a stop.
         resumed: state to resume from.
         saves_checkpoints: give the run a checkpointer.
+        omits_dropped: leave dropped samples out, as if they had not been sampled.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
@@ -248,7 +257,8 @@ def run_script(
         dedicated=dedicated,
     )
     policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
-    rollout, checkpoints = FakeRolloutGroup(script, log, lengths), FakeCheckpointer(log) if saves_checkpoints else None
+    rollout = FakeRolloutGroup(script, log, lengths, omits_dropped)
+    checkpoints = FakeCheckpointer(log) if saves_checkpoints else None
     return train_with_fakes(config, policy, models_of_run, rollout, log, events or EventLog(), resumed, checkpoints)
 
 
@@ -290,7 +300,7 @@ def train_with_fakes(
     return FinishedRun(
         run=run,
         log=log,
-        metrics=[row for row in rows if "reward/mean" in row],
+        metrics=[row for row in rows if "tokens_per_second" in row],
         pretraining=[row for row in rows if any(name.startswith("pretraining/") for name in row)],
         messages=[text for text in messages if not text.startswith("started in ")],
     )

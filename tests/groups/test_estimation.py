@@ -91,7 +91,14 @@ def run_estimator(
         name: LocalPayload([{KEYS[n]: column[n] for n in half} for half in (range(0, N, 2), range(1, N, 2))])
         for name, column in COLUMNS.items()
     }
-    job = EstimateJob(estimator=estimator, arguments=arguments, rewards=tuple(REWARDS), columns=parts, outputs=outputs)
+    job = EstimateJob(
+        estimator=estimator,
+        arguments=arguments,
+        keys=tuple(KEYS),
+        rewards=tuple(REWARDS),
+        columns=parts,
+        outputs=outputs,
+    )
     found, columns = estimate(job, GROUPS)
     out = {}
     for name, column in zip(outputs, columns, strict=True):

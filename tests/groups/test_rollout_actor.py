@@ -47,9 +47,12 @@ class SeededEngine:
 
 
 class Scorer:
-    async def score(self, trajectory, prompt):
-        length = float(trajectory.loss_mask.sum())
-        return {"length": length}, length / 3
+    async def score(self, trajectories, prompt):
+        lengths = [float(t.loss_mask.sum()) for t in trajectories]
+        return [
+            replace(t, rewards={"length": length}, reward=length / 3)
+            for t, length in zip(trajectories, lengths, strict=True)
+        ]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ import pytest
 
 from megarl.errors import RewardError
 from megarl.reward import math_equivalence
-from megarl.reward.math_equivalence import EquivalenceChecker
+from megarl.reward.math_equivalence import CheckerPool, EquivalenceChecker, EquivalenceError
 
 
 @pytest.fixture
 def checker() -> Iterator[EquivalenceChecker]:
-    checker = EquivalenceChecker(timeout_seconds=5.0)
+    checker = EquivalenceChecker()
     yield checker
     checker.close()
 
@@ -46,19 +47,18 @@ def test_works_with_file_descriptors_above_1023(checker: EquivalenceChecker) -> 
     assert checker._child is not None
     assert checker._child.stdout is not None
     assert checker._child.stdout.fileno() > 1023
-    checker.timeout_seconds = 0.5
-    assert not checker.is_equivalent("9^{9^{9^{9}}}", "2^x")
+    with pytest.raises(EquivalenceError, match=r"took longer than timeout_seconds = 0\.5$"):
+        checker.is_equivalent("9^{9^{9^{9}}}", "2^x", 0.5)
     assert checker._child is None
 
 
 def test_endless_computation_times_out_and_the_next_request_succeeds(checker: EquivalenceChecker) -> None:
     assert checker.is_equivalent("x+1", "1+x")
-    checker.timeout_seconds = 0.5
     begun = time.perf_counter()
-    assert not checker.is_equivalent("9^{9^{9^{9}}}", "2^x")
+    with pytest.raises(EquivalenceError, match=r"took longer than timeout_seconds = 0\.5$"):
+        checker.is_equivalent("9^{9^{9^{9}}}", "2^x", 0.5)
     assert 0.5 <= time.perf_counter() - begun < 5.0
     assert checker._child is None, "it would reply to the next request with the result of this one"
-    checker.timeout_seconds = 5.0
     assert checker.is_equivalent("x+1", "1+x")
 
 
@@ -75,7 +75,8 @@ def test_dead_child_is_replaced(checker: EquivalenceChecker) -> None:
     assert checker._child is not None
     checker._child.kill()
     checker._child.wait()
-    assert not checker.is_equivalent("y+1", "1+y")
+    with pytest.raises(EquivalenceError, match=r"^the process of math-verify died with exit code -9$"):
+        checker.is_equivalent("y+1", "1+y")
     assert checker.is_equivalent("y+1", "1+y")
 
 
@@ -92,3 +93,56 @@ def test_child_that_does_not_start_raises(
     monkeypatch.setattr(math_equivalence, "CHILD", broken)
     with pytest.raises(RewardError, match=r"needs math-verify, but its process did not start"):
         checker.is_equivalent("a", "b")
+
+
+@pytest.fixture
+def pool() -> Iterator[CheckerPool]:
+    pool = CheckerPool(2)
+    yield pool
+    pool.close()
+
+
+def children(pool: CheckerPool) -> list[int]:
+    return [checker._child.pid for checker in pool._checkers if checker._child is not None]
+
+
+def test_a_pool_starts_a_second_process_only_if_the_first_is_busy(pool: CheckerPool) -> None:
+    for i in range(3):
+        assert pool.is_equivalent(f"x+{i}", f"{i}+x")
+    assert len(children(pool)) == 1
+    with ThreadPoolExecutor(2) as threads:
+        hanging = threads.submit(pool.is_equivalent, "9^{9^{9^{9}}}", "2^x", 3.0)
+        while len(children(pool)) < 1 or pool._free.qsize() > 1:
+            time.sleep(0.01)
+        assert pool.is_equivalent("x+7", "7+x", 60.0), "it does not wait for the hanging comparison"
+        assert not hanging.done()
+        with pytest.raises(EquivalenceError, match="took longer"):
+            hanging.result()
+
+
+def test_a_comparison_whose_process_died_is_repeated(pool: CheckerPool, caplog: pytest.LogCaptureFixture) -> None:
+    assert pool.is_equivalent("x+1", "1+x")
+    os.kill(children(pool)[0], signal.SIGKILL)
+    assert pool.is_equivalent("y+1", "1+y")
+    assert "died with exit code -9 on 'y+1' and '1+y'; trying again" in caplog.text
+
+
+def test_a_comparison_that_times_out_twice_fails_and_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([EquivalenceError("slow"), EquivalenceError("slow"), True])
+    calls = []
+
+    def check(self: EquivalenceChecker, prediction: str, reference: str, timeout_seconds: float) -> bool:
+        calls.append(timeout_seconds)
+        result = next(results)
+        if isinstance(result, EquivalenceError):
+            raise result
+        return result
+
+    monkeypatch.setattr(EquivalenceChecker, "is_equivalent", check)
+    math_equivalence.is_equivalent.cache_clear()
+    with pytest.raises(EquivalenceError, match="slow"):
+        math_equivalence.is_equivalent("a+b", "b+a", 0.7)
+    assert math_equivalence.is_equivalent("a+b", "b+a", 0.7)
+    assert math_equivalence.is_equivalent("a+b", "b+a", 0.7)
+    assert calls == [0.7] * 3
+    math_equivalence.is_equivalent.cache_clear()

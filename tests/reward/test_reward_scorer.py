@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from megarl.batch.trajectory import Prompt
+from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import RewardsConfig
 from megarl.errors import ConfigError, RewardError
-from megarl.reward import math_equivalence
+from megarl.reward import math_equivalence, python_term, rules
 from megarl.reward.reward_scorer import RewardScorer
 from tests.reward.conftest import decode, make_trajectory
 
@@ -81,6 +81,77 @@ def nap(trajectory: Any, text: str, row: Any) -> float:
     return 1.0
 
 
+def parts(trajectory: Any, text: str, row: Any, *, target: int = 4) -> Any:
+    return {"reward": 1.0 if len(text) == target else 0.0, "length": len(text), "is_short": np.bool_(len(text) < 3)}
+
+
+def without_reward(trajectory: Any, text: str, row: Any) -> Any:
+    return {"length": 1.0}
+
+
+def reserved(trajectory: Any, text: str, row: Any) -> Any:
+    return {"reward": 1.0, "dropped": 2.0}
+
+
+def infinite_part(trajectory: Any, text: str, row: Any) -> Any:
+    return {"reward": 1.0, "length": float("inf")}
+
+
+def picky(trajectory: Any, text: str, row: Any) -> float:
+    if text == "bad":
+        raise ValueError("I do not like it")
+    return float(len(text))
+
+
+def ranks(trajectories: Any, texts: list[str], row: Any) -> list[float]:
+    """Return the rank of each completion by its length."""
+    assert [t.num_tokens for t in trajectories] == [2 + len(text) for text in texts]
+    return [float(sorted(map(len, texts)).index(len(text))) for text in texts]
+
+
+async def best(trajectories: Any, texts: list[str], row: Any, *, margin: float) -> Any:
+    await asyncio.sleep(0)
+    longest = max(map(len, texts))
+    return tuple({"reward": float(len(text) >= longest - margin), "gap": longest - len(text)} for text in texts)
+
+
+def one_for_all(trajectories: Any, texts: list[str], row: Any) -> Any:
+    return [1.0]
+
+
+def some(trajectories: Any, texts: list[str], row: Any) -> Any:
+    return [None if text == "bad" else 1.0 for text in texts]
+
+
+def group_raises(trajectories: Any, texts: list[str], row: Any) -> Any:
+    raise ConnectionError("no judge")
+
+
+class Counter:
+    """Counts its instances and calls, and records when it was closed."""
+
+    instances: ClassVar[list[Counter]] = []
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.value, self.is_closed = start, False
+        Counter.instances.append(self)
+
+    def score(self, trajectory: Any, text: str, row: Any) -> float:
+        self.value += 1
+        return self.value
+
+    async def close(self) -> None:
+        self.is_closed = True
+        raise RuntimeError("too late")
+
+
+async def score_one(scorer: RewardScorer, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
+    """Return the reward terms and the reward of one completion."""
+    (scored,) = await scorer.score([trajectory], prompt)
+    assert not scored.reward_errors
+    return dict(scored.rewards), scored.reward
+
+
 def scorer(**terms: dict[str, Any]) -> RewardScorer:
     return RewardScorer(RewardsConfig.model_validate({"terms": terms}), decode)
 
@@ -99,7 +170,7 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
         tokens=python("numpy_number", weight=0.0),
         boolean=python("boolean"),
     )
-    rewards, total = asyncio.run(s.score(make_trajectory("so #### 72"), prompt))
+    rewards, total = asyncio.run(score_one(s, make_trajectory("so #### 72"), prompt))
     assert rewards == {
         "accuracy": 1.0, "strict": 1.0, "format": 1.0, "plus": 10.5, "bonus": 0.5, "tokens": 12.0, "boolean": 1.0
     }  # fmt: skip
@@ -109,13 +180,13 @@ def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
 
 def test_text_excludes_prompt_and_unsampled_tokens(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric"})
-    rewards, _ = asyncio.run(s.score(make_trajectory("no idea", prompt="#### 72\n"), prompt))
+    rewards, _ = asyncio.run(score_one(s, make_trajectory("no idea", prompt="#### 72\n"), prompt))
     assert rewards == {"accuracy": 0.0}
 
 
 def test_strict_requires_a_stop_token(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric", "strict": True})
-    _, total = asyncio.run(s.score(make_trajectory("#### 72", finish_reason="length"), prompt))
+    _, total = asyncio.run(score_one(s, make_trajectory("#### 72", finish_reason="length"), prompt))
     assert total == 0.0
 
 
@@ -129,6 +200,9 @@ def test_strict_requires_a_stop_token(prompt: Prompt) -> None:
         ("negative_infinity", "returned -inf, not a finite number,"),
         ("string", "returned str '1.0', not a number,"),
         ("none", "returned NoneType None, not a number,"),
+        ("without_reward", r"returned a mapping without the key 'reward', but \['length'\],"),
+        ("reserved", r"needs .* keys are strings other than 'dropped', got \['reward', 'dropped'\],"),
+        ("infinite_part", "returned inf for 'length', not a finite number,"),
         ("slow", "took longer than timeout_seconds = 0.2"),
         ("slow_async", "took longer than timeout_seconds = 0.2"),
     ],
@@ -137,13 +211,13 @@ def test_failing_function_is_named_with_prompt_and_completion(prompt: Prompt, na
     s = scorer(mine=python(name, timeout_seconds=0.2))
     head = rf"^reward.terms.mine \(tests.reward.test_reward_scorer:{name}\) {message}"
     with pytest.raises(RewardError, match=rf"{head}.* on train.jsonl:7, completion 'so it is'$") as caught:
-        asyncio.run(s.score(make_trajectory("so it is"), prompt))
+        asyncio.run(score_one(s, make_trajectory("so it is"), prompt))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
     with pytest.raises(RewardError) as caught:
-        asyncio.run(scorer(mine=python("raises")).score(make_trajectory("a" * 10_000 + "z"), prompt))
+        asyncio.run(score_one(scorer(mine=python("raises")), make_trajectory("a" * 10_000 + "z"), prompt))
     assert len(str(caught.value)) < 700
     assert "aaa ... aaa" in str(caught.value)
     assert str(caught.value).endswith("az'")
@@ -152,11 +226,11 @@ def test_long_completion_is_shortened_in_errors(prompt: Prompt) -> None:
 def test_missing_reference_answer_raises(prompt: Prompt) -> None:
     without = Prompt(prompt_id="train.jsonl:9", text="Q?", token_ids=(1,), row={})
     with pytest.raises(RewardError, match=r"reward.terms.acc \(numeric\) needs a reference answer .*train.jsonl:9"):
-        asyncio.run(scorer(acc={"type": "numeric"}).score(make_trajectory("#### 1"), without))
+        asyncio.run(score_one(scorer(acc={"type": "numeric"}), make_trajectory("#### 1"), without))
 
 
 def test_invalid_terms_name_their_yaml_path() -> None:
-    with pytest.raises(ConfigError, match=r"^reward.terms.f.pattern needs a regular expression, got '\('"):
+    with pytest.raises(ConfigError, match=r"^reward.terms.f.pattern: needs a regular expression, got '\('"):
         scorer(f={"type": "format", "pattern": "("})
     with pytest.raises(ConfigError, match=r"^reward.terms.g.path: module .* has no 'absent'"):
         scorer(g=python("absent"))
@@ -167,14 +241,14 @@ def test_math_verify_does_not_block_the_event_loop() -> None:
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
 
     async def score_and_count_ticks() -> tuple[float, int]:
-        scoring = asyncio.create_task(s.score(make_trajectory(r"so \boxed{1+x}"), prompt))
+        scoring = asyncio.create_task(score_one(s, make_trajectory(r"so \boxed{1+x}"), prompt))
         ticks = 0
         while not scoring.done():
             await asyncio.sleep(0.001)
             ticks += 1
         return (await scoring)[1], ticks
 
-    math_equivalence._checker.close()  # its restart takes long enough to count event-loop iterations
+    math_equivalence._pool.close()  # its restart takes long enough to count event-loop iterations
     math_equivalence.is_equivalent.cache_clear()
     reward, ticks = asyncio.run(score_and_count_ticks())
     assert reward == 1.0
@@ -185,7 +259,7 @@ def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
     s = scorer(nap=python("nap", timeout_seconds=2.0))
 
     async def score_many() -> None:
-        await asyncio.gather(*(s.score(make_trajectory("x"), prompt) for _ in range(64)))
+        await asyncio.gather(*(score_one(s, make_trajectory("x"), prompt) for _ in range(64)))
 
     start = time.perf_counter()
     asyncio.run(score_many())
@@ -196,9 +270,9 @@ def test_rules_take_under_a_millisecond_per_completion(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric"}, format={"type": "format"})
 
     async def score_many() -> float:
-        await s.score(make_trajectory("warm #### 72"), prompt)
+        await score_one(s, make_trajectory("warm #### 72"), prompt)
         start = time.process_time()  # CPU time of this process, independent of the load of the node
-        await asyncio.gather(*(s.score(make_trajectory(f"{i} #### {i}"), prompt) for i in range(256)))
+        await asyncio.gather(*(score_one(s, make_trajectory(f"{i} #### {i}"), prompt) for i in range(256)))
         return time.process_time() - start
 
     assert asyncio.run(score_many()) / 256 < 1e-3
@@ -214,7 +288,7 @@ def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
         "term = {'type': 'python', 'path': 'hanging:f', 'timeout_seconds': 0.1}\n"
         "c = RewardsConfig.model_validate({'terms': {'h': term}})\n"
         "p = Prompt(prompt_id='a:1', text='', token_ids=(), row={})\n"
-        "asyncio.run(RewardScorer(c, decode).score(make_trajectory('x'), p))\n"
+        "asyncio.run(RewardScorer(c, decode).score([make_trajectory('x')], p))\n"
     )
     root = str(Path(__file__).parents[2])
     start = time.perf_counter()
@@ -243,7 +317,7 @@ def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:
         }
     )
     prompt = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="11")
-    rewards, _ = asyncio.run(RewardScorer.from_model(config, str(tmp_path)).score(trajectory, prompt))
+    rewards, _ = asyncio.run(score_one(RewardScorer.from_model(config, str(tmp_path)), trajectory, prompt))
     assert rewards == {"a": 1.0, "spaces": 1.0}
 
 
@@ -252,4 +326,137 @@ def test_model_terms_are_skipped() -> None:
     for config, expected in ((terms, ({"f": 1.0}, 1.0)), ({"rm": terms["rm"]}, ({}, 0.0))):
         scorer = RewardScorer(RewardsConfig.model_validate({"terms": config}), decode)
         prompt = Prompt(prompt_id="p", text="", token_ids=(), row={})
-        assert asyncio.run(scorer.score(make_trajectory("yes"), prompt)) == expected
+        assert asyncio.run(score_one(scorer, make_trajectory("yes"), prompt)) == expected
+
+
+def score_texts(s: RewardScorer, prompt: Prompt, *texts: str) -> list[Trajectory]:
+    return asyncio.run(s.score([make_trajectory(text) for text in texts], prompt))
+
+
+def test_sub_metrics_are_logged_beside_their_term(prompt: Prompt) -> None:
+    s = scorer(parts=python("parts", weight=2.0, kwargs={"target": 2}), plus=python("plus"))
+    first, second = score_texts(s, prompt, "ab", "abcd")
+    assert first.rewards == {"parts": 1.0, "parts/length": 2.0, "parts/is_short": 1.0, "plus": 2.5}
+    assert (first.reward, second.reward) == (4.5, 4.5)
+    assert second.rewards == {"parts": 0.0, "parts/length": 4.0, "parts/is_short": 0.0, "plus": 4.5}
+
+
+def test_group_rewards_see_all_completions_of_the_prompt(prompt: Prompt) -> None:
+    s = scorer(ranks=python("ranks", per="group"), best=python("best", per="group", kwargs={"margin": 1}, weight=10.0))
+    scored = score_texts(s, prompt, "abc", "a", "ab")
+    assert [t.rewards["ranks"] for t in scored] == [2.0, 0.0, 1.0]
+    assert [t.rewards["best/gap"] for t in scored] == [0.0, 2.0, 1.0]
+    assert [t.reward for t in scored] == [12.0, 0.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_for_all", r"returned list \[1.0\], not a sequence of 2 results, on the 2 completions of train.jsonl:7$"),
+        ("some", "returned NoneType None, not a number, on train.jsonl:7, completion 'bad'$"),
+        ("group_raises", r"raised ConnectionError: no judge \(at .*\) on the 2 completions of train.jsonl:7$"),
+    ],
+)
+def test_failing_group_reward_is_named(prompt: Prompt, name: str, message: str) -> None:
+    s = scorer(mine=python(name, per="group"))
+    with pytest.raises(RewardError, match=rf"^reward.terms.mine \(tests.reward.test_reward_scorer:{name}\) {message}"):
+        score_texts(s, prompt, "good", "bad")
+
+
+def test_failed_completions_are_dropped_if_the_term_says_so(prompt: Prompt) -> None:
+    s = scorer(picky=python("picky", on_error="drop"), plus=python("plus"))
+    good, bad, other = score_texts(s, prompt, "good", "bad", "x")
+    assert (good.rewards, good.reward, good.reward_errors) == ({"picky": 4.0, "plus": 4.5}, 8.5, {})
+    assert (other.reward, other.reward_errors) == (2.5, {})
+    assert (bad.rewards, bad.reward) == ({"plus": 3.5}, 0.0)
+    assert bad.reward_errors.keys() == {"picky"}
+    assert "raised ValueError: I do not like it" in bad.reward_errors["picky"]
+    with pytest.raises(RewardError, match="I do not like it"):
+        score_texts(scorer(picky=python("picky"), plus=python("plus", on_error="drop")), prompt, "good", "bad")
+
+
+@pytest.mark.parametrize(("name", "dropped"), [("some", [False, True]), ("group_raises", [True, True])])
+def test_group_reward_drops_the_completions_without_a_result(prompt: Prompt, name: str, dropped: list[bool]) -> None:
+    scored = score_texts(scorer(mine=python(name, per="group", on_error="drop")), prompt, "good", "bad")
+    assert [bool(t.reward_errors) for t in scored] == dropped
+
+
+def test_a_class_is_created_once_and_closed(prompt: Prompt, caplog: pytest.LogCaptureFixture) -> None:
+    Counter.instances.clear()
+    s = scorer(counter=python("Counter", kwargs={"start": 5.0}))
+    assert [t.reward for t in score_texts(s, prompt, "a", "b", "c")] == [6.0, 7.0, 8.0]
+    (counter,) = Counter.instances
+    assert not counter.is_closed
+    asyncio.run(s.close())
+    assert counter.is_closed
+    assert "reward.terms.counter (tests.reward.test_reward_scorer:Counter): close() raised RuntimeError: too late" in (
+        caplog.text
+    )
+
+
+BACKTRACKING = {"type": "format", "pattern": "(a|aa)+$", "timeout_seconds": 0.3}
+
+
+def test_backtracking_pattern_times_out_without_blocking_the_event_loop(prompt: Prompt) -> None:
+    s = scorer(shape={**BACKTRACKING, "on_error": "drop"})
+
+    async def score_and_measure() -> tuple[list[Trajectory], float]:
+        scoring = asyncio.create_task(s.score([make_trajectory("a" * 100 + "!"), make_trajectory("aa")], prompt))
+        longest, last = 0.0, time.thread_time()
+        while not scoring.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.thread_time() - last), time.thread_time()
+        return await scoring, longest
+
+    (hanging, good), longest = asyncio.run(score_and_measure())
+    assert hanging.reward_errors.keys() == {"shape"}
+    assert "took longer than timeout_seconds = 0.3 on train.jsonl:7" in hanging.reward_errors["shape"]
+    assert (good.reward, good.reward_errors) == (1.0, {})
+    assert longest < 0.1  # CPU seconds of one iteration of the event loop
+    with pytest.raises(RewardError, match=r"^reward.terms.shape \(format\) took longer than timeout_seconds = 0.3"):
+        score_texts(scorer(shape=BACKTRACKING), prompt, "a" * 100 + "!")
+
+
+def test_undecided_equivalence_is_an_error_and_not_a_zero(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(prediction: str, reference: str, timeout_seconds: float) -> bool:
+        raise math_equivalence.EquivalenceError(f"math-verify took longer than timeout_seconds = {timeout_seconds:g}")
+
+    monkeypatch.setattr(rules, "is_equivalent", check)
+    algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
+    good, bad = score_texts(scorer(acc={"type": "numeric"}), algebra, "#### x+1", r"\boxed{1+x}")
+    assert (good.reward, good.reward_errors) == (1.0, {})
+    assert bad.reward_errors == {
+        "acc": "reward.terms.acc (numeric): math-verify took longer than timeout_seconds = 5 on a:1, completion "
+        r"'\\boxed{1+x}'"
+    }
+    with pytest.raises(RewardError, match=r"took longer than timeout_seconds = 0\.5 on"):
+        score_texts(
+            scorer(acc={"type": "numeric", "on_error": "raise", "timeout_seconds": 0.5}), algebra, r"\boxed{1+x}"
+        )
+
+
+def test_missing_math_verify_ends_the_run_even_if_failures_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(prediction: str, reference: str, timeout_seconds: float) -> bool:
+        raise RewardError("the numeric reward needs math-verify")
+
+    monkeypatch.setattr(rules, "is_equivalent", check)
+    algebra = Prompt(prompt_id="a:1", text="", token_ids=(), row={}, answer="x+1")
+    with pytest.raises(RewardError, match="needs math-verify"):
+        score_texts(scorer(acc={"type": "numeric", "on_error": "drop"}), algebra, r"\boxed{1+x}")
+
+
+def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_term, "MAX_THREADS", 2)
+    s = scorer(slow=python("slow", on_error="drop", timeout_seconds=0.05))
+    scored = score_texts(s, prompt, "a", "b")
+    assert all("took longer" in t.reward_errors["slow"] for t in scored)
+    with pytest.raises(
+        RewardError, match=r"^reward.terms.slow \(.*:slow\): 2 calls are still running after their timeout"
+    ):
+        score_texts(s, prompt, "c")
+
+
+@pytest.mark.parametrize("name", ["mean", "dropped", "a/b"])
+def test_term_names_cannot_be_those_of_other_metrics(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"a term needs a name without / that is none of .*, got '{name}'"):
+        RewardsConfig.model_validate({"terms": {name: {"type": "numeric"}}})

@@ -61,10 +61,13 @@ async def two_turns(episode):
 
 
 class LengthScorer:
-    async def score(self, trajectory, prompt):
-        assert prompt.prompt_id == trajectory.prompt_id
-        length = float(trajectory.loss_mask.sum())
-        return {"length": length, "one": 1.0}, length + 0.5
+    async def score(self, trajectories, prompt):
+        assert {t.prompt_id for t in trajectories} == {prompt.prompt_id}
+        lengths = [float(t.loss_mask.sum()) for t in trajectories]
+        return [
+            replace(t, rewards={"length": length, "one": 1.0}, reward=length + 0.5)
+            for t, length in zip(trajectories, lengths, strict=True)
+        ]
 
 
 def prompt(number=1):
@@ -283,7 +286,7 @@ def test_failing_agent_fails_the_group():
 
 def test_reward_error_fails_the_group():
     class Broken:
-        async def score(self, trajectory, prompt):
+        async def score(self, trajectories, prompt):
             raise RewardError("accuracy raised")
 
     with pytest.raises(RewardError, match="accuracy raised"):

@@ -14,7 +14,13 @@ from megarl.rollout.rollout_worker import GroupSummary, summarize
 from megarl.workers.payload import LocalPayload
 
 
-def completion(mask: Sequence[int], *, reward: float = 0.0, rewards: Mapping[str, float] | None = None) -> Trajectory:
+def completion(
+    mask: Sequence[int],
+    *,
+    reward: float = 0.0,
+    rewards: Mapping[str, float] | None = None,
+    reward_errors: Mapping[str, str] | None = None,
+) -> Trajectory:
     """Return a trajectory with one token per entry of `mask`; 1: sampled."""
     sampled = np.array(mask, bool)
     return Trajectory(
@@ -26,6 +32,7 @@ def completion(mask: Sequence[int], *, reward: float = 0.0, rewards: Mapping[str
         policy_versions=np.where(sampled, 0, -1).astype(np.int32),
         reward=reward,
         rewards=rewards or {"match": reward},
+        reward_errors=reward_errors or {},
     )
 
 

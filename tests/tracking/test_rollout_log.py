@@ -37,10 +37,11 @@ def test_rows_hold_the_trajectories(tmp_path: Path) -> None:
         ),
         trajectory("Why?", [("no", 5)], group_id=1, finish_reason="length"),
         trajectory("Mute", [], group_id=2),
+        trajectory("Odd", [("!", 5)], group_id=2, rewards={"acc": 1.0}, reward_errors={"fmt": "took too long"}),
     ]
     path = tmp_path / "rollouts" / "step_7.parquet"
-    write_rollouts(path, rows, np.array([0.7, -0.7, np.nan], dtype=np.float32), step=7, decode=decode)
-    first, second, third = pq.read_table(path).to_pylist()
+    write_rollouts(path, rows, [0.7, -0.7, np.float32(np.nan), None], step=7, decode=decode)
+    first, second, third, dropped = pq.read_table(path).to_pylist()
     assert first == {
         "step": 7,
         "prompt_id": "train.jsonl:3",
@@ -49,6 +50,7 @@ def test_rows_hold_the_trajectories(tmp_path: Path) -> None:
         "response": "ab[tool]c",
         "reward": 1.5,
         "rewards": [("acc", 1.0), ("fmt", 0.5)],
+        "reward_errors": [],
         "advantage": pytest.approx(0.7),
         "policy_version_min": 4,
         "policy_version_max": 6,
@@ -60,6 +62,8 @@ def test_rows_hold_the_trajectories(tmp_path: Path) -> None:
     }
     assert (second["group_id"], second["finish_reason"], second["rewards"]) == (1, "length", [])
     assert (third["prompt"], third["response"], third["policy_version_min"]) == ("Mute", "", None)
+    assert (dropped["reward"], dropped["advantage"], dropped["rewards"]) == (None, None, [("acc", 1.0)])
+    assert dropped["reward_errors"] == [("fmt", "took too long")]
 
 
 def test_file_is_written_atomically(tmp_path: Path) -> None:

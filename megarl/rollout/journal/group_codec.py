@@ -20,6 +20,7 @@ SCHEMA = pa.schema(
         ("policy_versions", pa.large_list(pa.int32())),
         ("rewards", pa.map_(pa.string(), pa.float64())),
         ("reward", pa.float64()),
+        ("reward_errors", pa.map_(pa.string(), pa.string())),
         ("finish_reason", pa.string()),
     ]
 )
@@ -35,8 +36,8 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
         if field.name in PER_TOKEN:
             flat = pa.array(np.concatenate(values), field.type.value_type)
             columns.append(pa.LargeListArray.from_arrays(offsets, flat))
-        elif field.name == "rewards":
-            columns.append(pa.array([list(rewards.items()) for rewards in values], field.type))
+        elif pa.types.is_map(field.type):
+            columns.append(pa.array([list(mapping.items()) for mapping in values], field.type))
         else:
             columns.append(pa.array(values, field.type))
     return pa.record_batch(columns, schema=SCHEMA).serialize()

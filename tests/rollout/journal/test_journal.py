@@ -47,6 +47,7 @@ def trajectory(request, rng, sampled):
         policy_versions=np.repeat(np.array([-1, 11], np.int32), [3, sampled]),
         rewards={"zeta": float(rng.standard_normal()), "accuracy": 0.1 + 0.2},
         reward=float(rng.standard_normal()),
+        reward_errors={"judge": "it took longer than 3 s", "style": "-"} if sampled == 1 else {},
         finish_reason="length" if sampled else "stop",
     )
 
@@ -74,7 +75,7 @@ def as_bits(group):
     plain = [f.name for f in fields(Trajectory) if f.name not in ARRAYS]
     return summary, [
         [getattr(t, name) for name in plain]
-        + [list(t.rewards)]
+        + [list(t.rewards), list(t.reward_errors)]
         + [(getattr(t, name).dtype, getattr(t, name).tobytes()) for name in ARRAYS]
         for t in found
     ]
@@ -95,6 +96,8 @@ def test_another_process_reads_a_group_bit_for_bit(tmp_path):
     assert as_bits(found[0]) == as_bits(appended[2]) == as_bits(finished_group(job(2)))
     assert as_bits(found[2]) == as_bits(finished_group(job(0)))
     assert found[0].trajectories[0].token_ids.flags.writeable
+    assert [t.dropped_by for t in found[0].summary.trajectories] == [(), ("judge", "style"), ()]
+    assert found[0].summary.kept == (0, 2)
     assert {g.request_id: as_bits(g) for g in read_step(tmp_path, STEP)} == {
         f"step-12-{g}": as_bits(finished_group(job(g))) for g in range(3)
     }
@@ -244,7 +247,7 @@ def handwritten_record(meta):
     return head + struct.pack("<I", zlib.crc32(head)) + text
 
 
-@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 3}, 3)])
+@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 4}, 4)])
 def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     """Format 1 did not write its number."""
     folder = tmp_path / "journal" / "step-000012"
@@ -255,7 +258,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     (folder / "host-1-0.groups").write_bytes(old)
     reader = journal(tmp_path)
     message = (
-        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 2: "
+        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 3: "
         r"start a new run, or resume with the version that wrote the journal$"
     )
     for read in (
@@ -273,7 +276,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
 
 def test_handwritten_record_of_this_format_is_accepted(tmp_path):
     path = write_journal(tmp_path)
-    first = handwritten_record({"format": 2, "fingerprint": "ours"})
+    first = handwritten_record({"format": 3, "fingerprint": "ours"})
     assert path.read_bytes().startswith(first)
     path.write_bytes(first)
     assert read_fingerprints(tmp_path) == {"ours"}

@@ -1,0 +1,127 @@
+"""The reward term that calls a function or class of the user."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megarl.batch.trajectory import Prompt
+from megarl.config.reward import PythonRewardConfig
+from megarl.reward.call_threads import CallOutcome, CallThreads
+from megarl.reward.python_function import describe_error, load_reward
+from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote
+
+logger = logging.getLogger(__name__)
+
+REWARD_KEY = "reward"
+"""Key of the reward in a mapping; all other keys are only logged."""
+
+RESERVED_KEY = "dropped"
+"""A key that no mapping may have: the metric `reward/<term>/dropped` counts the completions that a term failed on."""
+
+MAX_THREADS = 32
+"""Maximum number of concurrent calls of a sync reward, per term."""
+
+
+class PythonTerm:
+    """Calls a reward of the user with a timeout and checks what it returns."""
+
+    def __init__(self, name: str, config: PythonRewardConfig) -> None:
+        """Load the reward; raises as `load_reward`."""
+        self._label = f"reward.terms.{name} ({config.path})"
+        self._config = config
+        self._reward = load_reward(config, key=f"reward.terms.{name}")
+        self._threads = CallThreads(self._label, MAX_THREADS)
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
+        """Call the reward for each completion or once for all, as `per` says; as `Term`."""
+        if self._config.per == "group":
+            return await self._score_group(completions, prompt)
+        return await asyncio.gather(*(self._score_sample(completion, prompt) for completion in completions))
+
+    async def _score_sample(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
+        where = quote(completion, prompt)
+        value = await self._call(where, completion.trajectory, completion.text, prompt.row)
+        return value if isinstance(value, TermError) else self._read_result(value, where)
+
+    async def _score_group(self, completions: Sequence[Completion], prompt: Prompt) -> list[TermValue | TermError]:
+        num = len(completions)
+        where = f"on the {num} completions of {prompt.prompt_id}"
+        values = await self._call(where, [c.trajectory for c in completions], [c.text for c in completions], prompt.row)
+        if isinstance(values, TermError):
+            return [values] * num
+        if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str) or len(values) != num:
+            got = f"{type(values).__name__} {abbreviate(values)}"
+            return [TermError(f"{self._label} returned {got}, not a sequence of {num} results, {where}")] * num
+        return [self._read_result(v, quote(c, prompt)) for v, c in zip(values, completions, strict=True)]
+
+    async def _call(self, where: str, *arguments: object) -> object | TermError:
+        """Return what the reward returns, or a `TermError` if it raises or times out."""
+        call, seconds = partial(self._reward.function, *arguments), self._config.timeout_seconds
+        try:
+            if self._reward.is_async:
+                value, error = await asyncio.wait_for(_await_outcome(call), seconds)
+            else:
+                value, error = await self._threads.run(call, seconds)
+        except TimeoutError:
+            return TermError(f"{self._label} took longer than timeout_seconds = {seconds:g} {where}")
+        if error is not None:
+            failure = TermError(f"{self._label} raised {describe_error(error)} {where}")
+            failure.__cause__ = error
+            return failure
+        return value
+
+    def _read_result(self, result: object, where: str) -> TermValue | TermError:
+        """Return the value of one completion: a number, or a mapping with the key `reward`."""
+        if not isinstance(result, Mapping):
+            return self._read_numbers({REWARD_KEY: result}, where)
+        keys = abbreviate(list(result))
+        if REWARD_KEY not in result:
+            return TermError(f"{self._label} returned a mapping without the key {REWARD_KEY!r}, but {keys}, {where}")
+        if not all(isinstance(name, str) and name != RESERVED_KEY for name in result):
+            what = f"needs to return a mapping whose keys are strings other than {RESERVED_KEY!r}"
+            return TermError(f"{self._label} {what}, got {keys}, {where}")
+        return self._read_numbers(result, where)
+
+    def _read_numbers(self, result: Mapping[str, Any], where: str) -> TermValue | TermError:
+        for name, value in result.items():
+            at = "" if name == REWARD_KEY else f" for {name!r}"
+            if not isinstance(value, numbers.Real | np.bool_):
+                got = f"{type(value).__name__} {abbreviate(value)}{at}"
+                return TermError(f"{self._label} returned {got}, not a number, {where}")
+            if not math.isfinite(value):
+                return TermError(f"{self._label} returned {value}{at}, not a finite number, {where}")
+        found = {name: float(value) for name, value in result.items()}
+        return TermValue(found.pop(REWARD_KEY), found)
+
+    async def close(self) -> None:
+        """Call the `close` of the user's class, if it has one; logs a warning if it fails."""
+        if self._reward.close is None:
+            return
+        seconds = self._config.timeout_seconds
+        try:
+            if inspect.iscoroutinefunction(self._reward.close):
+                _, error = await asyncio.wait_for(_await_outcome(self._reward.close), seconds)
+            else:
+                _, error = await self._threads.run(self._reward.close, seconds)
+        except TimeoutError:
+            logger.warning("%s: close() took longer than timeout_seconds = %g", self._label, seconds)
+            return
+        if error is not None:
+            logger.warning("%s: close() raised %s", self._label, describe_error(error))
+
+
+async def _await_outcome(call: Callable[[], Any]) -> CallOutcome:
+    try:
+        coroutine: Awaitable[object] = call()
+        return await coroutine, None
+    except (Exception, SystemExit) as e:  # noqa: BLE001 -- the user's code may raise anything
+        return None, e
