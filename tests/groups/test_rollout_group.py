@@ -54,6 +54,7 @@ class FakeWorker:
         self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
         self.preimport = method(lambda *_: Ref())
         self.build = method(lambda *_: Ref(is_done=ray.builds))
+        self.stop = method(lambda: Ref(is_done=self.is_responsive))
 
     def _invoke(self, name: str, *arguments: Any) -> Any:
         if name == "record":
@@ -97,7 +98,7 @@ class FakeRay:
         if timeout:
             self.before_waiting()
         done = [ref for ref in refs if ref.is_done][:num_returns]
-        if not done:
+        if len(done) < num_returns:
             assert timeout is not None
             self.now += timeout
         return done, [ref for ref in refs if ref not in done]
@@ -293,3 +294,13 @@ def test_worker_that_dies_repeatedly_aborts_the_run(ray: FakeRay) -> None:
     ray.before_waiting = lambda: ray.workers[-1].die()
     with pytest.raises(RestartLimitError, match="rollout worker 0 was lost 3 times for the same reason"):
         list(run.stream())
+
+
+def test_shutdown_lets_workers_close_their_rewards_before_it_kills_them(ray: FakeRay) -> None:
+    run = start_group(ray)
+    ray.workers[1].is_responsive = False
+    begun = ray.now
+    ray.before_waiting = lambda: ray.killed and pytest.fail("killed before it has closed")
+    run.group.shutdown()
+    assert ray.now - begun == rollout_group.SHUTDOWN_SECONDS
+    assert ray.killed == ray.workers

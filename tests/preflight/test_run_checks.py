@@ -347,6 +347,14 @@ def test_demonstrations(tree: dict[str, Any], tmp_path: Path) -> None:
         ({"type": "python", "path": "json"}, "reward.terms.x.path needs package.module:function, got 'json'"),
         ({"type": "python", "path": "json:nothing"}, "reward.terms.x.path: module json"),
         ({"type": "format", "pattern": "("}, "reward.terms.x.pattern: needs a regular expression, got '('"),
+        (
+            PLACEHOLDER | {"kwargs": {"url": 1}},
+            "reward.terms.x.kwargs: tests.preflight.test_run_checks:reward has no option ",
+        ),
+        (
+            PLACEHOLDER | {"per": "group", "path": "json:dumps"},
+            "reward.terms.x.path needs a function of (trajectories, ",
+        ),
     ],
 )
 def test_rewards(tree: dict[str, Any], term: dict[str, Any], message: str) -> None:

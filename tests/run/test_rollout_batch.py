@@ -178,3 +178,66 @@ def test_metrics_are_means_over_completions() -> None:
     assert metrics["response/truncated"] == 0
     assert metrics["policy_version/min"] == 0
     assert metrics["advantage/abs_mean"] == pytest.approx(1.0)
+
+
+def make_failing_batch() -> RolloutBatch:
+    """Return a batch of groups with 2, 0 and 1 completions left, of 3 each."""
+
+    def sampled(g: int, i: int, errors: str) -> Any:
+        length = 1 + 3 * g + i
+        return completion([0] + [1] * length, reward=length, reward_errors=dict.fromkeys(errors, "it failed"))
+
+    failures = [["", "a", ""], ["a", "ab", "b"], ["b", "", "a"]]
+    groups = [finished_group([sampled(g, i, e) for i, e in enumerate(group)], g) for g, group in enumerate(failures)]
+    return RolloutBatch.from_sampled(groups)
+
+
+def test_dropped_completions_are_left_out() -> None:
+    batch = make_failing_batch()
+    assert batch.keys == [(0, 0), (0, 2), (1, 1)]
+    assert batch.rewards == [1.0, 3.0, 8.0]
+    assert (batch.group_ids, batch.group_offsets) == ([0, 0, 1], [0, 2])
+    assert [group.summary.group_id for group in batch.all_groups] == [0, 2, 1]
+    assert [sample.key for sample in batch.forward_request(make_config()).samples] == batch.keys
+    batch.add_to_rewards("overlong", [-0.5, -1.0, -2.0])
+    assert batch.rewards == [0.5, 2.0, 6.0]
+    batch.add_rewards({"model": [1.0, 2.0, 3.0]}, {"model": 10.0})
+    assert batch.rewards == [10.0, 20.0, 30.0]
+    batch.scalars["advantages"] = batch.scalars["values"] = batch.scalars["returns"] = [0.1, 0.2, 0.3]
+    (mini_batch,) = batch.train_request(make_config(), ValueLoss(clip=None)).mini_batches
+    assert [(s.key, s.scalars["returns"]) for s in mini_batch.samples] == [
+        ((0, 0), 0.1),
+        ((0, 2), 0.2),
+        ((1, 1), 0.3),
+    ]
+    assert mini_batch.denominators == Denominators(num_tokens=1 + 3 + 8, num_sequences=3)
+    assert batch.logged_advantages == [0.1, None, 0.2, None, 0.3, None, None, None, None]
+    assert batch.dropped_metrics() == {"reward/dropped": 6.0, "reward/a/dropped": 4.0, "reward/b/dropped": 3.0}
+    metrics = batch_metrics(batch)
+    assert metrics["reward/informative_groups"] == 0.5
+    assert metrics["response/length"] == pytest.approx(4.0)
+
+
+def test_a_group_with_too_few_completions_is_dropped() -> None:
+    batch = RolloutBatch.from_sampled(make_failing_batch().all_groups, min_completions=2)
+    assert (batch.keys, len(batch.dropped_groups)) == ([(0, 0), (0, 2)], 2)
+    assert batch.dropped_metrics()["reward/dropped"] == 7.0
+    assert batch.logged_advantages == [0.0, None, 0.0] + [None] * 6
+
+
+@pytest.mark.parametrize("grid", [RankGrid(dp=2), RankGrid(dp=8), RankGrid(dp=4, pp=2)], ids=repr)
+def test_fewer_completions_than_ranks_give_every_rank_as_many_micro_batches(grid: RankGrid) -> None:
+    request = make_failing_batch().train_request(make_config(2), SftLoss())
+    batches = [split.mini_batches for split in split_by_dp(request, grid)]
+    assert {tuple(len(batch.micro_batches) for batch in each) for each in batches} == {(1, 1)}
+    seen = [
+        [index for dp in range(grid.dp) for index in batches[grid.output_rank(dp)][m].micro_batches[0]]
+        for m in range(2)
+    ]
+    assert [sorted(indices) for indices in seen] == [[0, 1], [0]]
+
+
+def test_sub_metrics_are_means_over_the_completions_that_have_them() -> None:
+    group = [completion([0, 1], rewards={"a": 1.0, "a/len": n} if n else {"a": 1.0}) for n in (0.0, 2.0, 4.0)]
+    metrics = batch_metrics(RolloutBatch(groups=[finished_group(group)]))
+    assert (metrics["reward/a"], metrics["reward/a/len"]) == (1.0, 3.0)
