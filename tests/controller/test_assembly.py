@@ -51,7 +51,7 @@ def aborts(
         shutdown=lambda: None,
         actors=dict,
     )
-    found._rollout = (engines, SimpleNamespace(actors=dict)) if is_up else None
+    found._rollout = (engines, SimpleNamespace(actors=dict, shutdown=lambda: None)) if is_up else None
     try:
         found.replace_nodes()
     except LostNodeError:

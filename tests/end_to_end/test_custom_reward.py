@@ -48,7 +48,7 @@ def test_failed_completions_are_neither_trained_on_nor_averaged(
         "reward.terms.shortest.kwargs.log": tmp_path / "closed.txt",
     }
     command = launch("train", EXAMPLE / "demo.yaml", "--set", *(f"{key}={value}" for key, value in changes.items()))
-    assert command.wait(120) == 0, command.stdout + command.stderr
+    assert command.wait(240) == 0, command.stdout + command.stderr
     assert (tmp_path / "closed.txt").read_text() == "closed"
 
     steps = list_steps(tmp_path / "run")
