@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -10,28 +9,9 @@ from collections.abc import Callable
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+from megarl.process.prctl import set_parent_death_signal
 
 POLL_SECONDS = 0.02
-
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-
-def become_subreaper() -> None:
-    """Make this process the subreaper: a descendant whose parent ends becomes its child."""
-    _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
-
-
-def set_parent_death_signal(number: signal.Signals, *, parent: int) -> None:
-    """Make this process get signal `number` when its parent dies; exit if it has died already.
-
-    Args:
-        parent: pid of the parent at the time it created this process.
-    """
-    _call_prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
 
 
 def make_preexec(parent_death_signal: signal.Signals) -> Callable[[], None]:
@@ -85,9 +65,3 @@ def _live_descendants() -> list[psutil.Process]:
         except (psutil.NoSuchProcess, ChildProcessError):
             continue
     return living
-
-
-def _call_prctl(option: int, value: int) -> None:
-    if _prctl(option, value, 0, 0, 0):
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))

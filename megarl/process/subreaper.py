@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from megarl.process.descendants import become_subreaper, make_preexec, terminate_descendants
+from megarl.process.descendants import make_preexec, terminate_descendants
+from megarl.process.prctl import become_subreaper
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 

@@ -10,7 +10,8 @@ import pytest
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
-from megarl.process.descendants import become_subreaper, make_preexec, terminate_descendants
+from megarl.process.descendants import make_preexec, terminate_descendants
+from megarl.process.prctl import become_subreaper
 """
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from megarl.process.descendants import set_parent_death_signal
+from megarl.process.prctl import set_parent_death_signal
 
 
 class SchedulerProcess:
