@@ -31,7 +31,7 @@ LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
-$(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py pyproject.toml
+$(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); set its path: make setup PYTHON=..." >&2; exit 1; }
 	@echo "[1/4] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
@@ -48,7 +48,7 @@ setup-gpu: $(INSTALLED_GPU) ## Create .venv for GPUs, with CUDA, Transformer Eng
 # Everything except megarl itself, for images that are built in layers.
 packages-gpu: $(PACKAGES_GPU)
 
-$(INSTALLED_GPU): $(PACKAGES_GPU) setup.py pyproject.toml
+$(INSTALLED_GPU): $(PACKAGES_GPU) pyproject.toml
 	@echo "[5/5] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@! $(BIN)/python -m pip --disable-pip-version-check check | grep -vE "$(PERMITTED_CHECK_OUTPUT)"

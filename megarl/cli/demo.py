@@ -13,14 +13,22 @@ from megarl.cli.output import console
 from megarl.cli.train import print_results
 from megarl.config import RunConfig, SftConfig, load_config
 
+RECIPES = Path(__file__).parents[1] / "recipes"
+"""The recipes of yaml/, which every installation of the package has."""
+
 NUM_TRAIN, NUM_HELD_OUT = 6000, 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--sft`, `--train`, `--out`, `--seed`, `--data-only` and `--set`."""
-    parser.add_argument("--sft", type=Path, default=Path("yaml/demo-sft.yaml"), help="configuration of fine-tuning")
     parser.add_argument(
-        "--train", type=Path, default=Path("yaml/demo.yaml"), help="configuration of GRPO; --set overrides its keys"
+        "--sft", type=Path, default=RECIPES / "demo-sft.yaml", help="configuration of fine-tuning (yaml/demo-sft.yaml)"
+    )
+    parser.add_argument(
+        "--train",
+        type=Path,
+        default=RECIPES / "demo.yaml",
+        help="configuration of GRPO (yaml/demo.yaml); --set overrides its keys",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), help="output folder; an existing one is moved aside first"
@@ -48,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     made = time.perf_counter()
     data = [f"data.path={out}/data/sft.jsonl", f"model.path={out}/base", f"run_dir={out}/sft", f"seed={args.seed}"]
     sft = load_config(SftConfig, args.sft, [*data, f"export_dir={out}/sft/model"])
-    show.print(f"2/3  a random Qwen3 model, supervised fine-tuning ({args.sft})", highlight=False)
+    show.print(f"2/3  a random Qwen3 model, supervised fine-tuning ({args.sft})", highlight=False, soft_wrap=True)
     run_stage(sft, Controller.sft)
     tuned = time.perf_counter()
     overrides = [f"data.path={out}/data/train.jsonl", f"data.eval_path={out}/data/heldout.jsonl"]
     overrides += [f"model.path={sft.export_path}", f"run_dir={out}", f"seed={args.seed}"]
     config = load_config(RunConfig, args.train, [*overrides, *args.overrides])
-    show.print(f"3/3  GRPO ({args.train})", highlight=False)
+    show.print(f"3/3  GRPO ({args.train})", highlight=False, soft_wrap=True)
     run_stage(config, Controller.train)
     summary = _add_earlier_phases(out / "summary.json", made - started, tuned - made, time.perf_counter() - started)
     show.print(f"held-out accuracy {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}", highlight=False)

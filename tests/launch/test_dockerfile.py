@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_requirements import read_pins
+from tests.packaging.test_requirements import read_pins
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "launch" / "docker" / "Dockerfile"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megarl.config import RunConfig, load_config
-from tests.launch.test_requirements import read_pins
+from tests.packaging.test_requirements import read_pins
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,17 +1,21 @@
-"""Tests that the pins of the GPU environment are consistent, as far as the installed packages show."""
+"""Tests that pins and the metadata of megarl are consistent with each other and with the installed packages."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+import tomllib
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+ROOT = Path(__file__).parents[2]
+REQUIREMENTS = ROOT / "requirements"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 HELD_BACK = {"numpy", "python-dateutil"}
 """Packages that are older in gpu.txt than in cpu.txt, as explained in gpu.txt."""
@@ -86,3 +90,49 @@ def test_cuda_compiler_has_the_version_of_torch():
 def test_apex_is_pinned_to_a_commit():
     (apex,) = [line for line in (REQUIREMENTS / "gpu-build.txt").read_text().splitlines() if line.startswith("apex")]
     assert re.fullmatch(r"apex @ git\+https://github\.com/NVIDIA/apex@[0-9a-f]{40}", apex)
+
+
+@pytest.mark.parametrize(
+    ("extra", "pinned"), [("cpu", ("cpu.txt", "torch.txt")), ("gpu", ("gpu.txt", "gpu-build.txt"))]
+)
+def test_pins_satisfy_the_metadata_of_megarl(extra: str, pinned: tuple[str, ...]) -> None:
+    pins = read_pins(*pinned)
+    for line in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]:
+        requirement = Requirement(line)
+        version = pins.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{line} has no pin in {pinned}"
+        assert requirement.specifier.contains(version), f"{line} excludes the pin {version}"
+
+
+def test_both_extras_name_the_same_engine() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert extras["cpu"][0] == extras["gpu"][0] == f"sglang=={read_pins('cpu.txt')['sglang']}"
+
+
+OPTIONAL = {"fastapi", "sglang", "tqdm", "wandb"}
+"""Modules that megarl imports only where they are installed, or that its extras install, such as SGLang's own."""
+
+
+def test_every_imported_package_is_a_dependency() -> None:
+    declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    providers = packages_distributions()
+    undeclared = set()
+    for file in (ROOT / "megarl").rglob("*.py"):
+        if "stubs" in file.parts:
+            continue
+        for module in imported_modules(file):
+            names = {canonicalize_name(name) for name in providers.get(module, [module])}
+            if module not in {"megarl", *sys.stdlib_module_names, *OPTIONAL} and not names & declared:
+                undeclared.add(f"{file.relative_to(ROOT)} imports {module}")
+    assert undeclared == set()
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Return the top-level names of the modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found
