@@ -1,7 +1,7 @@
 """The `megarl` command.
 
-Each command is a module of this package, or an object in one, that satisfies `Command`. Only the module of the
-requested command is imported: `megarl --help` does not wait for torch.
+Each command is the module of its name, or an object in `supervised_stages`, that satisfies `Command`. Only the module
+of the requested command is imported: `megarl --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 from megarl import __version__
 from megarl.cli.output import print_error
@@ -32,6 +33,9 @@ SUMMARIES = {
     "reshard": "estimate the cost of weight sync from trainer to engines",
     "demo": "fine-tune a tiny model on this machine, then train it by reinforcement learning",
 }
+
+STAGES_WITHOUT_ENGINES = ("sft", "rm", "dpo")
+"""Commands that share the module `supervised_stages`; every other command is the module of its name."""
 
 INTERRUPTED = 130
 """Exit code after SIGINT: 128 + 2, as in shells."""
@@ -92,53 +96,8 @@ def _parser(name: str | None, command: Command | None) -> argparse.ArgumentParse
 
 
 def _import_command(name: str) -> Command:
-    match name:
-        case "train":
-            from megarl.cli import train
+    if name in STAGES_WITHOUT_ENGINES:
+        from megarl.cli import supervised_stages
 
-            return train
-        case "attach":
-            from megarl.cli import attach
-
-            return attach
-        case "sft" | "rm" | "dpo":
-            from megarl.cli import supervised_stages
-
-            return supervised_stages.COMMANDS[name]
-        case "eval":
-            from megarl.cli import eval as evaluate
-
-            return evaluate
-        case "score":
-            from megarl.cli import score
-
-            return score
-        case "convert":
-            from megarl.cli import convert
-
-            return convert
-        case "checkpoint":
-            from megarl.cli import checkpoint
-
-            return checkpoint
-        case "check":
-            from megarl.cli import check
-
-            return check
-        case "doctor":
-            from megarl.cli import doctor
-
-            return doctor
-        case "launch":
-            from megarl.cli import launch
-
-            return launch
-        case "reshard":
-            from megarl.cli import reshard
-
-            return reshard
-        case "demo":
-            from megarl.cli import demo
-
-            return demo
-    raise AssertionError(name)
+        return supervised_stages.COMMANDS[name]
+    return cast("Command", import_module(f"megarl.cli.{name}"))
