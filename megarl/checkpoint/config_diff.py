@@ -17,6 +17,7 @@ ALLOWED = (
     "dpo.reference.parallel",
     "export_dir",
     "limits",
+    "model.hub_revisions",
     "model.path",
     "placement",
     "recovery",

@@ -10,6 +10,7 @@ from megarl.config import STAGES, dump_config, load_config
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
+from megarl.model_files.hub import with_local_models
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
 from megarl.preflight.model_checks import find_model_notices
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         parse_time_limit(args.time)
     slots = None if nodes is None or args.stage == "train" else (len(nodes), max(nodes[0].gpus, nodes[0].cpus))
     config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
+    config = with_local_models(config)
     check_or_raise(config, nodes)
     print(dump_config(config), end="")
     for line in _describe_pools(config.placement, nodes) if nodes else ():

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         direction = directions.add_parser(
             name, help=f"from {source} to {target}", description=f"{description} {LAYOUT}"
         )
-        direction.add_argument("--model", required=True, type=Path, metavar=source, help="folder to read")
+        what = "folder to read, or hub id" if name == "hf-to-megatron" else "folder to read"
+        direction.add_argument("--model", required=True, type=Path, metavar=source, help=what)
         direction.add_argument(
             "--output", required=True, type=Path, metavar=target, help="folder to write: empty or not existing yet"
         )

@@ -136,11 +136,12 @@ def _run_cluster(args: argparse.Namespace) -> int:
 
 
 def _load_config(args: argparse.Namespace) -> StageConfig:
-    """Load the run's configuration, with absolute paths."""
+    """Load the run's configuration, with local models and absolute paths."""
     from megarl.config import STAGES, load_config
-    from megarl.controller.run_stage import with_absolute_paths
+    from megarl.config.paths import with_absolute_paths
+    from megarl.model_files.hub import with_local_models
 
-    return with_absolute_paths(load_config(STAGES[args.stage], args.config, args.overrides))
+    return with_absolute_paths(with_local_models(load_config(STAGES[args.stage], args.config, args.overrides)))
 
 
 def diagnose() -> Diagnosis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "nats of the distribution at its position. Other keys of an input line are copied to the output line, except "
         "logprobs and entropy. Blank lines are skipped."
     )
-    parser.add_argument("--model", required=True, metavar="HF_DIR", help="model folder in Hugging Face format")
+    parser.add_argument(
+        "--model", required=True, metavar="HF_DIR", help="model folder in Hugging Face format or hub id"
+    )
     parser.add_argument(
         "--input", required=True, type=Path, metavar="TOKENS", help='JSONL file with {"token_ids": [...]} per line'
     )
@@ -70,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
     from megarl.data.token_file import partial_file
+    from megarl.model_files.hub import with_local_models
 
+    config = with_local_models(config, notify=_print_notice)
     with partial_file(args.output, source=args.input) as out:
         from megarl.offline.token_scoring import (  # imports torch: after the configuration is checked
             open_tokens,
@@ -86,9 +91,11 @@ def _score_on_ray(config: ScoreConfig, args: argparse.Namespace) -> None:
 def _score_on_ranks(config: ScoreConfig, args: argparse.Namespace, world: TorchrunWorld) -> None:
     from megarl.controller.torchrun_ranks import join_ranks
     from megarl.data.token_file import partial_file
+    from megarl.model_files.hub import with_local_models
     from megarl.offline.token_scoring import open_tokens, score_file, score_with_first
 
     with join_ranks(config.sized_placement, world) as ranks:
+        config = ranks.run_on_rank0(partial(with_local_models, config, notify=_print_notice))
         if world.rank != 0:
             score_with_first(config, ranks)
             return

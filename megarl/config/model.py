@@ -41,7 +41,12 @@ class ModelConfig(Section):
     """The model that training starts from: the initial policy."""
 
     path: str
-    """Folder of the model in Hugging Face format: config.json, safetensors, tokenizer."""
+    """Folder of the model in Hugging Face format: config.json, safetensors, tokenizer. If there is no such folder: id
+    of a model on the Hugging Face Hub, `Qwen/Qwen3-0.6B`, or with a branch, tag or commit, `Qwen/Qwen3-0.6B@main`."""
+
+    hub_revisions: dict[str, str] = Field(default={})
+    """Commit hash by hub id, for the ids in `path` and in the paths of other models, as they are written there. A run
+    records here what it has downloaded, and uses the same commits when it is resumed. Default: the latest commits."""
 
     tiny: TinyModelConfig | None = None
     """If `path` does not exist, write a randomly initialized model of these sizes there, with a tokenizer trained on

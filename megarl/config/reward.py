@@ -85,7 +85,8 @@ class ModelRewardConfig(RewardTerm):
     type: Literal["model"]
 
     path: str
-    """Folder in Hugging Face format of a sequence classification model with one label."""
+    """Folder in Hugging Face format of a sequence classification model with one label, or a hub id as in
+    `model.path`."""
 
     parallel: ParallelConfig | None = None
     """Parallel sizes of the model. Default: those of `trainer.parallel`."""

@@ -85,6 +85,21 @@ def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Checkpoi
     return newest
 
 
+def recorded_hub_revisions(config: StageConfig, which: str) -> dict[str, str]:
+    """Return hub id -> commit hash as recorded by the run to resume; empty if it has not recorded any.
+
+    Args:
+        which: as in `plan_resume`. The run folder's own record serves for `auto`, steps and names.
+
+    Raises:
+        ConfigError: the record cannot be read.
+    """
+    for file in (Path(which) / "config.yaml", Path(config.run_dir) / f"{command_of(config)}.yaml"):
+        if file.is_file():
+            return dict(load_resolved(file).model.hub_revisions)
+    return {}
+
+
 def verifies_checksums(config: StageConfig) -> bool:
     """Whether checkpoints are verified by checksums, which reads every byte, before they are loaded."""
     return config.checkpoint.verify == "checksums"

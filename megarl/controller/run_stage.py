@@ -17,15 +17,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.checkpoint.store import CheckpointStore
 from megarl.config import RunConfig, StageConfig, dump_config
-from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.paths import with_absolute_paths
 from megarl.config.recovery import RecoveryConfig
-from megarl.config.reward import ModelRewardConfig
-from megarl.config.section import Section
 from megarl.controller.actor import Controller
 from megarl.controller.detached import detach_run, detached_options
 from megarl.controller.ray_session import SigtermFlag, defer_sigterm, sigterm_as_interrupt
-from megarl.controller.resume import ResumePlan, plan_resume
+from megarl.controller.resume import ResumePlan, plan_resume, recorded_hub_revisions
 from megarl.errors import ConfigError
+from megarl.model_files.hub import hub_ids, with_local_models
 from megarl.placement.pool import start_cluster
 from megarl.preflight.cluster.cluster_check import check_nodes_or_raise, required_paths
 from megarl.preflight.model_checks import find_model_notices
@@ -39,7 +38,6 @@ from megarl.tracking.startup import Startup
 from megarl.workers.failures import to_megarl_error
 
 C = TypeVar("C", bound=StageConfig)
-S = TypeVar("S", bound=Section)
 
 POLL_SECONDS = 0.2
 
@@ -96,7 +94,7 @@ def run_stage(
     startup = startup or Startup(time.time())
     with ExitStack() as closing:
         with startup.phase("checks"):
-            config = resolve_and_check(config)
+            config = resolve_and_check(config, resume=resume)
             checkpoint = None
             if begins_run:
                 checkpoint = begin_run(config, method.__name__, resume, closing)
@@ -184,14 +182,20 @@ def _start_controller(
     return hosted.remote(startup, time.time(), None, find_claim(config.run_dir))
 
 
-def resolve_and_check(config: C) -> C:
-    """Write the tiny model if configured, run the preflight checks, and return `config` with absolute paths.
+def resolve_and_check(config: C, *, resume: str | None = None) -> C:
+    """Provide the models, run the preflight checks, and return `config` with absolute paths.
 
-    Prints the messages of `find_model_notices` to stderr.
+    Downloads the models that are named by a hub id, and writes the tiny model if configured. Prints the commits that
+    were downloaded and the messages of `find_model_notices` to stderr.
+
+    Args:
+        resume: as in `run_stage`; a resumed run keeps the commits of its models.
 
     Raises:
-        MegarlError: the checks found problems.
+        MegarlError: a model cannot be downloaded, or the checks found problems.
     """
+    recorded = {} if resume is None or not hub_ids(config) else recorded_hub_revisions(config, resume)
+    config = with_local_models(config, recorded, lambda line: sys.stderr.write(f"{line}\n"))
     write_missing_model(config)
     check_or_raise(config)
     for notice in find_model_notices(config):
@@ -221,40 +225,6 @@ def rotate(path: Path) -> Path:
         n += 1
     path.rename(rotated)
     return rotated
-
-
-def with_absolute_paths(config: C) -> C:
-    """Return `config` with absolute paths, for processes with another working directory."""
-    data = config.data.model_copy(
-        update={
-            "path": _absolute(config.data.path),
-            "eval_path": None if config.data.eval_path is None else _absolute(config.data.eval_path),
-        }
-    )
-    update: dict[str, object] = {
-        "run_dir": _absolute(config.run_dir),
-        "export_dir": _absolute(config.export_path),
-        "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
-        "data": data,
-    }
-    return _with_absolute_model_paths(config).model_copy(update=update)
-
-
-def _with_absolute_model_paths(section: S) -> S:
-    """Return the section with absolute paths of the auxiliary models configured in it and below."""
-    update: dict[str, object] = {}
-    for name, value in section:
-        if isinstance(value, Section):
-            update[name] = _with_absolute_model_paths(value)
-        elif isinstance(value, dict):
-            update[name] = {k: _with_absolute_model_paths(v) if isinstance(v, Section) else v for k, v in value.items()}
-    if isinstance(section, FrozenModelConfig | ModelRewardConfig) and section.path is not None:
-        update["path"] = _absolute(section.path)
-    return section.model_copy(update=update)
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
 
 
 class StopRequest:

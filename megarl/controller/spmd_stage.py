@@ -83,7 +83,7 @@ def run_spmd_stage(
 
 def _prepare(config: C, name: str, resume: str | None, closing: ExitStack) -> tuple[C, Path | None]:
     """Return the checked configuration and the checkpoint to resume from; `closing` unlocks the run folder."""
-    config = resolve_and_check(config)
+    config = resolve_and_check(config, resume=resume)
     return config, begin_run(config, name, resume, closing)
 
 

@@ -30,6 +30,7 @@ from megarl.megatron.families.model_folder import (
 )
 from megarl.megatron.requests import ModelSpec
 from megarl.model_files.header import itemsize
+from megarl.model_files.hub import local_model
 from megarl.model_files.weight_index import read_headers
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
@@ -108,7 +109,7 @@ class ConvertGroup(WorkerGroup[ConvertWorker]):
 def plan_import(
     config: ConvertConfig, folder: Path, output: Path, dtype: str, *, family: str | None = None
 ) -> Conversion:
-    """Check and plan the conversion of the model in `folder` to the Megatron checkpoint `output`.
+    """Check and plan the conversion of the model in `folder`, or of that hub id, to the Megatron checkpoint `output`.
 
     Args:
         dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly.
@@ -117,6 +118,7 @@ def plan_import(
     Raises:
         ConfigError, DataError: all problems of the folder, the parallel sizes and the output.
     """
+    folder = Path(local_model(str(folder), key="--model"))
     require_family(str(folder), family, key="--family")
     try:
         model = load_architecture_from_folder(folder, head=None, family=family)

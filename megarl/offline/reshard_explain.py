@@ -11,6 +11,7 @@ from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype, require_family
 from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
 from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.model_files.hub import local_model
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Scenario, even_nodes
 from megarl.reshard.analysis.sync_report import Explanation, explain, explain_auto
@@ -73,6 +74,7 @@ def trace_scenario(
     Args:
         family: import path of the family, if that is outside the package; SGLang needs to know its architecture.
     """
+    name, model_path = model_name(model_path), local_model(model_path, key="--model", files=("config.json",))
     require_family(model_path, family, key="--family")
     model, dtype = load_architecture_and_dtype(model_path, family=family)
 
@@ -84,7 +86,7 @@ def trace_scenario(
         return trace_layouts(model_path, tp=tp, ep=ep, device="cuda", dtype=dtype)
 
     return make_scenario(
-        model_name(model_path),
+        name,
         model,
         dtype,
         train=train,

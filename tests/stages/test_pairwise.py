@@ -14,7 +14,7 @@ import pytest
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
-from megarl.controller.run_stage import with_absolute_paths
+from megarl.config.paths import with_absolute_paths
 from megarl.data.preference_pairs import PreferencePair
 from megarl.data.sampler import PromptSampler
 from megarl.data.tiny_checkpoint import write_tiny_model

@@ -15,7 +15,7 @@ class FrozenModelConfig(Section):
     """A model that is evaluated and never trained."""
 
     path: str | None = None
-    """Folder of the model in Hugging Face format. Default: `model.path`."""
+    """Folder of the model in Hugging Face format, or a hub id as in `model.path`. Default: `model.path`."""
 
     parallel: ParallelConfig | None = None
     """Parallel sizes of the model. Default: those of `trainer.parallel`."""

@@ -13,10 +13,8 @@ import ray
 from rich.console import Console
 
 from megarl.config import StageConfig
-from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.paths import model_paths
 from megarl.config.placement import PlacementConfig
-from megarl.config.reward import ModelRewardConfig
-from megarl.config.section import Section
 from megarl.errors import ConfigError, WorkerError
 from megarl.placement.nodes import ClusterNode, cluster_nodes
 from megarl.placement.pool import start_cluster
@@ -89,10 +87,9 @@ def check_nodes_or_raise(placement: PlacementConfig, paths: RequiredPaths) -> st
 
 def required_paths(config: StageConfig) -> RequiredPaths:
     """Return the paths that a run needs on every node; `config` has absolute paths."""
-    readable = {"data.path": config.data.path, "data.eval_path": config.data.eval_path}
-    if not will_write_model(config):
-        readable["model.path"] = config.model.path
-    readable |= dict(_models(config, ""))
+    readable = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, **model_paths(config)}
+    if will_write_model(config):
+        del readable["model.path"]
     writable = {"run_dir": config.run_dir}
     if not Path(config.export_path).is_relative_to(config.run_dir):
         writable["export_dir"] = config.export_path
@@ -100,19 +97,6 @@ def required_paths(config: StageConfig) -> RequiredPaths:
         readable={key: path for key, path in readable.items() if path is not None},
         writable={key: str(_existing_parent(Path(folder))) for key, folder in writable.items()},
     )
-
-
-def _models(section: Section, key: str) -> Iterator[tuple[str, str]]:
-    """Yield key and path of each auxiliary model that has a folder of its own."""
-    if isinstance(section, FrozenModelConfig | ModelRewardConfig) and section.path is not None:
-        yield f"{key}path", section.path
-    for name, value in section:
-        if isinstance(value, Section):
-            yield from _models(value, f"{key}{name}.")
-        elif isinstance(value, dict):
-            for each, below in value.items():
-                if isinstance(below, Section):
-                    yield from _models(below, f"{key}{name}.{each}.")
 
 
 def _existing_parent(folder: Path) -> Path:

@@ -26,6 +26,9 @@ SOURCE = "megarl source"
 SIZE_CHECKED_SUFFIXES = (".safetensors", ".json")
 """Suffixes of the files in a model folder whose total size must be equal on all nodes."""
 
+HUB_SNAPSHOTS = "snapshots"
+"""Name of the folder that has the models downloaded from the Hugging Face Hub, in the cache of the driver's node."""
+
 FILE_ATTEMPTS = 3
 FILE_POLL_SECONDS = 0.5
 """Interval between attempts: a network file system may show a new file late."""
@@ -165,5 +168,7 @@ def check_writable(key: str, folder: Path, token: str) -> PathReport:
 
 def _describe_error(key: str, path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
+        if path.parent.name == HUB_SNAPSHOTS:
+            return f"cannot see {key} {path}; is HF_HOME set to a folder that all nodes share?"
         return f"cannot see {key} {path}; is the file system shared?"
     return f"cannot use {key} {path}: {error.strerror}"

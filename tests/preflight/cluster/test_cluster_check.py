@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import SftConfig
-from megarl.controller.run_stage import with_absolute_paths
+from megarl.config.paths import with_absolute_paths
 from megarl.preflight.cluster.cluster_check import required_paths
 from tests.run.finished_groups import run_config
 

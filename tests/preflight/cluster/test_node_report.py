@@ -93,3 +93,10 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     )
     full = Path("/proc")  # files cannot be created there
     assert str(check_writable("run_dir", full, "token").trouble).startswith("cannot ")
+
+
+def test_missing_snapshot_of_the_hub_hints_at_its_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub/models--org--model/snapshots/0123456789abcdef"
+    assert check_readable("model.path", snapshot).trouble == (
+        f"cannot see model.path {snapshot}; is HF_HOME set to a folder that all nodes share?"
+    )

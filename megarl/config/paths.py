@@ -1,0 +1,69 @@
+"""The paths in a configuration: where model folders are named, and absolute paths for processes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.model import ModelConfig
+from megarl.config.reward import ModelRewardConfig
+from megarl.config.run import StageConfig
+from megarl.config.section import Section
+
+C = TypeVar("C", bound=StageConfig)
+S = TypeVar("S", bound=Section)
+
+MODEL_SECTIONS = (ModelConfig, FrozenModelConfig, ModelRewardConfig)
+"""Sections whose key `path` names a model."""
+
+
+def replace_model_paths(section: S, replace: Callable[[str, str], str], *, prefix: str = "") -> S:
+    """Return the section with every model path in it and below, `model.path` included, replaced.
+
+    Args:
+        replace: takes the YAML key of a path and the path; returns the new path.
+        prefix: YAML key of `section` with a final dot; empty for a whole configuration.
+    """
+    update: dict[str, object] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            update[name] = replace_model_paths(value, replace, prefix=f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            update[name] = {
+                key: replace_model_paths(each, replace, prefix=f"{prefix}{name}.{key}.")
+                if isinstance(each, Section)
+                else each
+                for key, each in value.items()
+            }
+    if isinstance(section, MODEL_SECTIONS) and section.path is not None:
+        update["path"] = replace(f"{prefix}path", section.path)
+    return section.model_copy(update=update)
+
+
+def model_paths(config: Section) -> dict[str, str]:
+    """Return YAML key -> path of every model that the configuration names."""
+    found: dict[str, str] = {}
+
+    def add(key: str, path: str) -> str:
+        return found.setdefault(key, path)
+
+    replace_model_paths(config, add)
+    return found
+
+
+def with_absolute_paths(config: C) -> C:
+    """Return `config` with absolute paths, for processes with another working directory."""
+    data = config.data.model_copy(
+        update={
+            "path": _absolute(config.data.path),
+            "eval_path": None if config.data.eval_path is None else _absolute(config.data.eval_path),
+        }
+    )
+    update = {"run_dir": _absolute(config.run_dir), "export_dir": _absolute(config.export_path), "data": data}
+    return replace_model_paths(config, lambda _, path: _absolute(path)).model_copy(update=update)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())

@@ -1,0 +1,196 @@
+"""Models named by hub id: which paths are ids, what is downloaded, what is recorded, and errors; on a local hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from megarl.config import RunConfig, ScoreConfig, SftConfig, dump_config, make_score_config
+from megarl.controller.resume import recorded_hub_revisions
+from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.errors import ConfigError
+from megarl.model_files.hub import hub_ids, is_hub_id, local_model, with_local_models
+from tests.model_files.fake_hub import GATED, FakeHub, serve_hub
+
+FILES = {
+    "config.json": b"{}",
+    "model-00001-of-00001.safetensors": b"weights",
+    "tokenizer.json": b"{   }",
+    "merges.txt": b"a b",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"pickle",
+    "modeling_custom.py": b"code",
+    "README.md": b"text",
+    "consolidated.safetensors": b"weights once more",
+    "original/params.json": b"{    }",
+}
+DOWNLOADED = {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json", "merges.txt", "chat_template.jinja"}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """Serve a hub with the model org/model, which this process uses, with an empty cache."""
+    with serve_hub() as served:
+        served.commit("org/model", FILES)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        yield served
+
+
+def sft(path: str, **model: Any) -> SftConfig:
+    tree = {"run_dir": "run", "model": {"path": path, **model}, "data": {"path": "data.jsonl"}}
+    return SftConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize("path", ["org/model", "Qwen/Qwen2.5-0.5B", "org/model@main", "org/model@refs/pr/1"])
+def test_organization_and_name_are_a_hub_id(path: str) -> None:
+    assert is_hub_id(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model", "/models/m", "./org/model", "../org/model", "runs/a/model", "org/model/", "Qwen3-8B/config.json", "a/b@"],
+)
+def test_other_paths_are_no_hub_ids(path: str) -> None:
+    assert not is_hub_id(path)
+
+
+def test_folder_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    config = sft("org/model")
+    assert with_local_models(config) is config
+
+
+def test_model_that_will_be_written_is_no_hub_id() -> None:
+    assert hub_ids(sft("runs/base", tiny={})) == {}
+
+
+def test_weights_and_text_files_are_downloaded_once(hub: FakeHub) -> None:
+    lines: list[str] = []
+    config = with_local_models(sft("org/model"), notify=lines.append)
+    folder, commit = Path(config.model.path), hub.branches["org/model", "main"]
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == DOWNLOADED
+    assert folder.name == commit
+    assert config.model.hub_revisions == {"org/model": commit}
+    assert lines == [f"model.path: org/model is commit {commit}, in {folder}"]
+    assert sorted(hub.downloaded) == sorted(DOWNLOADED)
+    assert with_local_models(sft("org/model")) == config
+    assert len(hub.downloaded) == len(DOWNLOADED)
+
+
+def test_paths_of_all_models_can_be_hub_ids(hub: FakeHub) -> None:
+    other = hub.commit("org/other", {"config.json": b"{ }"})
+    branch = hub.commit("org/model", {"config.json": b"{  }"}, branch="v2")
+    config = RunConfig.model_validate(
+        {
+            "run_dir": "run",
+            "model": {"path": "org/model"},
+            "data": {"path": "data.jsonl"},
+            "algorithm": {"type": "ppo", "critic": {"path": "org/other"}, "reference": {"path": "/local"}},
+            "reward": {"terms": {"judge": {"type": "model", "path": "org/model@v2"}, "match": {"type": "numeric"}}},
+        }
+    )
+    local = with_local_models(config)
+    folders = {auxiliary.key: Path(auxiliary.path).name for auxiliary in local.auxiliary_models}
+    assert folders == {"algorithm.critic": other, "algorithm.reference": "local", "reward.terms.judge": branch}
+    assert local.model.hub_revisions == {
+        "org/model": hub.branches["org/model", "main"],
+        "org/other": other,
+        "org/model@v2": branch,
+    }
+
+
+def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
+    first = with_local_models(sft("org/model"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sft.yaml").write_text(dump_config(first))
+    assert hub.commit("org/model", {"config.json": b"{ }"}) != first.model.hub_revisions["org/model"]
+    recorded = recorded_hub_revisions(sft("org/model"), "auto")
+    assert with_local_models(sft("org/model"), recorded) == first
+    assert with_local_models(sft("org/model")) != first
+    checkpoint = tmp_path / "elsewhere"
+    checkpoint.mkdir()
+    (checkpoint / "config.yaml").write_text(dump_config(first))
+    another = sft("org/model").model_copy(update={"run_dir": "new"})
+    assert recorded_hub_revisions(another, str(checkpoint)) == first.model.hub_revisions
+    assert recorded_hub_revisions(another, "auto") == {}
+
+
+def test_commit_of_the_configuration_takes_precedence(hub: FakeHub) -> None:
+    old = hub.branches["org/model", "main"]
+    new = hub.commit("org/model", {"config.json": b"{ }"})
+    config = with_local_models(sft("org/model", hub_revisions={"org/model": old}), {"org/model": new})
+    assert Path(config.model.path).name == old
+
+
+def test_score_and_options_take_hub_ids(hub: FakeHub) -> None:
+    config: ScoreConfig = with_local_models(make_score_config("org/model"))
+    assert local_model("org/model", key="--model") == config.model.path
+    assert local_model("some/folder/x", key="--model") == "some/folder/x"
+    with pytest.raises(ConfigError, match=r"^--model: there is no folder org/none, and the model cannot be loaded"):
+        local_model("org/none", key="--model")
+
+
+def test_single_file_does_not_count_as_the_model(hub: FakeHub) -> None:
+    local_model("org/model", key="--model", files=("config.json",))
+    assert hub.downloaded == ["config.json"]
+    with_local_models(sft("org/model"))
+    assert sorted(hub.downloaded) == sorted(DOWNLOADED)
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "cause"),
+    [
+        ("org/none", "{hub} has no model org/none, or it is private and needs HF_TOKEN or `hf auth login`"),
+        ("org/model@none", "{hub}/org/model has no revision none"),
+        (GATED, "its license needs to be accepted at {hub}/org/gated by the user of HF_TOKEN or `hf auth login`"),
+    ],
+)
+def test_error_names_key_and_cause(hub: FakeHub, hub_id: str, cause: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        with_local_models(sft(hub_id))
+    expected = f"model.path: there is no folder {hub_id}, and the model cannot be loaded from the hub: "
+    assert str(raised.value) == expected + cause.format(hub=hub.endpoint)
+
+
+def test_offline_mode_uses_the_cache_only(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    online = with_local_models(sft("org/model"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert with_local_models(sft("org/model")) == online
+    with pytest.raises(ConfigError, match=r"^model.path: there is no folder org/x, .*: HF_HUB_OFFLINE is set, and the"):
+        with_local_models(sft("org/x"))
+
+
+def test_unreachable_hub_is_named(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"from the hub: http://127\.0\.0\.1:9 cannot be reached \(.*refused\)$"):
+        with_local_models(sft("org/model"))
+
+
+def test_check_resolves_a_hub_id(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1", "response": "2"}\n')
+    write_tiny_model(tmp_path / "tiny", ["1+1", "2"], seed=0)
+    config = tmp_path / "sft.yaml"
+    config.write_text(f"run_dir: {tmp_path}/run\nmodel: {{path: org/tiny}}\ndata: {{path: {data}}}\n")
+    command = [sys.executable, "-m", "megarl", "check", str(config), "--stage", "sft"]
+    with serve_hub() as hub:
+        commit = hub.commit("org/tiny", {file.name: file.read_bytes() for file in (tmp_path / "tiny").iterdir()})
+        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    resolved = yaml.safe_load(done.stdout)["model"]
+    assert resolved["hub_revisions"] == {"org/tiny": commit}
+    assert resolved["path"] == str(tmp_path / "hf/hub/models--org--tiny/snapshots" / commit)
