@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -78,6 +79,8 @@ def _emulate_cuda_on_cpu() -> None:
     global _mode
     # megatron-core compiles small functions at their first call, which takes seconds and needs a C compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # a requirement of SGLang that raises OSError without a CUDA driver; megatron-core expects an ImportError
+    sys.modules["flash_mla"] = None  # type: ignore[assignment]
     _replace_device_functions()
     _replace_random_state()
     _mode = _CpuForCuda()

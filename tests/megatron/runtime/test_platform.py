@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +87,15 @@ def test_restored_rng_states_repeat_the_same_numbers(device, model_folder, tmp_p
     first, again = run_ranks(draw_twice, 1, tmp_path, model_folder("qwen3"), device=device)
     assert torch.equal(first, again)
     assert len(set(first.tolist())) == 5
+
+
+def test_kernel_package_that_needs_a_driver_is_not_imported_on_cpu(tmp_path):
+    (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")
+    code = (
+        "from megarl.megatron.runtime import platform; platform.prepare(); "
+        "from megatron.core.transformer import attention; print(attention.HAVE_FMLA)"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH"), str(Path.cwd())]))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
