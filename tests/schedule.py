@@ -16,6 +16,7 @@ SHARED_FIXTURES = {
         "tests/end_to_end/test_disaggregated.py",
         "tests/end_to_end/test_lost_engines.py",
         "tests/end_to_end/test_preferences.py",
+        "tests/groups/test_auxiliary_models.py",
         "tests/placement/test_pool.py",
         "tests/preflight/cluster/test_cluster_probe.py",
         "tests/workers/test_group.py",
