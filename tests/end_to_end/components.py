@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from ray.util import remove_placement_group
 from safetensors.torch import load_file
@@ -33,6 +34,13 @@ from tests.end_to_end.tiny_world import run_tree
 from tests.rollout.remote import sync
 
 SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
+
+
+def engine_host(scheduler: int) -> int:
+    """Return the process id of the host of an engine's scheduler, whose parent is the host's fork server."""
+    server = psutil.Process(scheduler).parent()
+    assert server is not None
+    return server.ppid()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -23,7 +22,7 @@ from megarl.groups.weight_sync import make_sync_setup
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.reshard.planning.disaggregated import TransferSpec
-from tests.end_to_end.components import Components, build
+from tests.end_to_end.components import Components, build, engine_host
 from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
 
@@ -138,7 +137,7 @@ def test_dead_engine_is_named(victim: str, cluster: None, world: Path, tmp_path:
         components.weights.push(0)
         (health,) = components.engines.call("health")
         (scheduler,) = health.scheduler_pids
-        doomed = scheduler if victim == "scheduler" else psutil.Process(scheduler).ppid()
+        doomed = scheduler if victim == "scheduler" else engine_host(scheduler)
         error, seconds = failing_push(
             components, 1, pid_of(components.processes.actors[1]), lambda: os.kill(doomed, signal.SIGKILL)
         )

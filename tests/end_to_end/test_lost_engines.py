@@ -23,7 +23,7 @@ from megarl.groups.rollout_group import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
 from megarl.supervision.restart_budget import RestartBudget
-from tests.end_to_end.components import SMALL_BUCKETS, Components, build
+from tests.end_to_end.components import SMALL_BUCKETS, Components, build, engine_host
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
 
@@ -135,7 +135,7 @@ def assert_processes_gone(*pids: int, within: float = 10) -> None:
 
 def test_killed_scheduler_is_restarted_without_changing_results(shared_run: StartedRun, tmp_path: Path) -> None:
     undisturbed, scheduler = shared_run.collect("undisturbed"), shared_run.scheduler()
-    host = psutil.Process(scheduler).ppid()
+    host = engine_host(scheduler)
     before = shared_run.retry_counts()
     with happening_during(kill(scheduler)):
         disturbed = shared_run.collect("disturbed")
@@ -188,7 +188,7 @@ def test_another_replica_takes_the_requests_of_a_killed_one(
     rollout = ROLLOUT | {"replicas": 2}
     with started_run(world, tmp_path / "run", rollout=rollout) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler(1)
-        host = psutil.Process(scheduler).ppid()
+        host = engine_host(scheduler)
         with happening_during(kill(scheduler if victim == "scheduler" else host)):
             disturbed = one.collect("disturbed")
         assert_same(undisturbed, disturbed)
@@ -208,7 +208,7 @@ def test_another_replica_takes_the_requests_of_a_killed_one(
 def test_hung_engine_is_replaced(victim: str, cluster: None, world: Path, tmp_path: Path) -> None:
     with started_run(world, tmp_path / "run", recovery={"engine_stall_seconds": 4.0}) as one:
         undisturbed, scheduler = one.collect("undisturbed"), one.scheduler()
-        host = psutil.Process(scheduler).ppid()
+        host = engine_host(scheduler)
         stopped = scheduler if victim == "scheduler" else host
         with happening_during(lambda: os.kill(stopped, signal.SIGSTOP)):
             disturbed = one.collect("disturbed")

@@ -5,8 +5,8 @@ call(coroutine) -------------> tokenizer manager ---- zmq -------------->  one p
      <------------------------ result                                      (they die with this process)
      <------------------------ LostEngineError, once one of them has exited
 
-The thread is needed for two reasons. SGLang installs signal handlers if it runs in the main thread, and the schedulers
-live only as long as the *thread* that started them.
+The thread is needed for two reasons. SGLang installs signal handlers if it runs in the main thread, and spawned
+schedulers live only as long as the *thread* that started them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -34,7 +34,13 @@ from megarl.process.startup_trace import record_imports
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang import shm_cleanup
 from megarl.rollout.sglang.private_dir import PrivateFolder
-from megarl.rollout.sglang.scheduler_process import SchedulerProcess, ignore_sigquit, log_file
+from megarl.rollout.sglang.scheduler_process import (
+    SchedulerProcess,
+    forking_schedulers,
+    ignore_sigquit,
+    log_file,
+    start_fork_server,
+)
 from megarl.rollout.sglang.server_args import make_engine_arguments
 
 if TYPE_CHECKING:
@@ -175,6 +181,9 @@ class EngineHost:
         self._clean_up()
 
     def _launch(self) -> None:
+        forks = self.spec.device == "cpu"
+        if forks:
+            start_fork_server()
         with record_imports():
             from sglang.srt.entrypoints.engine import Engine
 
@@ -194,7 +203,8 @@ class EngineHost:
                 if host._stopping:
                     raise WorkerError("the engine was stopped during startup")
                 host._load_snapshot = _find_load_snapshot(*args, **kwargs)
-                result, processes = super()._launch_scheduler_processes(*args, **kwargs)
+                with forking_schedulers() if forks else nullcontext():
+                    result, processes = super()._launch_scheduler_processes(*args, **kwargs)
                 host.processes.extend(processes)
                 return result, processes
 

@@ -2,21 +2,68 @@
 
 A spawned process unpickles its main function first, and then its arguments, which import SGLang and take seconds.
 Therefore the unpickling of the main function sets the parent-death signal and redirects the output to a log file.
+A CPU engine forks its schedulers from a server process that has imported SGLang (`fork_server`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megarl.process.prctl import set_parent_death_signal
+
+FORK_SERVER_MODULES = ["megarl.rollout.sglang.fork_server"]
+"""Modules that multiprocessing imports in the server."""
+
+HOST_VARIABLE = "MEGARL_ENGINE_HOST"
+"""Environment variable of the server: process id of the engine's host."""
+
+_fork_server: int | None = None
+"""Process id of the server, in the server and in the processes forked from it."""
+
+
+def start_fork_server() -> None:
+    """Start the server process from which schedulers are forked, and return while it imports SGLang."""
+    multiprocessing.set_forkserver_preload(FORK_SERVER_MODULES)
+    # Ray extends sys.path, of which the server knows nothing
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), HOST_VARIABLE: str(os.getpid())}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def mark_as_fork_server() -> None:
+    """Record that schedulers are forked from this process."""
+    global _fork_server
+    _fork_server = os.getpid()
+
+
+@contextmanager
+def forking_schedulers() -> Iterator[None]:
+    """Fork the processes that SGLang starts within the block from the server instead of spawning them."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 class SchedulerProcess:
@@ -25,8 +72,8 @@ class SchedulerProcess:
     def __init__(self, log_dir: str) -> None:
         self.log_dir = log_dir
 
-    def __reduce__(self) -> tuple[Callable[[int, str], SchedulerProcess], tuple[int, str]]:
-        return _enter_scheduler_process, (os.getpid(), self.log_dir)
+    def __reduce__(self) -> tuple[Callable[..., SchedulerProcess], tuple[int, dict[str, str], str]]:
+        return _enter_scheduler_process, (os.getpid(), dict(os.environ), self.log_dir)
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         """Run the scheduler until it fails; does not return."""
@@ -61,8 +108,11 @@ def ignore_sigquit() -> None:
     libc.signal(signal.SIGQUIT, int(signal.SIG_IGN))
 
 
-def _enter_scheduler_process(parent: int, log_dir: str) -> SchedulerProcess:
-    set_parent_death_signal(signal.SIGKILL, parent=parent)
+def _enter_scheduler_process(host: int, environment: Mapping[str, str], log_dir: str) -> SchedulerProcess:
+    set_parent_death_signal(signal.SIGKILL, parent=_fork_server or host)
+    # SGLang has set variables since the server was started. The others keep their place in memory, because the process
+    # title is written there.
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     log = os.open(log_file(log_dir, os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
