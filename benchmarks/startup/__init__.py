@@ -1,0 +1,1 @@
+"""Measures starts of `megarl train` from the command to the first completion."""
