@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megarl.batch.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 ColumnName: TypeAlias = str
 """Name of a per-token or per-sequence input of losses that is not part of a trajectory, such as `advantages`."""
@@ -87,6 +89,8 @@ def pack(
         multiple: T is padded to a multiple of this; must be a multiple of `sequence_multiple`.
         sequence_multiple: every sequence is padded on the right to a multiple of this.
     """
+    import torch  # here, because the controller imports this module for the names of columns
+
     assert multiple % sequence_multiple == 0, f"{multiple} % {sequence_multiple} != 0"
     for trajectory in trajectories:
         assert not trajectory.loss_mask[0], f"{trajectory.prompt_id}: a sampled token needs a token before it"
@@ -129,6 +133,8 @@ def _last_token_mask(num_tokens: int) -> np.ndarray:
 
 def _concatenate_padded(arrays: Sequence[np.ndarray], lengths: Sequence[int], dtype: type) -> Tensor:
     """Concatenate arrays, each padded with zeros to its length."""
+    import torch
+
     out: np.ndarray = np.zeros(sum(lengths), dtype)
     start = 0
     for array, length in zip(arrays, lengths, strict=False):

@@ -1,4 +1,8 @@
-"""The controller actor: runs a stage in one thread and answers the driver's calls in others."""
+"""The controller actor: runs a stage in one thread and answers the driver's calls in others.
+
+Each stage imports what it runs when it is called: the driver imports this module only to name the methods, and the
+imports of one stage (torch, training loops) take seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,8 @@ from megarl import IMPORT_STARTED_AT
 from megarl.checkpoint.run_lock import LockClaim, RunLock, adopt_claim
 from megarl.config import DpoConfig, RmConfig, RunConfig, SftConfig
 from megarl.controller.detached import acquire_when_free
-from megarl.controller.recovery import train_with_recovery
 from megarl.errors import MegarlError, RewardError, WorkerError
-from megarl.groups.build import build_evaluation, stage_processes
-from megarl.run.evaluation import greedy_score
 from megarl.run.events import Event, EventLog, MessageEvent
-from megarl.stages.build_stages import make_dpo, make_rm, make_sft
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import interruptible
 
@@ -135,6 +135,9 @@ class Controller:
         Ray calls this method again after it has restarted this actor.
         """
         self._events.add(MessageEvent("starting trainer ranks and rollout engines"))
+        with self._startup.phase("controller", "imports"):
+            from megarl.controller.recovery import train_with_recovery
+
         restarted = ray.get_runtime_context().was_current_actor_reconstructed
         with self._stage() as closing:
             run = train_with_recovery(config, self._events, closing, self._startup, resume=resume, restarted=restarted)
@@ -142,6 +145,9 @@ class Controller:
 
     def sft(self, config: SftConfig, resume: Path | None = None) -> None:
         """Run supervised fine-tuning up to the export; `resume`: checkpoint folder to resume from."""
+        from megarl.groups.build import stage_processes
+        from megarl.stages.build_stages import make_sft
+
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_sft(config, self._events, stage_processes(config), resume)
         run.train()
@@ -149,6 +155,9 @@ class Controller:
 
     def rm(self, config: RmConfig, resume: Path | None = None) -> None:
         """Train a reward or cost model on preference pairs; arguments as in `sft`."""
+        from megarl.groups.build import stage_processes
+        from megarl.stages.build_stages import make_rm
+
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_rm(config, self._events, stage_processes(config), resume)
         run.train()
@@ -156,6 +165,9 @@ class Controller:
 
     def dpo(self, config: DpoConfig, resume: Path | None = None) -> None:
         """Run direct preference optimization; arguments as in `sft`."""
+        from megarl.groups.build import stage_processes
+        from megarl.stages.build_stages import make_dpo
+
         self._events.add(MessageEvent("starting trainer ranks"))
         run = make_dpo(config, self._events, stage_processes(config), resume)
         run.train()
@@ -167,6 +179,9 @@ class Controller:
         Raises:
             RewardError: the reward failed on all completions.
         """
+        from megarl.groups.build import build_evaluation
+        from megarl.run.evaluation import greedy_score
+
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:
             rollout, held_out = build_evaluation(config, closing)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from ray.util import remove_placement_group
@@ -18,12 +19,10 @@ from megarl.groups.build import read_prompts, start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
-from megarl.groups.weight_sync import WeightSync
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.events import EventLog, MessageEvent
-from megarl.run.rl_run import RLRun
 from megarl.run.run_state import RunState
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
@@ -31,6 +30,9 @@ from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import find_losses, pause
 from megarl.workers.group import WorkerProcesses
+
+if TYPE_CHECKING:
+    from megarl.run.rl_run import RLRun
 
 LOSS_REPORT_SECONDS = 10.0
 """Time allowed for Ray to report a dead trainer process after another rank has failed because of it."""
@@ -55,7 +57,11 @@ class RunAssembly:
         restart_budget: RestartBudget,
         monitor: RunMonitor,
     ) -> None:
-        """Reserve the slots and read the prompts; `closing` receives the shutdown callbacks of the engines."""
+        """Reserve the slots, request all processes, and read the prompts while those start.
+
+        Args:
+            closing: receives the shutdown callbacks of the engines.
+        """
         self._config, self._events, self._closing, self._startup = config, events, closing, startup
         self._restart_budget, self._monitor = restart_budget, monitor
         with startup.phase("slots", "ray"):
@@ -64,6 +70,9 @@ class RunAssembly:
         self._rollout: tuple[EngineGroup, RolloutGroup] | None = None
         self._is_rollout_started = False
         """Whether engines and rollout workers have started; from then on they are supervised."""
+        self._requested: tuple[WorkerProcesses, TrainerGroup] | None = self._request_trainer()
+        """Trainer processes that `assemble` has not used yet."""
+        self._start_rollout(self._requested[1])
         with startup.phase("data"):
             self._prompts, self._held_out = read_prompts(config)
 
@@ -89,15 +98,18 @@ class RunAssembly:
         config, startup, timer = self._config, self._startup, PhaseTimer()
         with timer.phase("start", waiting=True):
             pool = self._pools[MAIN_POOL]
-            processes = make_rank_processes(pool, "trainer")
-            self._processes = [processes]
-            trainer = make_trainer_group(config, processes)
+            processes, trainer = self._requested or self._request_trainer()
+            self._requested = None
             is_first_start = not self._is_rollout_started
             engines, rollout = self._rollout or self._start_rollout(trainer)
             load_weights = resume is None
             models, starting = AuxiliaryModels.start(config, processes, self._pools, load_weights=load_weights)
             self._processes = list(models.processes)
             starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
+            # these import torch, which the processes that are starting need not wait for
+            from megarl.groups.weight_sync import WeightSync
+            from megarl.run.rl_run import RLRun
+
             for pending in starting:
                 pending.result(config.placement.start_timeout_seconds)
             if is_first_start:
@@ -212,6 +224,12 @@ class RunAssembly:
             for actor in engines.actors().values():
                 ray.kill(actor)
         self._rollout, self._is_rollout_started = None, False
+
+    def _request_trainer(self) -> tuple[WorkerProcesses, TrainerGroup]:
+        """Request the trainer's processes; returns at once."""
+        processes = make_rank_processes(self._pools[MAIN_POOL], "trainer")
+        self._processes = [processes]
+        return processes, make_trainer_group(self._config, processes)
 
     def _start_rollout(self, trainer: TrainerGroup) -> tuple[EngineGroup, RolloutGroup]:
         engines = start_engines(self._config, self._pools, trainer.grid, self._restart_budget)

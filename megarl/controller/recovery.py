@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.registry import train
 from megarl.config import RunConfig
 from megarl.controller.assembly import RunAssembly
 from megarl.controller.resume import latest_valid
@@ -29,11 +29,13 @@ from megarl.errors import (
     WorkerError,
 )
 from megarl.run.events import EventLog, MessageEvent
-from megarl.run.rl_run import RLRun
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import pause
+
+if TYPE_CHECKING:
+    from megarl.run.rl_run import RLRun
 
 
 def train_with_recovery(
@@ -103,3 +105,10 @@ def _find_loss(error: MegarlError, assembly: RunAssembly, *, is_first_start: boo
     if loss is None and isinstance(error, HungWorkerError | LostRankError):
         loss = error
     return None if is_first_start and not isinstance(loss, LostWorkerError | LostEngineError) else loss
+
+
+def train(run: RLRun) -> None:
+    """Run the training loop of the configured algorithm, imported here because the loops import torch."""
+    from megarl.algorithms.registry import train as train_algorithm
+
+    train_algorithm(run)

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.data import DataConfig
@@ -16,6 +14,9 @@ from megarl.data.chat_template import PromptTemplate
 from megarl.data.progress_bar import track
 from megarl.data.rows import Row, read_rows
 from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import DataError
 from megarl.model_files.json_object import read_json_object
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A folder with any of these files has a tokenizer."""
 
+TOKENIZER_CLASSES = {
+    **{(family, "Qwen2Tokenizer"): "Qwen2Tokenizer" for family in ("qwen2", "qwen3", "qwen3_moe")},
+    **{
+        (family, name): "TokenizersBackend"
+        for family in ("llama", "qwen3", "qwen3_moe")
+        for name in ("PreTrainedTokenizer", "TokenizersBackend")
+    },
+}
+"""(model_type of config.json, tokenizer_class of tokenizer_config.json without `Fast`) -> the class in transformers
+that AutoTokenizer chooses. AutoTokenizer itself imports torch and most of transformers, which takes seconds."""
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+
+def load_tokenizer(path: str | Path, *, is_checked: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer in folder `path`; nothing is downloaded and no code from the folder runs.
+
+    Args:
+        is_checked: another process has loaded the tokenizer before. Saves seconds of imports for many models, and does
+            not check config.json again.
 
     Raises:
         DataError: the folder does not exist or has no tokenizer, a file cannot be read, or the tokenizer has no
             end-of-sequence token.
     """
+    import transformers  # here, because the controller requests the processes of a run before it needs tokenizers
+    from huggingface_hub.errors import StrictDataclassError
+
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path}: needs a model folder in Hugging Face format, there is no such folder")
@@ -30,8 +49,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     # Read first, because the libraries' errors do not name the file.
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _read_object(path / name)
+    chosen = (_tokenizer_class(path) if is_checked else None) or "AutoTokenizer"
+    load: Callable[..., PreTrainedTokenizerBase] = getattr(transformers, chosen).from_pretrained
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = load(str(path), local_files_only=True)
     except Exception as e:
         # The Rust parser raises Exception itself, not a subclass. Any other kind is a bug and propagates.
         if (
@@ -46,6 +67,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"{path / 'tokenizer_config.json'}"
         )
     return tokenizer
+
+
+def _tokenizer_class(path: Path) -> str | None:
+    """Return the name of the tokenizer's class in transformers; None if only AutoTokenizer knows it."""
+    config = _read_object(path / "tokenizer_config.json")
+    family, written = _read_object(path / "config.json").get("model_type"), config.get("tokenizer_class")
+    if "auto_map" in config or not (path / "tokenizer.json").is_file():
+        return None
+    return TOKENIZER_CLASSES.get((str(family), str(written).removesuffix("Fast")))
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

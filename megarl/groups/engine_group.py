@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -15,17 +15,19 @@ from megarl.errors import WorkerError
 from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import SlotPool
-from megarl.process.startup_trace import StartupTiming
+from megarl.process.startup_trace import StartupTiming, record_imports
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import TransferSpec
 from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
-from megarl.rollout.sglang.sglang_engine import SglangEngine
 from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import wait_all
 from megarl.workers.group import RemoteCall
 from megarl.workers.worker_host import AsyncWorkerHost
+
+if TYPE_CHECKING:
+    from megarl.reshard.planning.disaggregated import TransferSpec
+    from megarl.rollout.sglang.sglang_engine import SglangEngine
 
 SHUTDOWN_SECONDS = 3.0
 """Time allowed for engines to shut down gracefully, before Ray kills their processes."""
@@ -207,6 +209,9 @@ def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:
 
 
 async def _start_engine(spec: EngineSpec) -> SglangEngine:
+    with record_imports():  # here, because the controller does without torch until all processes are requested
+        from megarl.rollout.sglang.sglang_engine import SglangEngine
+
     engine = SglangEngine(spec)
     try:
         await engine.start()

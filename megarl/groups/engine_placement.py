@@ -22,7 +22,6 @@ from megarl.reshard.layout.engine_ranks import (
 )
 from megarl.reshard.layout.topology import Topology
 from megarl.rollout.engine_spec import make_engine_spec
-from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 
 
 def pool_topology(pool: SlotPool) -> Topology:
@@ -85,6 +84,8 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
 
     Neither side has been built yet: the trainer's layouts come from its architecture, the engine's from a trace.
     """
+    from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts  # imports torch
+
     model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
     tp, dtype = config.rollout.tp, make_engine_spec(config, 0, device).dtype
     engine = trace_layouts(config.model.path, tp=tp, device=device, dtype=dtype)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
-from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.workers.failures import to_megarl_error, wait_all
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
+
+    from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 
 RETRY_SECONDS = 1.0
 """Delay before a call whose answer was lost is retried."""

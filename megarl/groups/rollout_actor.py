@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.estimation import EstimateJob, EstimateSummary, estimate
 from megarl.megatron.requests import TokenColumn
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.agents.agent import load_agent
@@ -21,6 +21,9 @@ from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_s
 from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
 from megarl.tracking.rollout_log import write_rollouts
+
+if TYPE_CHECKING:
+    from megarl.groups.estimation import EstimateJob, EstimateSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class RolloutActor(RolloutWorker):
             agent=load_agent(config.rollout.agent),
             agent_path=config.rollout.agent.path,
         )
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.path, is_checked=True)
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"
@@ -93,5 +96,7 @@ class RolloutActor(RolloutWorker):
         self, job: EstimateJob, *groups: Sequence[Trajectory]
     ) -> EstimateSummary | tuple[EstimateSummary | TokenColumn, ...]:
         """Run the estimator; return its `EstimateSummary`, followed by one value for each column of `job.outputs`."""
+        from megarl.groups.estimation import estimate  # imports torch, which the estimator of `job` needs, too
+
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary

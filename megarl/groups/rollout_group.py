@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
@@ -19,7 +20,6 @@ from megarl.checkpoint.run_lock import find_claim
 from megarl.config import RunConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.groups.engine_group import EngineGroup
-from megarl.groups.estimation import EstimateJob, EstimateSummary
 from megarl.groups.remote_engine import RemoteEngine
 from megarl.groups.rollout_actor import RolloutActor, TrajectoryReward
 from megarl.megatron.requests import TokenColumn
@@ -31,6 +31,9 @@ from megarl.supervision.liveness_probe import LIVENESS_GROUP, POLL_INTERVAL_SECO
 from megarl.workers.failures import pause, raise_failure, run_abort_check, to_megarl_error, wait_all, wait_any
 from megarl.workers.payload import StoredPayload
 from megarl.workers.worker_host import AsyncWorkerHost
+
+if TYPE_CHECKING:
+    from megarl.groups.estimation import EstimateJob, EstimateSummary
 
 WORKER_DEATHS = (RayActorError, ActorUnschedulableError)
 """Errors of a call to a worker that has died, or whose node was lost before the worker was created."""

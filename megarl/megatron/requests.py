@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
 from megarl.batch.pack import ColumnName, PerToken, padded_length
@@ -18,15 +18,22 @@ from megarl.checkpoint.run_lock import LockClaim
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.functional.losses import Denominators
-from megarl.megatron.losses.loss import AnyLoss
-from megarl.megatron.losses.supervised import SftLoss
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.planning.strategy import Sinks, SyncStats
 from megarl.workers.dispatch import Dispatch, from_output_rank, to_all
 from megarl.workers.payload import Payload
+
+if TYPE_CHECKING:
+    from megarl.functional.losses import Denominators
+    from megarl.megatron.losses.loss import AnyLoss
+    from megarl.reshard.planning.disaggregated import TransferSpec
+    from megarl.reshard.planning.strategy import Sinks, SyncStats
+
+
+def _sft_loss() -> AnyLoss:
+    from megarl.megatron.losses.supervised import SftLoss  # imports torch
+
+    return SftLoss()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +143,7 @@ class TrainRequest:
     """One optimizer step each, in this order."""
     payloads: tuple[Payload[Sequence[Trajectory]], ...]
     max_tokens_per_micro_batch: int
-    loss: AnyLoss = field(default_factory=SftLoss)
+    loss: AnyLoss = field(default_factory=_sft_loss)
     columns: Mapping[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
     """Columns with one value per token."""
     epochs: int = 1

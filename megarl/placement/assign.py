@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import block_array, block_diag, csr_array, eye_array, hstack
 
 from megarl.config.placement import PlacementConfig, PoolConfig, pool_key
 from megarl.errors import ConfigError
@@ -63,11 +61,27 @@ def assign_nodes(
 
 
 def _solve(pools: Sequence[PoolConfig], nodes: Sequence[ClusterNode], device: str) -> list[list[int]] | None:
-    """Return the indices into `nodes` for each pool; None if there is no valid assignment.
+    """Return the indices into `nodes` for each pool; None if there is no valid assignment."""
+    return _solve_one_node(pools, nodes[0], device) if len(nodes) == 1 else _solve_program(pools, nodes, device)
 
-    Solves an integer program: for each pool, x[n] is 1 if it uses slots of node n, and y[d] is its number of blocks of
-    `nvlink_domain_nodes` nodes in NVLink domain d.
+
+def _solve_one_node(pools: Sequence[PoolConfig], node: ClusterNode, device: str) -> list[list[int]] | None:
+    """Return the result of `_solve` for a cluster of one node: all pools share it, or there is no assignment."""
+    fits = sum(pool.slots_per_node for pool in pools) <= node.slots(device) and all(
+        pool.nodes == pool.nvlink_domain_nodes == 1 and pool.labels.items() <= node.labels.items() for pool in pools
+    )
+    return [[0] for _ in pools] if fits else None
+
+
+def _solve_program(pools: Sequence[PoolConfig], nodes: Sequence[ClusterNode], device: str) -> list[list[int]] | None:
+    """Solve the assignment as an integer program; the result is that of `_solve`.
+
+    For each pool, x[n] is 1 if it uses slots of node n, and y[d] is its number of blocks of `nvlink_domain_nodes`
+    nodes in NVLink domain d.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # imports much, and is needed with several nodes only
+    from scipy.sparse import block_array, block_diag, csr_array, eye_array, hstack
+
     num_nodes, num_pools, domains = len(nodes), len(pools), list(_domain_order(nodes))
     capacity = np.array([node.slots(device) for node in nodes])
     in_domain = np.array([[node.domain == domain for node in nodes] for domain in domains], dtype=float)

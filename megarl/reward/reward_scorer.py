@@ -51,10 +51,8 @@ class RewardScorer:
             DataError: the tokenizer cannot be loaded.
         """
         # cleaning up spaces would change the text of the policy, and with it the result of a strict rule
-        decode = partial(
-            load_tokenizer(model_path).decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return cls(config, decode)
+        tokenizer = load_tokenizer(model_path, is_checked=True)
+        return cls(config, partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> list[Trajectory]:
         """Return the trajectories with their rewards; all of them are completions of `prompt`.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer, stop_token_ids
 from megarl.errors import DataError
 
 
@@ -85,3 +87,28 @@ def test_vocabulary_rows_without_a_token_decode_to_an_empty_string(model: Path) 
     tokenizer = load_tokenizer(model)
     assert len(tokenizer) < 383
     assert tokenizer.decode([383, *tokenizer("9")["input_ids"], 383]) == "9"
+
+
+@pytest.mark.parametrize(("family", "name"), TOKENIZER_CLASSES)
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+def test_a_checked_tokenizer_is_the_one_that_transformers_chooses(
+    model: Path, family: str, name: str, suffix: str
+) -> None:
+    edit_json(model / "tokenizer_config.json", tokenizer_class=name + suffix)
+    edit_json(model / "config.json", model_type=family)
+    chosen, checked = load_tokenizer(model), load_tokenizer(model, is_checked=True)
+    assert type(checked) is type(chosen)
+    assert checked.get_vocab() == chosen.get_vocab()
+    assert checked.special_tokens_map == chosen.special_tokens_map
+    assert checked.encode("Ben has 12 pens.") == chosen.encode("Ben has 12 pens.")
+
+
+def test_other_checked_tokenizers_are_left_to_transformers(model: Path) -> None:
+    edit_json(model / "config.json", model_type="qwen2")  # AutoTokenizer replaces the class that the folder names
+    assert type(load_tokenizer(model, is_checked=True)) is type(load_tokenizer(model))
+
+
+def test_a_checked_tokenizer_needs_no_torch(tiny_model: Path) -> None:
+    load = f"load_tokenizer({str(tiny_model)!r}, is_checked=True).encode('12')"
+    code = f"from megarl.data.tokenizer import load_tokenizer; {load}; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -73,7 +73,7 @@ def test_startup_time_is_reported_by_phase(run: FinishedRun) -> None:
     assert set(kinds) == {"imports", "ray", "sglang", "megarl"}
     assert min(kinds.values()) > 0.1
     assert phases["rollout engines"]["by_kind"]["sglang"] > 1
-    assert all(phases[name]["by_kind"]["imports"] > 0.5 for name in ("command", "controller", "trainer ranks"))
+    assert all(phases[name]["by_kind"]["imports"] > 0.2 for name in ("command", "controller", "trainer ranks"))
     (line,) = (line for line in run.command.stdout.splitlines() if line.startswith("started in "))
     assert line == f"started in {start['seconds']:.1f} s: " + ", ".join(
         f"{name} {kinds[kind]:.1f}"

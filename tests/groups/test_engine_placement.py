@@ -9,7 +9,6 @@ import pytest
 from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
-from megarl.groups import engine_placement
 from megarl.groups.engine_group import gpu_environment
 from megarl.groups.engine_placement import place_dedicated_engines, place_engines, pool_topology
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
@@ -21,6 +20,7 @@ from megarl.reshard.analysis.scenario import arrange
 from megarl.reshard.analysis.sync_report import explain_auto
 from megarl.reshard.layout.engine_ranks import find_cross_node_group
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.rollout.sglang.weight_layout import offline_trace
 
 HEADS = 12
 
@@ -66,7 +66,7 @@ def traced_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(tp)
         return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
 
-    monkeypatch.setattr(engine_placement, "trace_layouts", layouts)
+    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
     return sizes
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -87,6 +87,24 @@ def _emulate_cuda_on_cpu() -> None:
     _mode.__enter__()  # type: ignore[no-untyped-call]  # for the lifetime of the process
 
 
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Make `torch.compile` return its argument within the block, in which megatron-core is imported.
+
+    megatron-core decorates functions with it, which imports the compiler even if it is disabled; that takes a second.
+    """
+
+    def unchanged(function: Callable[..., object]) -> Callable[..., object]:
+        return function
+
+    torch_module: Any = torch
+    original, torch_module.compile = torch.compile, unchanged
+    try:
+        yield
+    finally:
+        torch_module.compile = original
+
+
 def _replace_device_functions() -> None:
     def ignored(*_: object, **__: object) -> None: ...
 
@@ -115,7 +133,8 @@ def _replace_random_state() -> None:
     cuda.set_rng_state = cuda.random.set_rng_state = set_state
     cuda.manual_seed = torch.manual_seed
     # imported after the replacements, because it copies torch.cuda's functions at import
-    import megatron.core.tensor_parallel.random as tracker
+    with _without_compiler():
+        import megatron.core.tensor_parallel.random as tracker
 
     tracker._set_cuda_rng_state = set_state
 

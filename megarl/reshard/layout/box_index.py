@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.model_files.header import itemsize
 from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout, widen
 from megarl.reshard.layout.topology import SourceSelector, Topology
-from megarl.reshard.transfer.bucket import torch_dtype
 
 Ints = NDArray[Any]
 Ranks = tuple[int, ...]
@@ -91,7 +91,7 @@ class SyncIndex:
         self.names, self.specs = tuple(specs), tuple(specs.values())
         self._number = {name: i for i, name in enumerate(self.names)}
         self._last_numbers: tuple[tuple[str, ...], Ints] | None = None
-        self.itemsize = np.array([torch_dtype(spec.dtype).itemsize for spec in self.specs], np.int64)
+        self.itemsize = np.array([itemsize(spec.dtype) for spec in self.specs], np.int64)
         self.width = max((len(spec.shape) for spec in self.specs), default=1) or 1
         self._index_sources(sources)
         self.order = self._interleave()

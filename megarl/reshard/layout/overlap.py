@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.model_files.header import itemsize
 from megarl.reshard.layout.box_index import Boxes, extents, intersections
 from megarl.reshard.layout.layout import WeightLayout, widen
-from megarl.reshard.transfer.bucket import torch_dtype
 
 Ints = NDArray[Any]
 
@@ -29,7 +29,7 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
     number: dict[str, int] = {}
     wanted = [_boxes(layout, number, width, add=True) for layout in needs]
     specs = {name: spec for layout in needs for name, spec in layout.tensors.items() if name in number}
-    itemsize = np.array([torch_dtype(specs[name].dtype).itemsize for name in number], np.int64)
+    sizes = np.array([itemsize(specs[name].dtype) for name in number], np.int64)
     order = np.argsort(np.concatenate([boxes.tensor for boxes in wanted]), kind="stable")
     of_need = np.repeat(np.arange(len(needs)), [len(boxes.tensor) for boxes in wanted])[order]
     every = _bare(*(np.concatenate([getattr(b, name) for b in wanted])[order] for name in ("tensor", "start", "stop")))
@@ -38,7 +38,7 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
     def of_source(layout: WeightLayout) -> Ints:
         held = _boxes(layout, number, width, add=False)
         _, of, low, high = intersections(held, every, start, count)
-        shared = (high - low).prod(axis=1, dtype=np.int64) * itemsize[every.tensor[of]]
+        shared = (high - low).prod(axis=1, dtype=np.int64) * sizes[every.tensor[of]]
         return np.bincount(of_need[of], shared, len(needs)).astype(np.int64)
 
     by_layout = {key: of_source(layout) for key, layout in distinct.items()}
@@ -48,10 +48,8 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
 def layout_bytes(layout: WeightLayout) -> int:
     """Return the bytes of all boxes of the layout; a box that it has twice counts twice."""
     table = layout.table
-    itemsize = np.array([torch_dtype(layout.tensors[name].dtype).itemsize for name in table.tensors], np.int64)
-    return int(
-        ((table.boxes[..., 1] - table.boxes[..., 0]).prod(axis=1, dtype=np.int64) * itemsize[table.tensor]).sum()
-    )
+    sizes = np.array([itemsize(layout.tensors[name].dtype) for name in table.tensors], np.int64)
+    return int(((table.boxes[..., 1] - table.boxes[..., 0]).prod(axis=1, dtype=np.int64) * sizes[table.tensor]).sum())
 
 
 def _boxes(layout: WeightLayout, number: dict[str, int], width: int, *, add: bool) -> Boxes:

@@ -17,7 +17,7 @@ import gc
 import os
 import signal
 
-from megarl.process.descendants import set_parent_death_signal
+from megarl.process.prctl import set_parent_death_signal
 from megarl.rollout.sglang import scheduler_process
 
 host = int(os.environ[scheduler_process.HOST_VARIABLE])
