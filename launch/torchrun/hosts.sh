@@ -9,6 +9,8 @@
 #   sft, rm, dpo, score               torchrun on every node, PROCS_PER_NODE ranks each, without Ray
 #   benchmarks.reshard                the same
 # All nodes stop if one of them fails or if this script is terminated or killed. Each output line starts with its node.
+# megarl launch and Ray admit only nodes that know MEGARL_LAUNCH_SECRET. The script makes a new secret for each run, unless
+# one is set, and sends it to the nodes over ssh's stdin.
 set -uo pipefail
 
 # Knobs: VENV=/envs/megarl launch/torchrun/hosts.sh ...
@@ -38,13 +40,18 @@ read -ra ssh <<<"$SSH"
 addresses=("${addresses[@]#*@}")
 head=${addresses[0]}
 id=hosts.$HOSTNAME.$$
+[[ " $EXPORT " != *" MEGARL_LAUNCH_SECRET "* ]] ||
+  fail "EXPORT must not list MEGARL_LAUNCH_SECRET: the script passes it where other users cannot read it"
+secret=${MEGARL_LAUNCH_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
-# Runs on a node: changes to folder $1 and runs the other arguments as a command. End of input, which also follows the
-# loss of the connection, terminates the command.
+# Runs on a node: changes to folder $1 and runs the other arguments as a command. The first line of input is the secret.
+# End of input, which also follows the loss of the connection, terminates the command.
 # shellcheck disable=SC2016  # expanded by the shell on the node
 node_script='cd "$1" || exit 2
 shift
 exec 3<&0
+IFS= read -r -u 3 MEGARL_LAUNCH_SECRET || exit 2
+export MEGARL_LAUNCH_SECRET
 "$@" </dev/null 3<&- & command=$!
 { while read -r -u 3; do :; done; kill -TERM "$command"; } >/dev/null 2>&1 & guard=$!
 wait "$command"; code=$?
@@ -97,11 +104,13 @@ for rank in "${!hosts[@]}"; do
   set_command "$rank" "$@"
   {
     trap '' INT # Ctrl-C reaches the connections too, but they must stay open until the nodes have stopped
-    "${ssh[@]}" "${hosts[rank]}" "$(quote bash -c "$node_script" agent "$MEGARL_ROOT" "${command[@]}")" 2>&1 |
-      sed -u "s|^|${hosts[rank]}: |"
+    # printf is part of the shell: the secret is on no command line
+    "${ssh[@]}" "${hosts[rank]}" "$(quote bash -c "$node_script" agent "$MEGARL_ROOT" "${command[@]}")" \
+      < <(printf '%s\n' "$secret"; exec cat <&4) 4<&- 2>&1 |
+      sed -u "s|^|${hosts[rank]}: |" 4<&-
     echo "$?" >"$scratch/$rank"
     mv "$scratch/$rank" "$scratch/codes"
-  } <&4 3>&- 4<&- &
+  } 3>&- &
 done
 
 shopt -s nullglob

@@ -3,6 +3,8 @@
 srun --ntasks-per-node=1 megarl launch train CONFIG
 torchrun --nnodes N --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m megarl launch train CONFIG
 megarl launch --nodes N --node-rank R --head HOST train CONFIG
+
+Several nodes need the same secret in MEGARL_LAUNCH_SECRET.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from megarl.errors import ConfigError
 from megarl.launch.launch import launch
 from megarl.launch.launch_node import LaunchOptions
 from megarl.launch.node_labels import parse_labels
-from megarl.launch.node_world import detect_node_world
+from megarl.launch.node_world import SECRET_VARIABLE, detect_node_world, with_secret
 
 COMMANDS = ("train", "sft", "rm", "dpo", "eval", "score", "convert", "doctor")
 """Commands that can be launched: those that run on a Ray cluster."""
@@ -50,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Ray labels of this node, which placement.pools select nodes by",
     )
     parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help=f"start without a secret in {SECRET_VARIABLE}: anyone who reaches the nodes can then execute code on them",
+    )
+    parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND ...",
@@ -67,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} needs a number above 0, got {getattr(args, name):g}")
     world = detect_node_world(os.environ, rank=args.node_rank, size=args.nodes, head=args.head)
+    world = with_secret(world, os.environ, insecure=args.insecure)
     options = LaunchOptions(
         join_timeout=args.join_timeout,
         node_timeout=args.node_timeout,

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from typing_extensions import override
 
 from megarl.errors import LaunchError
+from megarl.launch.authentication import make_nonce
 from megarl.launch.connection import ConnectionLostError
-from megarl.launch.launch_node import SIGNAL_EXIT_CODE_BASE, LaunchNode, LaunchOptions, make_command_environment
+from megarl.launch.launch_node import SIGNAL_EXIT_CODE_BASE, LaunchNode, LaunchOptions
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Failed, Hello, Joined, Stop, Welcome
-from megarl.launch.ray_node import find_free_port
+from megarl.launch.ray_node import find_free_port, make_ray_environment
 from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses
 from megarl.process.child_processes import ChildProcess
+from megarl.process.startup_trace import STARTED_VARIABLE, process_creation_time
 
 COMMAND_GRACE_SECONDS = 20.0
 """Time from SIGTERM to SIGKILL for the command."""
@@ -58,7 +60,8 @@ class HeadNode(LaunchNode):
     @override
     async def execute(self) -> None:
         started = time.monotonic()
-        await self._rendezvous.listen()
+        if self.world.size > 1:
+            await self._rendezvous.listen()
         self._peers = await self._rendezvous.wait_for_peers(self.options.join_timeout)
         self._watch_tasks = [asyncio.create_task(self._watch(peer)) for peer in self._peers]
         own_address, other_addresses = find_addresses(self._peers, self.options.node_address)
@@ -67,19 +70,20 @@ class HeadNode(LaunchNode):
         started = self._report_phase("nodes connected", started, ", ".join(names))
 
         ray_address = f"{own_address}:{find_free_port()}"
+        ray_nonce = make_nonce()
         try:
-            await self.start_ray(ray_address, own_address)
+            await self.start_ray(ray_address, own_address, ray_nonce)
         except LaunchError as e:
             raise LaunchError(f"node {self.world.host} (rank 0): {e}") from e
         self._watch_tasks.append(asyncio.create_task(self._watch_ray()))
         started = self._report_phase("Ray head started", started, ray_address)
 
         for peer, address in zip(self._peers, other_addresses, strict=True):
-            peer.connection.send(Welcome(ray_address=ray_address, node_address=address))
+            peer.connection.send(Welcome(ray_address=ray_address, node_address=address, ray_nonce=ray_nonce))
         if self._peers:
             await self._all_joined.wait()
             self._report_phase("Ray nodes joined", started, f"{self.world.size} nodes")
-        await self._run_command(ray_address, own_address)
+        await self._run_command({"RAY_ADDRESS": ray_address, **self.make_cluster_environment(own_address, ray_nonce)})
 
     @override
     async def shutdown(self) -> None:
@@ -119,8 +123,9 @@ class HeadNode(LaunchNode):
         self.notify(f"{name:<18} {now - started:5.1f} s  {details}")
         return now
 
-    async def _run_command(self, ray_address: str, own_address: str) -> None:
-        environment = make_command_environment(self.environment, ray_address, own_address)
+    async def _run_command(self, cluster_environment: dict[str, str]) -> None:
+        environment = make_ray_environment(self.environment, has_secret=bool(self.world.secret)) | cluster_environment
+        environment.setdefault(STARTED_VARIABLE, str(process_creation_time()))
         self._command = self.children.start(self._command_line, environment, parent_death_signal=signal.SIGKILL)
         if self._is_time_limit_near:
             self._command.signal(signal.SIGUSR1)
@@ -156,7 +161,8 @@ class HeadNode(LaunchNode):
                 case Stop(number):
                     self._end_gracefully(number)  # Slurm signals every node: this is not a second request
                 case _:
-                    raise AssertionError(message)
+                    self.finish(LaunchError.exit_code, f"{peer}: unexpected {message}; the run was aborted")
+                    return
 
     async def _watch_ray(self) -> None:
         reason = await self.ray.wait_until_ended()

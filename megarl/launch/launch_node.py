@@ -19,12 +19,12 @@ from platform import python_version
 
 from megarl import __version__
 from megarl.errors import ConfigError, LaunchError
+from megarl.launch.authentication import derive_ray_token
 from megarl.launch.node_labels import find_node_labels, query_nvlink_domain
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Hello
 from megarl.launch.ray_node import RayNode, make_interface_environment, make_ray_arguments, make_ray_environment
 from megarl.process.child_processes import ChildProcesses
-from megarl.process.startup_trace import STARTED_VARIABLE, process_creation_time
 
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SIGNAL_EXIT_CODE_BASE = 128
@@ -69,7 +69,7 @@ class LaunchNode(ABC):
         """Exit code of the run, and what aborted it if anything did."""
         self.children = ChildProcesses()
         self._nvlink_domain = asyncio.create_task(query_nvlink_domain(self.children))
-        self.ray = RayNode(self.children, self.environment)
+        self.ray = RayNode(self.children, make_ray_environment(self.environment, has_secret=bool(world.secret)))
 
     async def run(self) -> End:
         """Execute this node's role and shut the node down; return the outcome of the run."""
@@ -111,8 +111,11 @@ class LaunchNode(ABC):
         if not self.outcome.done():
             self.outcome.set_result(End(exit_code, reason))
 
-    async def start_ray(self, ray_address: str, node_address: str) -> None:
+    async def start_ray(self, ray_address: str, node_address: str, ray_nonce: str) -> None:
         """Start Ray on this node and return when the node has joined the cluster.
+
+        Args:
+            ray_nonce: number from which Ray's token is derived.
 
         Raises:
             LaunchError: Ray did not start.
@@ -126,7 +129,13 @@ class LaunchNode(ABC):
             gpus=self.options.gpus,
             labels=labels,
         )
-        await self.ray.start(arguments, make_interface_environment(node_address, self.environment))
+        await self.ray.start(arguments, self.make_cluster_environment(node_address, ray_nonce))
+
+    def make_cluster_environment(self, node_address: str, ray_nonce: str) -> dict[str, str]:
+        """Return the variables of Ray's processes and of the command that depend on the rendezvous."""
+        return make_interface_environment(node_address, self.environment) | make_ray_token_environment(
+            self.world, self.environment, ray_nonce
+        )
 
     def _on_executed(self, work: asyncio.Task[None]) -> None:
         error = None if work.cancelled() else work.exception()
@@ -147,7 +156,6 @@ def make_hello(world: NodeWorld, options: LaunchOptions) -> Hello:
     except PackageNotFoundError as e:
         raise ConfigError(f"launch needs the package ray, which is not installed on node {world.host}") from e
     return Hello(
-        token=world.token,
         rank=world.rank,
         size=world.size,
         host=world.host,
@@ -156,8 +164,8 @@ def make_hello(world: NodeWorld, options: LaunchOptions) -> Hello:
     )
 
 
-def make_command_environment(environment: Mapping[str, str], ray_address: str, node_address: str) -> dict[str, str]:
-    """Return the environment of the command: Ray's, the network interfaces, the start time and RAY_ADDRESS."""
-    interfaces = make_interface_environment(node_address, environment)
-    started = {STARTED_VARIABLE: environment.get(STARTED_VARIABLE, str(process_creation_time()))}
-    return make_ray_environment(environment) | interfaces | started | {"RAY_ADDRESS": ray_address}
+def make_ray_token_environment(world: NodeWorld, environment: Mapping[str, str], ray_nonce: str) -> dict[str, str]:
+    """Return the variable with Ray's token; empty if there is no secret, or if the user has set RAY_AUTH_MODE."""
+    if not world.secret or "RAY_AUTH_MODE" in environment:
+        return {}
+    return {"RAY_AUTH_TOKEN": derive_ray_token(world, ray_nonce)}

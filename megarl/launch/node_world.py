@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,12 @@ PORT_SPAN = 12000
 """Ports start at `FIRST_PORT`; all stay below 32768, where the ephemeral port range of Linux begins."""
 
 SECRET_VARIABLE = "MEGARL_LAUNCH_SECRET"  # noqa: S105 -- the name of the variable, not a secret
-"""Environment variable with a secret shared by the nodes of a run: launch and Ray then admit only these nodes."""
+"""Environment variable with a secret shared by the nodes of a run: launch and Ray admit only these nodes."""
+
+MIN_SECRET_CHARACTERS = 16
+"""Minimum length of a secret: whoever reaches the head can test guesses of a short one."""
+
+HOW_TO_DRAW = "`openssl rand -hex 32`"
 
 HOW_TO_START = (
     "launch needs to know the nodes: start it with `srun --ntasks-per-node=1 megarl launch ...` in a Slurm job, with "
@@ -49,12 +55,12 @@ class NodeWorld:
     """Index of this node's component in a heterogeneous Slurm job; None in other jobs."""
 
     secret: str = field(default="", repr=False)
-    """Secret shared by this job's nodes; empty: none."""
+    """Secret shared by this job's nodes, see `with_secret`; empty: none, with `--insecure`."""
 
     @property
-    def token(self) -> str:
-        """Token by which the head recognizes the nodes of its own job."""
-        return hashlib.sha256(f"{self.job} {self.secret}".encode()).hexdigest()[:32]
+    def job_id(self) -> str:
+        """Hash of `job`, by which the head of another job is recognized before any authentication."""
+        return hashlib.sha256(self.job.encode()).hexdigest()[:32]
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -74,8 +80,6 @@ def detect_node_world(
 ) -> NodeWorld:
     """Detect the rank of this node and the head, from flags if given, else from torchrun's or Slurm's environment.
 
-    The secret is read from the environment.
-
     Args:
         rank: value of `--node-rank`.
         size: value of `--nodes`.
@@ -84,11 +88,6 @@ def detect_node_world(
     Raises:
         ConfigError: flags and environment are insufficient, or a node has more than one process.
     """
-    world = _detect_world(environment, rank, size, head)
-    return replace(world, secret=environment.get(SECRET_VARIABLE, ""))
-
-
-def _detect_world(environment: Mapping[str, str], rank: int | None, size: int | None, head: str | None) -> NodeWorld:
     if size is not None:
         return _from_flags(rank, size, head)
     if rank is not None:
@@ -99,6 +98,37 @@ def _detect_world(environment: Mapping[str, str], rank: int | None, size: int | 
     if "SLURM_JOB_ID" in environment:
         return _from_slurm(environment, hosts, port)
     raise ConfigError(HOW_TO_START)
+
+
+def with_secret(world: NodeWorld, environment: Mapping[str, str], *, insecure: bool) -> NodeWorld:
+    """Return `world` with the secret in the environment; a launch of one node without one gets a random secret.
+
+    Args:
+        insecure: permit a launch in which anyone who reaches the ports of its nodes can execute code.
+
+    Raises:
+        ConfigError: there is no secret, or it is too short, or RAY_AUTH_MODE is set to another mode than `token`.
+    """
+    secret = environment.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} needs at least {MIN_SECRET_CHARACTERS} characters, got {len(secret)}: make one with "
+            f"{HOW_TO_DRAW}"
+        )
+    if insecure:
+        return replace(world, secret=secret)
+    mode = environment.get("RAY_AUTH_MODE")
+    if mode is not None and mode.lower() != "token":
+        raise ConfigError(
+            f"RAY_AUTH_MODE={mode} lets anyone who reaches Ray's ports execute code: unset it, or pass --insecure"
+        )
+    if not secret and world.size > 1:
+        raise ConfigError(
+            f"launch needs a secret in {SECRET_VARIABLE}, the same on all {world.size} nodes, because Ray executes "
+            f"code for anyone who reaches its ports: make one with {HOW_TO_DRAW}, or use launch/slurm/train.sbatch or "
+            "launch/torchrun/hosts.sh, or pass --insecure if nobody else reaches these nodes"
+        )
+    return replace(world, secret=secret or secrets.token_hex(32))
 
 
 def _from_flags(rank: int | None, size: int, head: str | None) -> NodeWorld:

@@ -1,8 +1,10 @@
 """Messages between the nodes of a launch: one JSON object per line.
 
     worker node                head node
-      |------ Hello ------------>|
-      |<----- Accepted ----------|    or Refused: wrong job, rank taken, or different package versions
+      |------ Greeting --------->|
+      |<----- Challenge ---------|    or Refused: the head of another job
+      |------ Hello ------------>|    from here on with authentication tags, see `authentication`
+      |<----- Accepted ----------|    or Refused: rank taken, or different package versions
       |<----- Welcome -----------|    after Hello from all nodes: the address of Ray
       |------ Joined ----------->|    its Ray node is started; otherwise Failed
       |<----- Heartbeat -------->|    all the time, in both directions
@@ -16,14 +18,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import get_args
+
+from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """First message of a node: challenges the head to prove that it knows the secret."""
+
+    job: str
+    """The job of the node, `NodeWorld.job_id`."""
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """Answer of the head to `Greeting`: its proof, and its own challenge."""
+
+    nonce: str
+    proof: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """First message of a node: describes the node."""
+    """First authenticated message of a node: describes the node."""
 
-    token: str
-    """Token of the job, `NodeWorld.token`."""
     rank: int
     size: int
     """Number of nodes of the launch, as configured on this node."""
@@ -55,6 +75,8 @@ class Welcome:
     ray_address: str
     node_address: str
     """Address at which the other nodes reach the receiver."""
+    ray_nonce: str
+    """Number from which each node derives the token of Ray, see `authentication.derive_ray_token`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +112,9 @@ class End:
     """What aborted the run; None if the command ended by itself."""
 
 
-Message = Hello | Accepted | Refused | Welcome | Joined | Failed | Heartbeat | Stop | End
+Message = Greeting | Challenge | Hello | Accepted | Refused | Welcome | Joined | Failed | Heartbeat | Stop | End
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Hello, Accepted, Refused, Welcome, Joined, Failed, Heartbeat, Stop, End)
-}
+_ADAPTERS: dict[str, TypeAdapter[Message]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -103,13 +123,12 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Decode the message of one line.
+    """Decode the message of one line, and check the types of its fields.
 
     Raises:
         ValueError: the line is not a message; its sender is not a megarl node.
     """
     try:
-        fields = json.loads(line)
-        return _KINDS[fields.pop("kind")](**fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        return _ADAPTERS[json.loads(line)["kind"]].validate_json(line, strict=True)
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f"not a message of megarl launch: {line[:80]!r}") from e

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -45,12 +44,15 @@ class RayNode:
     """`ray start --block` as a child process.
 
     It imports Ray at once, then waits for the arguments on stdin.
+
+    Args:
+        environment: environment of the process, see `make_ray_environment`.
     """
 
     def __init__(self, children: ChildProcesses, environment: Mapping[str, str]) -> None:
         self._child = children.start(
             [sys.executable, "-m", RAY_START],
-            make_ray_environment(environment),
+            environment,
             parent_death_signal=signal.SIGTERM,
             has_stdin=True,
             capture_output=True,
@@ -64,7 +66,7 @@ class RayNode:
 
         Args:
             arguments: arguments of `ray start`.
-            environment: environment variables for Ray's workers in addition to the launcher's own.
+            environment: variables for Ray and its workers in addition to the environment of the process.
 
         Raises:
             LaunchError: Ray did not start; the message has the end of its output.
@@ -104,18 +106,18 @@ class RayNode:
         return "\n".join(f"  {line}" for line in self._recent_lines)
 
 
-def make_ray_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of Ray and of the command, made from the launcher's `environment`."""
+def make_ray_environment(environment: Mapping[str, str], *, has_secret: bool) -> dict[str, str]:
+    """Return the environment of Ray and of the command, made from the launcher's `environment`.
+
+    The token of Ray is added when the nodes have met.
+    """
     # torchrun's ranks are those of the launcher: each worker gets its own
+    excluded = {"RAY_ADDRESS", SECRET_VARIABLE}
     kept = {
-        name: value for name, value in environment.items() if not _is_torchrun_variable(name) and name != "RAY_ADDRESS"
+        name: value for name, value in environment.items() if not _is_torchrun_variable(name) and name not in excluded
     }
-    secret = kept.pop(SECRET_VARIABLE, "")
-    if "RAY_AUTH_MODE" not in kept:
-        # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
-        kept["RAY_AUTH_MODE"] = "token" if secret else "disabled"
-        if secret:
-            kept["RAY_AUTH_TOKEN"] = hashlib.sha256(f"ray {secret}".encode()).hexdigest()
+    # without a secret disable tokens: otherwise `ray start` uses one found in the home folder of the head only
+    kept.setdefault("RAY_AUTH_MODE", "token" if has_secret else "disabled")
     # when Ray is terminated, no work on it is worth waiting for
     kept["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     return kept
@@ -155,8 +157,7 @@ def make_ray_arguments(
     if rank:
         arguments["--address"] = ray_address
     else:
-        port = ray_address.rpartition(":")[2]
-        arguments |= {"--port": port, "--ray-client-server-port": str(find_free_port()), "--include-dashboard": "false"}
+        arguments |= {"--port": ray_address.rpartition(":")[2], "--include-dashboard": "false"}
     words = [word for pair in arguments.items() for word in pair]
     return words if rank else ["--head", "--disable-usage-stats", "--no-monitor", *words]
 

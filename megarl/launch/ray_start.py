@@ -11,7 +11,7 @@ import json
 import os
 import sys
 
-from ray.scripts.scripts import main
+from ray.scripts import scripts
 
 
 def start() -> None:
@@ -22,7 +22,10 @@ def start() -> None:
     request = json.loads(line)
     os.environ.update(request["environment"])
     sys.argv = ["ray", "start", *request["arguments"]]
-    main()
+    # `ray start` has no option that keeps the head from serving Ray Client, a port that executes code: it starts the
+    # server wherever this function reports no missing dependency
+    scripts.get_ray_client_dependency_error = lambda: "megarl launch does not serve Ray Client"
+    scripts.main()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Rendezvous of the nodes of a launch: the head listens, the worker nodes search for it.
 
     rank 0   listens on the first free one of the ports derived from the job
-    others   retry every possible host and port of the head until it answers
+    others   retry every possible host and port of the head until it answers, and authenticate it
 
-A token distinguishes runs whose ports coincide.
+The ports of other runs may coincide: a head that belongs to another job, or does not know the secret, is skipped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 from dataclasses import dataclass
 
 from megarl.errors import LaunchError
-from megarl.launch.connection import Connection, ConnectionLostError
-from megarl.launch.node_world import NodeWorld
+from megarl.launch.authentication import OtherJobError, UntrustedHeadError, answer_node, authenticate_head
+from megarl.launch.connection import Connection, ConnectionLostError, close_writer
+from megarl.launch.node_world import SECRET_VARIABLE, NodeWorld
 from megarl.launch.protocol import Accepted, End, Hello, Refused, Welcome
 from megarl.placement.network import is_loopback
 
@@ -54,6 +55,7 @@ class Rendezvous:
         self._node_timeout = node_timeout
         self._peers: dict[int, Peer] = {}
         self._rejection: LaunchError | None = None
+        self._untrusted_addresses: dict[str, None] = {}
         self._changed = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -89,9 +91,13 @@ class Rendezvous:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 missing = ", ".join(self._world.describe(rank) for rank in expected if rank not in self._peers)
+                untrusted = "".join(
+                    f"; {address} did not prove that it knows {SECRET_VARIABLE}"
+                    for address in self._untrusted_addresses
+                )
                 raise LaunchError(
                     f"only {len(self._peers) + 1} of {self._world.size} nodes connected to {self._world.host} within "
-                    f"{timeout_seconds:g} s; missing: {missing}"
+                    f"{timeout_seconds:g} s; missing: {missing}{untrusted}"
                 ) from None
             if self._rejection is not None:
                 raise self._rejection
@@ -108,13 +114,19 @@ class Rendezvous:
             self._server.close()
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer, self._node_timeout)
+        try:
+            keys = await asyncio.wait_for(answer_node(reader, writer, self._world), ANSWER_TIMEOUT_SECONDS)
+        except (TimeoutError, ConnectionLostError):
+            await close_writer(writer)  # not a node of this job
+            return
+        connection = Connection(reader, writer, self._node_timeout, send_key=keys.head, receive_key=keys.node)
         try:
             hello = await asyncio.wait_for(connection.receive(), ANSWER_TIMEOUT_SECONDS)
         except (TimeoutError, ConnectionLostError):
-            await connection.close()  # not a megarl node
+            self._untrusted_addresses[connection.remote_address] = None
+            await connection.close()
             return
-        refused = Refused(reason=f"expected Hello, got {hello}", same_job=False)
+        refused = Refused(reason=f"expected Hello, got {type(hello).__name__}", same_job=False)
         if isinstance(hello, Hello):
             peer = Peer(hello=hello, connection=connection, address=hello.address or connection.remote_address)
             reason = self._check_hello(peer)
@@ -129,8 +141,6 @@ class Rendezvous:
 
     def _check_hello(self, peer: Peer) -> Refused | None:
         hello, world = peer.hello, self._world
-        if hello.token != world.token:
-            return Refused(reason="this is the head of another job", same_job=False)
         if hello.rank in self._peers or not 0 < hello.rank < world.size:
             return Refused(reason=f"the run on {world.host} has no free rank {hello.rank}", same_job=False)
         problem = None
@@ -175,29 +185,43 @@ async def find_head(
     # try all hosts on the most likely port first: a name that does not resolve may take seconds
     candidates = [(host, port) for port in world.ports for host in world.head_hosts]
     last_error = ""
+    untrusted: dict[str, None] = {}
     for host, port in itertools.cycle(candidates):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"node {world.host} (rank {world.rank}) found no head within {join_timeout:g} s at "
-                f"{' or '.join(world.head_hosts)}, ports {_format_ports(world.ports)}; last error: {last_error}"
+                f"{' or '.join(world.head_hosts)}, ports {_format_ports(world.ports)}; "
+                f"{''.join(f'{each}; ' for each in untrusted if each != last_error)}last error: {last_error}"
             )
         try:
-            found = await _try_head(host, port, hello, node_timeout)
+            return await _try_head(host, port, world, hello, node_timeout)
+        except UntrustedHeadError as e:
+            last_error = f"{host}:{port}: {e}"
+            untrusted[last_error] = None
         except (OSError, TimeoutError, ConnectionLostError) as e:
             last_error = f"{host}:{port}: {e or 'no answer'}"
-            found = None
-        if found is not None:
-            return found
         if (host, port) == candidates[-1]:
             await asyncio.sleep(RETRY_SECONDS)
     raise AssertionError(candidates)
 
 
-async def _try_head(host: str, port: int, hello: Hello, node_timeout: float) -> tuple[Connection, Welcome | End] | None:
-    """Return the connection and the head's answer; None if the head of another job listens there."""
+async def _try_head(
+    host: str, port: int, world: NodeWorld, hello: Hello, node_timeout: float
+) -> tuple[Connection, Welcome | End]:
+    """Return the connection and the head's answer.
+
+    Raises:
+        OSError, TimeoutError, ConnectionLostError: the head of this job was not found there.
+        LaunchError: the head of this job has refused this node.
+    """
     connecting = asyncio.open_connection(host, port, family=socket.AF_INET)
     reader, writer = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_SECONDS)
-    connection = Connection(reader, writer, node_timeout)
+    try:
+        keys = await asyncio.wait_for(authenticate_head(reader, writer, world), ANSWER_TIMEOUT_SECONDS)
+    except BaseException:
+        await close_writer(writer)
+        raise
+    connection = Connection(reader, writer, node_timeout, send_key=keys.node, receive_key=keys.head)
     try:
         connection.send(hello)
         answer = await asyncio.wait_for(connection.receive(), ANSWER_TIMEOUT_SECONDS)
@@ -209,9 +233,9 @@ async def _try_head(host: str, port: int, hello: Hello, node_timeout: float) -> 
     if isinstance(answer, Welcome | End):
         return connection, answer
     await connection.close()
-    if isinstance(answer, Refused) and answer.same_job:
-        raise LaunchError(answer.reason)
-    return None
+    if not isinstance(answer, Refused):
+        raise ConnectionLostError(f"unexpected {type(answer).__name__} from the head")
+    raise LaunchError(answer.reason) if answer.same_job else OtherJobError(answer.reason)
 
 
 def _format_ports(ports: tuple[int, ...]) -> str:

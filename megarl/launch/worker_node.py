@@ -31,7 +31,7 @@ class WorkerNode(LaunchNode):
             return
         listening = asyncio.create_task(self._listen(self._connection))
         try:
-            await self.start_ray(answer.ray_address, answer.node_address)
+            await self.start_ray(answer.ray_address, answer.node_address, answer.ray_nonce)
             self.notify(f"{self.world.host}: joined {answer.ray_address} as {answer.node_address}")
             self._connection.send(Joined())
             self._connection.send(Failed(await self.ray.wait_until_ended()))
@@ -58,14 +58,16 @@ class WorkerNode(LaunchNode):
         """Do nothing: the head gets the signal too."""
 
     async def _listen(self, connection: Connection) -> None:
+        here = f"node {self.world.host} (rank {self.world.rank})"
         try:
             message = await connection.receive()
         except ConnectionLostError as e:
-            here = f"node {self.world.host} (rank {self.world.rank})"
             self.finish(
                 LaunchError.exit_code,
                 f"{here}: lost the head {connection.remote_address}: {e}; this node was stopped",
             )
-        else:
-            assert isinstance(message, End), message
+            return
+        if isinstance(message, End):
             self.finish(message.exit_code)  # the head reports the reason
+        else:
+            self.finish(LaunchError.exit_code, f"{here}: unexpected {message} from the head; this node was stopped")

@@ -18,8 +18,9 @@ def launched(monkeypatch):
         return 75
 
     monkeypatch.setattr(launch_command, "launch", launch)
-    for name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MEGARL_LAUNCH_SECRET", "the secret of this test")
     return calls
 
 
@@ -41,6 +42,30 @@ def test_number_of_cpus_comes_from_the_option_or_slurm_or_the_machine(launched, 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     assert main(["launch", "--nodes", "1", *words, "doctor"]) == 75
     assert launched[0][1].cpus == cpus
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "41001",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags"), [({}, ["--nodes", "2", "--node-rank", "0", "--head", "a"]), (TORCHRUN, [])]
+)
+def test_several_nodes_without_a_secret_are_refused(launched, monkeypatch, capsys, environment, flags):
+    monkeypatch.delenv("MEGARL_LAUNCH_SECRET")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["launch", *flags, "doctor"]) == 2
+    assert capsys.readouterr().err.startswith("error: launch needs a secret in MEGARL_LAUNCH_SECRET, the same on all 2")
+    assert not launched
+    assert main(["launch", "--insecure", *flags, "doctor"]) == 75
+    assert launched[0][0].secret == ""
 
 
 @pytest.mark.parametrize(

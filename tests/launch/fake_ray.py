@@ -13,6 +13,7 @@ line = sys.stdin.readline()
 if not line:
     sys.exit(0)
 request = json.loads(line)
+os.environ.update(request["environment"])
 mode = os.environ.get("FAKE_RAY", "")
 rank = request["arguments"][request["arguments"].index("--labels") + 1].partition("megarl.node-rank=")[2][0]
 if mode == f"refuse{rank}":

@@ -277,12 +277,16 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def torchrun(self, *module: object, local_addr: bool = True) -> list[Command]:
-        """Start torchrun with one rank on each host; the rendezvous is on host a, addressed by name."""
+    def torchrun(self, *module: object, local_addr: bool = True, **variables: str) -> list[Command]:
+        """Start torchrun with one rank on each host; the rendezvous is on host a, addressed by name.
+
+        Args:
+            variables: environment variables of the ranks.
+        """
         common = ["torchrun", f"--nnodes={len(self._hosts)}", "--nproc-per-node=1"]
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self._hosts[0].name}:29400"]
         own = {host: ["--local-addr", host.address] if local_addr else [] for host in self}
-        return [host.start(*common, *rendezvous, *own[host], "-m", *module) for host in self]
+        return [host.start(*common, *rendezvous, *own[host], "-m", *module, **variables) for host in self]
 
     def ssh(self, folder: Path) -> Path:
         """Write a program that runs a command on a host as ssh does: in a shell with a fresh environment."""

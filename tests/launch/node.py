@@ -11,7 +11,7 @@ from megarl.errors import MegarlError
 from megarl.launch import head_node, ray_node
 from megarl.launch.launch import launch
 from megarl.launch.launch_node import LaunchOptions
-from megarl.launch.node_world import detect_node_world
+from megarl.launch.node_world import detect_node_world, with_secret
 from megarl.process import subreaper
 from megarl.process.early_stop_signal import stop_signal_blocked
 
@@ -28,7 +28,10 @@ def main() -> int:
     head_node.COMMAND_GRACE_SECONDS = float(os.environ.get("COMMAND_GRACE_SECONDS", "1"))
     subreaper.GRACE_SECONDS = 0.3
     world = detect_node_world({}, rank=int(rank), size=int(size), head=f"127.0.0.1:{port}")
-    options = LaunchOptions(join_timeout=20.0, node_timeout=float(node_timeout), cpus=2, labels={})
+    world = with_secret(world, os.environ, insecure=False)
+    options = LaunchOptions(
+        join_timeout=float(os.environ["JOIN_TIMEOUT"]), node_timeout=float(node_timeout), cpus=2, labels={}
+    )
     try:
         with stop_signal_blocked():
             return launch(world, options, command, notify=notify)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.end_to_end.launched import wait_until
@@ -26,6 +27,7 @@ exec env -i PATH=/usr/bin:/bin HOST="$host" sh -c "cd /; $*"
 FAKE_PROGRAM = """\
 #!/bin/bash
 printf '%s|' "${0##*/}" "$PWD" "$NCCL_DEBUG" "$@"; echo
+echo "$MEGARL_LAUNCH_SECRET" >"$PWD/secret.$HOST"
 trap 'echo terminated; exit 9' TERM
 case " $* " in
 *" fails-on-$HOST "*) sleep 0.5; exit 3 ;;
@@ -44,7 +46,8 @@ class Script:
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         (folder / "hosts").write_text("# two nodes\nuser@n1  slots=4\n\n  n2 10.0.0.2 # the other\n")
-        self.environment = os.environ | {"SSH": str(folder / "ssh"), "VENV": str(folder), "MEGARL_ROOT": str(folder)}
+        without = {name: value for name, value in os.environ.items() if name != "MEGARL_LAUNCH_SECRET"}
+        self.environment = without | {"SSH": str(folder / "ssh"), "VENV": str(folder), "MEGARL_ROOT": str(folder)}
 
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """Start the script as the leader of a process group, as from a terminal."""
@@ -83,6 +86,38 @@ def test_each_node_gets_its_rank_and_the_address_of_the_first(script: Script) ->
     script.start("launch", "--node-timeout", "5", "sft", "x").wait(10)
     (line,) = script.output_lines
     assert line.endswith("|--nodes|1|--node-rank|0|--head|10.0.0.1|--node-timeout|5|sft|x|")
+
+
+def read_secrets(script: Script) -> set[str]:
+    files = list(script.folder.glob("secret.*"))
+    assert len(files) == 2
+    return {file.read_text().strip() for file in files}
+
+
+def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script: Script) -> None:
+    secrets = set()
+    for _ in range(2):
+        run = script.start("train", "stays")
+        assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2, 10)
+        command_lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        run.terminate()
+        stderr = run.communicate(timeout=10)[1]
+        (secret,) = read_secrets(script)
+        assert re.fullmatch("[0-9a-f]{64}", secret)
+        assert secret not in "".join([*command_lines, *script.output_lines, stderr])
+        secrets.add(secret)
+    assert len(secrets) == 2
+
+
+def test_secret_of_the_user_is_passed_on(script: Script) -> None:
+    assert script.start("train", "x", MEGARL_LAUNCH_SECRET="my $secret 'x'").wait(10) == 0
+    assert read_secrets(script) == {"my $secret 'x'"}
+
+
+def test_secret_is_not_exported_on_a_command_line(script: Script) -> None:
+    run = script.start("train", "x", EXPORT="NCCL_DEBUG MEGARL_LAUNCH_SECRET", MEGARL_LAUNCH_SECRET="s" * 16)
+    assert run.communicate(timeout=10)[1].startswith("error: EXPORT must not list MEGARL_LAUNCH_SECRET")
+    assert run.returncode == 2
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo", "score", "benchmarks.reshard"])

@@ -27,23 +27,42 @@ IGNORES_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 MARK = "MEGARL_TEST_LAUNCH"
 
+SECRET = "the secret of all nodes of these tests"
+
 
 class Nodes:
-    """Two nodes, and all processes that descend from them."""
+    """Two nodes, or as many as `size`, and all processes that descend from them."""
 
-    def __init__(self, folder, code, *, ray="fake", node_timeout=20.0, environment=None):
+    def __init__(
+        self,
+        folder,
+        code,
+        *,
+        ray="fake",
+        size=2,
+        secrets=(SECRET, SECRET),
+        join_timeout=20.0,
+        node_timeout=20.0,
+        environment=None,
+    ):
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self.files = [folder / f"node{rank}" for rank in range(2)]
+        self.files = [folder / f"node{rank}" for rank in range(size)]
         port = str(find_free_port())
-        environment = os.environ | {MARK: self.mark} | (environment or {})
+        environment = os.environ | {MARK: self.mark, "JOIN_TIMEOUT": str(join_timeout)} | (environment or {})
         environment.pop("RAY_ADDRESS", None)
         self.processes = []
         for rank, file in enumerate(self.files):
-            words = [str(rank), "2", port, str(node_timeout), ray, sys.executable, "-c", textwrap.dedent(code)]
+            words = [str(rank), str(size), port, str(node_timeout), ray, sys.executable, "-c", textwrap.dedent(code)]
             command = [sys.executable, "-m", "tests.launch.node", *words]
             with file.open("w") as out:
                 self.processes.append(
-                    subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment, process_group=0)
+                    subprocess.Popen(
+                        command,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        env=environment | {"MEGARL_LAUNCH_SECRET": secrets[rank]},
+                        process_group=0,
+                    )
                 )
 
     def child(self, rank):
@@ -222,6 +241,73 @@ def test_ray_failure_ends_the_run(nodes, rank, mode, message):
     assert message in both.output(0)
     assert f"rank {rank})" in both.output(0)
     both.assert_nothing_is_left()
+
+
+def test_nodes_with_different_secrets_name_each_other(nodes):
+    both = nodes(make_waiting_command(), secrets=(SECRET, "the secret of another run"), join_timeout=2.0)
+    assert both.codes() == [1, 1]
+    assert "; 127.0.0.1 did not prove that it knows MEGARL_LAUNCH_SECRET" in both.output(0)
+    assert "the head there does not know this node's MEGARL_LAUNCH_SECRET" in both.output(1)
+    both.assert_nothing_is_left()
+
+
+def test_secret_reaches_neither_the_command_nor_ray_and_all_have_the_same_token(nodes):
+    both = nodes("""
+        import os, psutil, sys
+        print("command runs", os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"], flush=True)
+        print("secret:", os.environ.get("MEGARL_LAUNCH_SECRET"), flush=True)
+        sys.stdin.read(), __import__("time").sleep(600)
+    """)
+    both.wait_for("secret: ")
+    mode, token = both.output(0).partition("command runs ")[2].split()[:2]
+    assert mode == "token"
+    assert len(token) == 64
+    assert "secret: None\n" in both.output(0)
+    for process in both.find_remaining():
+        environment = process.environ()
+        if process.name() == "sh":  # a worker of fake_ray
+            assert environment["RAY_AUTH_TOKEN"] == token
+            assert "MEGARL_LAUNCH_SECRET" not in environment
+        assert SECRET not in " ".join(process.cmdline())
+        assert token not in " ".join(process.cmdline())
+    assert sum(process.name() == "sh" for process in both.find_remaining()) == 2
+    assert SECRET not in both.output(0) + both.output(1)
+    both.processes[0].send_signal(signal.SIGTERM)
+    both.codes()
+    both.assert_nothing_is_left()
+
+
+SINGLE_NODE_COMMAND = """
+import os, sys
+print("command runs", os.environ["RAY_AUTH_MODE"], os.environ.pop("RAY_AUTH_TOKEN"), flush=True)
+os.environ["HOME"] = "/nonexistent"
+import ray
+try:
+    ray.init(logging_level="error", log_to_driver=False)
+except ray.exceptions.AuthenticationError as error:
+    print("refused", flush=True)
+    __import__("time").sleep(600)
+"""
+
+
+def test_single_node_without_a_secret_admits_nobody(nodes):
+    """Ray listens on all interfaces, with a token that launch draws; launch itself listens nowhere."""
+    one = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + SINGLE_NODE_COMMAND, ray="real", size=1, secrets=("",))
+    one.wait_for("command runs token ", 60)
+    token = one.output(0).partition("command runs token ")[2].split()[0]
+    assert all(token not in " ".join(process.cmdline()) for process in one.find_remaining())
+    listening = {
+        process.name(): process.cmdline()
+        for process in one.find_remaining()
+        if any(connection.status == psutil.CONN_LISTEN for connection in process.net_connections("inet"))
+    }
+    assert "gcs_server" in listening
+    assert not any("tests.launch.node" in words for words in listening.values()), listening
+    assert not any("ray.util.client" in " ".join(words) for words in listening.values()), listening
+    one.wait_for("refused", 60)
+    one.processes[0].send_signal(signal.SIGTERM)
+    one.codes()
+    one.assert_nothing_is_left()
 
 
 RAY_COMMAND = """

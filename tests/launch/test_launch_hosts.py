@@ -19,6 +19,8 @@ from tests.launch.hosts import Command, Host
 
 DELAY = 0.02
 
+SECRET = "the secret of all nodes of these tests"
+
 JOIN_TIMEOUT = 3
 
 NODE_TIMEOUT = 5.0
@@ -45,7 +47,8 @@ def launch_by_hand(
 ) -> list[Command]:
     """Start `megarl launch` without torchrun on the hosts of the given ranks."""
     size = ("--nodes", len(hosts), "--head", head)
-    return [hosts[rank].start("megarl", "launch", *size, "--node-rank", rank, *arguments) for rank in ranks]
+    command = ("megarl", "launch", *size)
+    return [hosts[rank].start(*command, "--node-rank", rank, *arguments, MEGARL_LAUNCH_SECRET=SECRET) for rank in ranks]
 
 
 def read_training_rows(folder: Path) -> list[dict[str, float]]:
@@ -125,7 +128,8 @@ def test_two_hosts_have_the_same_losses_as_one(
     hosts = make_hosts(delay=DELAY)
     first, _ = hosts
     steps = ("--set", "trainer.steps=4", "data.eval_path=null")
-    on_a, on_b = hosts.torchrun("megarl", "launch", "train", write_run(world, tmp_path, **sections), *steps)
+    config = write_run(world, tmp_path, **sections)
+    on_a, on_b = hosts.torchrun("megarl", "launch", "train", config, *steps, MEGARL_LAUNCH_SECRET=SECRET)
     wait_for_step(1, tmp_path, on_a, 150)
     assert sorted(map(find_process_kinds, hosts), key=sorted) == sorted(placed, key=sorted)
     assert on_a.wait(120) == 0, on_a.stderr

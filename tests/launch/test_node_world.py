@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.node_world import NUM_PORTS, detect_node_world, expand_hostlist
+from megarl.launch.node_world import NUM_PORTS, SECRET_VARIABLE, detect_node_world, expand_hostlist, with_secret
 
 STEP = {
     "SLURM_CLUSTER_NAME": "c",
@@ -114,30 +114,59 @@ def test_insufficient_flags_are_rejected(flags, message):
         {"SLURM_CLUSTER_NAME": "d"},
     ],
 )
-def test_nodes_of_one_start_share_token_and_ports(other):
+def test_nodes_of_one_start_share_job_and_ports(other):
     second, first = detect_node_world(STEP), detect_node_world(STEP | {"SLURM_PROCID": "0", "SLURMD_NODENAME": "n1"})
-    assert (first.token, first.ports) == (second.token, second.ports)
+    assert (first.job_id, first.ports) == (second.job_id, second.ports)
     assert len(set(first.ports)) == NUM_PORTS
     assert all(1024 < port < 32768 for port in first.ports)
-    assert detect_node_world(STEP | other).token != first.token
+    assert detect_node_world(STEP | other).job_id != first.job_id
 
 
-@pytest.mark.parametrize("environment", [STEP, TORCHRUN, {}])
-def test_secret_changes_the_token_but_not_the_ports(environment):
-    flags = {} if environment else {"rank": 0, "size": 2, "head": "a"}
-    open_to_all = detect_node_world(environment, **flags)
-    first, same, other = (
-        detect_node_world(environment | {"MEGARL_LAUNCH_SECRET": secret}, **flags) for secret in ("s", "s", "t")
-    )
-    assert first == same
-    assert len({open_to_all.token, first.token, other.token}) == 3
-    assert open_to_all.ports == first.ports == other.ports
-    assert "'s'" not in repr(first)
+SECRET = "0123456789abcdef"
+
+TWO_NODES = {"rank": 0, "size": 2, "head": "a"}
+
+
+def secured(environment, *, insecure=False, **flags):
+    return with_secret(detect_node_world(environment, **flags), environment, insecure=insecure)
+
+
+@pytest.mark.parametrize(("environment", "flags"), [(STEP, {}), (TORCHRUN, {}), ({}, TWO_NODES)])
+def test_several_nodes_need_a_secret(environment, flags):
+    with pytest.raises(ConfigError, match=r"^launch needs a secret in MEGARL_LAUNCH_SECRET, .* or pass --insecure .*$"):
+        secured(environment, **flags)
+    assert secured(environment, insecure=True, **flags).secret == ""
+    for insecure in (False, True):
+        world = secured(environment | {SECRET_VARIABLE: SECRET}, insecure=insecure, **flags)
+        assert world.secret == SECRET
+        assert SECRET not in repr(world)
+
+
+def test_one_node_gets_a_random_secret():
+    first, second = (secured({}, size=1) for _ in range(2))
+    assert len(first.secret) == 64
+    assert first.secret != second.secret
+    assert secured({SECRET_VARIABLE: SECRET}, size=1).secret == SECRET
+
+
+def test_short_secret_is_rejected():
+    with pytest.raises(ConfigError, match="MEGARL_LAUNCH_SECRET needs at least 16 characters, got 15: make one"):
+        secured({SECRET_VARIABLE: SECRET[:15]}, **TWO_NODES)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "Disabled", ""])
+@pytest.mark.parametrize("flags", [{"size": 1}, TWO_NODES])
+def test_disabled_authentication_of_ray_needs_insecure(flags, mode):
+    environment = {"RAY_AUTH_MODE": mode, SECRET_VARIABLE: SECRET}
+    with pytest.raises(ConfigError, match=f"RAY_AUTH_MODE={mode} lets anyone"):
+        secured(environment, **flags)
+    assert secured(environment, insecure=True, **flags).secret == SECRET
+    assert secured(environment | {"RAY_AUTH_MODE": "token"}, **flags).secret == SECRET
 
 
 def test_torchruns_without_run_id_are_distinguished_by_port():
-    assert detect_node_world(TORCHRUN).token != detect_node_world(TORCHRUN | {"MASTER_PORT": "41002"}).token
-    assert detect_node_world(TORCHRUN).token == detect_node_world(TORCHRUN | {"RANK": "0"}).token
+    assert detect_node_world(TORCHRUN).job_id != detect_node_world(TORCHRUN | {"MASTER_PORT": "41002"}).job_id
+    assert detect_node_world(TORCHRUN).job_id == detect_node_world(TORCHRUN | {"RANK": "0"}).job_id
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import pytest
 
 from megarl.errors import LaunchError
 from megarl.launch import rendezvous
-from megarl.launch.connection import ConnectionLostError
+from megarl.launch.authentication import authenticate_head
+from megarl.launch.connection import ConnectionLostError, MessageTags
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Heartbeat, Hello, Joined, Welcome, decode, encode
 from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses, find_head
 
-WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1")
+WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1", ray_nonce="0")
 
 
 def make_world(rank, size=2, job="a", **fields):
@@ -27,6 +28,7 @@ def make_world(rank, size=2, job="a", **fields):
             "head_hosts": ("127.0.0.1",),
             "head_port": None,
             "job": job,
+            "secret": "the secret of this run",
         }
         | {"nodes": tuple(f"n{i + 1}" for i in range(size))}
         | fields
@@ -35,7 +37,7 @@ def make_world(rank, size=2, job="a", **fields):
 
 def make_hello(world, **versions):
     versions = {"megarl": "1", "ray": "2"} | versions
-    return Hello(token=world.token, rank=world.rank, size=world.size, host=world.host, address=None, versions=versions)
+    return Hello(rank=world.rank, size=world.size, host=world.host, address=None, versions=versions)
 
 
 async def run_head(world, timeout=5.0):
@@ -128,7 +130,7 @@ def test_error_if_all_ports_are_taken(job):
 
 
 def test_two_jobs_with_the_same_ports(job, monkeypatch):
-    # both nodes try both heads, and recognize their own by the token
+    # both nodes try both heads, and recognize their own by the job
     ports = make_world(0, job=job).ports
     monkeypatch.setattr(NodeWorld, "ports", ports)
     ours, theirs = job, job + " of others"
@@ -230,13 +232,16 @@ def test_silent_node_is_lost(job):
         head = make_world(0, job=job)
         rendezvous = Rendezvous(head, make_hello(head), 0.4)
         port = await rendezvous.listen()
-        with socket.create_connection(("127.0.0.1", port)) as mute:
-            mute.sendall(encode(make_hello(make_world(1, job=job))))
-            (peer,) = await rendezvous.wait_for_peers(5.0)
-            started = time.monotonic()
-            with pytest.raises(ConnectionLostError, match=r"no message for 0.4 s"):
-                await peer.connection.receive()
-            assert 0.3 < time.monotonic() - started < 2
+        node = make_world(1, job=job)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        keys = await authenticate_head(reader, writer, node)
+        writer.write(MessageTags(keys.node).add(encode(make_hello(node))))
+        (peer,) = await rendezvous.wait_for_peers(5.0)
+        started = time.monotonic()
+        with pytest.raises(ConnectionLostError, match=r"no message for 0.4 s"):
+            await peer.connection.receive()
+        assert 0.3 < time.monotonic() - started < 2
+        writer.close()
         await peer.connection.close()
         await rendezvous.close()
 
@@ -265,7 +270,19 @@ def test_heartbeats_keep_an_idle_connection_open(job):
 
 
 @pytest.mark.parametrize(
-    "line", [b"GET / HTTP/1.1\r\n", b"{}\n", b'{"kind": "Hello"}\n', b"[]\n", b"\xff\n", b"x" * 200_000]
+    "line",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"{}\n",
+        b'{"kind": "Greeting"}\n',
+        b'{"kind": "Greeting", "job": 1, "nonce": []}\n',
+        b'{"kind": "Heartbeat"}\n',
+        b"[]\n",
+        b"\xff\n",
+        b"x" * 200_000,
+        b"[" * 60_000 + b"\n",
+        b'{"kind": "Greeting", "job": "\\ud800", "nonce": ""}\n',
+    ],
 )
 def test_connection_with_invalid_messages_is_closed(job, line):
     async def main():
