@@ -1,4 +1,7 @@
-"""`megarl check`: find the errors of a configuration on a CPU, without starting anything."""
+"""`megarl check`: find the errors of a configuration on a CPU, without starting a process.
+
+It imports, and so executes, the modules that the configuration names by import path, such as reward functions.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 
 from megarl.cli.options import add_config_options
 from megarl.config import STAGES, dump_config, load_config
+from megarl.config.import_path import recorded_imports
 from megarl.config.placement import PlacementConfig
 from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
@@ -20,6 +24,11 @@ from megarl.preflight.run_checks import check_or_raise
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `CONFIG [--set KEY=VALUE ...] [--stage train|sft|rm|dpo]`, and the nodes and time limit of a job."""
     add_config_options(parser)
+    parser.epilog = (
+        "No process is started, but modules that CONFIG names by import path (package.module:name), such as reward "
+        "functions, are imported, which executes them: check only configurations that you trust. A line of the output "
+        "names each of them."
+    )
     parser.add_argument("--stage", choices=tuple(STAGES), default="train", help="command that CONFIG is for")
     job = parser.add_argument_group("for a job on other nodes; of a heterogeneous job, one number per component")
     job.add_argument("--nodes", type=int, nargs="+", metavar="N", help="number of nodes")
@@ -33,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the resolved configuration as YAML; the last line is a comment that starts with `ok`.
 
+    Before it, a comment names each module that was imported, also if problems were found.
+
     Raises:
         ConfigError: lists all problems.
     """
@@ -40,9 +51,14 @@ def run(args: argparse.Namespace) -> int:
     if args.time is not None:
         parse_time_limit(args.time)
     slots = None if nodes is None or args.stage == "train" else (len(nodes), max(nodes[0].gpus, nodes[0].cpus))
-    config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
-    config = with_local_models(config)
-    check_or_raise(config, nodes)
+    with recorded_imports() as imported:
+        try:
+            config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
+            config = with_local_models(config)
+            check_or_raise(config, nodes)
+        finally:
+            for key, path in imported.items():
+                print(f"# imported {path.partition(':')[0]} for {key}: {path}")
     print(dump_config(config), end="")
     for line in _describe_pools(config.placement, nodes) if nodes else ():
         print(f"# {line}")

@@ -5,9 +5,28 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 from megarl.errors import ConfigError
+
+_recorded: ContextVar[dict[str, str] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def recorded_imports() -> Iterator[dict[str, str]]:
+    """Yield a dict that gets each import path outside megarl that the block loads, under its configuration key.
+
+    Importing a module executes it.
+    """
+    paths: dict[str, str] = {}
+    reset = _recorded.set(paths)
+    try:
+        yield paths
+    finally:
+        _recorded.reset(reset)
 
 
 def load_object(path: str, *, key: str, kind: str) -> object:
@@ -24,6 +43,9 @@ def load_object(path: str, *, key: str, kind: str) -> object:
     module_name, colon, name = path.partition(":")
     if not (colon and module_name and name):
         raise ConfigError(f"{key} needs package.module:{kind}, got {path!r}")
+    recorded = _recorded.get()
+    if recorded is not None and module_name.partition(".")[0] != __name__.partition(".")[0]:
+        recorded[key] = path
     module = _import(module_name, key)
     if not hasattr(module, name):
         raise ConfigError(f"{key}: module {module_name} ({module.__file__}) has no {name!r}")

@@ -50,6 +50,24 @@ def test_prints_the_values_of_a_preset(recipe: str, capsys: pytest.CaptureFixtur
     assert printed["overlong"] == {"max_length": 20480, "buffer": 64, "factor": 1.0}
 
 
+def test_names_the_modules_that_it_executes(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "executed_by_check.py").write_text("def score(trajectory, text, row): return 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    terms = "reward.terms={mine: {type: python, path: executed_by_check:score}}"
+    for problem, code in (("seed=3", 0), ("data.path=none.jsonl", 2)):
+        assert main(["check", recipe, "--set", terms, problem]) == code
+        out = capsys.readouterr().out
+        assert out.splitlines()[0] == (
+            "# imported executed_by_check for reward.terms.mine.path: executed_by_check:score"
+        )
+        assert out.count("# imported ") == 1
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    assert "which executes them" in " ".join(capsys.readouterr().out.split())
+
+
 def test_reports_all_problems(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["check", recipe, "--set", "data.path=none.jsonl", "rollout.max_new_tokens=500"])
     out, err = capsys.readouterr()
