@@ -23,8 +23,8 @@ DIRECTIONS = {
         "CKPT_DIR",
         "HF_DIR",
         "Write the weights of the distributed checkpoint that latest_checkpointed_iteration.txt names as a Hugging "
-        "Face folder, along with the files of CKPT_DIR/hf. Checkpoints contain pickles: convert only those that you "
-        "trust.",
+        "Face folder, along with the files of CKPT_DIR/hf. The checkpoint's index is a pickle. If it contains anything "
+        "but an index, reading it may execute code of its author, and is refused without --trust.",
     ),
 }
 """Name -> (metavar of the input folder, metavar of the output folder, description)."""
@@ -56,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         add_family(direction)
         add_overrides(direction)
+        if name == "megatron-to-hf":
+            direction.add_argument(
+                "--trust", action="store_true", help="read the checkpoint even if its index may execute code"
+            )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
     config = make_convert_config(args.overrides)
     from megarl.offline.model_conversion import plan_export, plan_import  # after the checks: it imports Ray
 
-    plan = plan_import if args.direction == "hf-to-megatron" else plan_export
-    conversion = plan(config, args.model, args.output, args.dtype, family=args.family)
+    is_import = args.direction == "hf-to-megatron"
+    if is_import:
+        conversion = plan_import(config, args.model, args.output, args.dtype, family=args.family)
+    else:
+        conversion = plan_export(config, args.model, args.output, args.dtype, family=args.family, trust=args.trust)
     if conversion.notice is not None:
         print(f"--model: {conversion.notice}", file=sys.stderr)
     with ConvertProgress() as progress:
@@ -78,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.tracking.progress import format_si
 
     print(f"converted {format_si(conversion.num_bytes)}B of {conversion.dtype} in {seconds:.1f} s", file=sys.stderr)
-    console().print(f"{'checkpoint' if plan is plan_import else 'model':<12} {args.output}", highlight=False)
+    console().print(f"{'checkpoint' if is_import else 'model':<12} {args.output}", highlight=False)
     return 0
 
 

@@ -41,6 +41,12 @@ class ConvertWorker:
 
         model_state.load_model(self._model, folder)
 
+    def read_trusted_checkpoint(self, folder: str) -> None:
+        """Load the parameters from the distributed checkpoint in `folder`, whose index may execute code."""
+        from megarl.megatron.checkpoint import model_state
+
+        model_state.load_model(self._model, folder, trust=True)
+
     def write_hf(self, folder: str) -> None:
         """Export the model in Hugging Face format to `folder`, with the source model's tokenizer files."""
         from megarl.megatron.hf_weights import export

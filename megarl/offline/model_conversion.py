@@ -19,6 +19,7 @@ from megarl.controller.ray_session import reserved_slots
 from megarl.errors import ConfigError, DataError
 from megarl.groups.trainer_group import make_rank_processes
 from megarl.megatron.checkpoint.checkpoint_files import COMPANIONS, find_weights, read_index
+from megarl.megatron.checkpoint.index_unpickler import UntrustedIndexError
 from megarl.megatron.convert_worker import ConvertWorker
 from megarl.megatron.families.architecture import Head, ModelArchitecture
 from megarl.megatron.families.layout_checks import parallel_problems
@@ -149,18 +150,29 @@ def plan_import(
 
 
 def plan_export(
-    config: ConvertConfig, root: Path, output: Path, dtype: str, *, family: str | None = None
+    config: ConvertConfig,
+    root: Path,
+    output: Path,
+    dtype: str,
+    *,
+    family: str | None = None,
+    trust: bool = False,
 ) -> Conversion:
     """Check and plan the conversion of the Megatron checkpoint `root` to the model folder `output`.
 
-    Arguments and errors are those of `plan_import`.
+    Other arguments, and errors, are those of `plan_import`.
+
+    Args:
+        trust: read the checkpoint even if its index may execute code of its author.
     """
     description = root / COMPANIONS
     require_family(str(description), family, key="--family")
     try:
         weights = find_weights(root)
-        index = read_index(weights)
+        index = read_index(weights, trust=trust)
         model = load_architecture_from_folder(description, head=None, family=family)
+    except UntrustedIndexError as e:
+        raise UntrustedIndexError(f"--model: {e}: pass --trust if you trust the author") from e
     except (ConfigError, DataError) as e:
         raise type(e)(f"--model: {e}") from e
     problems = [*_layout_problems(config, model), *_output_problems(output)]
@@ -175,7 +187,7 @@ def plan_export(
         config=config,
         description=description,
         weights=weights,
-        read=ConvertWorker.read_checkpoint,
+        read=ConvertWorker.read_trusted_checkpoint if trust else ConvertWorker.read_checkpoint,
         write=ConvertWorker.write_hf,
         output=output,
         head=model.head,

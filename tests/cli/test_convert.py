@@ -19,6 +19,7 @@ from megarl.cli.main import main
 from megarl.config import ConvertConfig, make_convert_config
 from megarl.errors import ConfigError, DataError
 from megarl.megatron.checkpoint.checkpoint_files import find_weights
+from megarl.megatron.convert_worker import ConvertWorker
 from megarl.offline import model_conversion
 from megarl.offline.model_conversion import plan_export, plan_import
 from tests.cli.tiny_run import write_tiny_run
@@ -252,6 +253,38 @@ def test_an_invalid_checkpoint_index_is_rejected(
     (checkpoint / "release" / ".metadata").write_bytes(content)
     assert convert("megatron-to-hf", checkpoint) == 2
     assert ".metadata cannot be read as the index of a checkpoint: " in capsys.readouterr().err
+
+
+class MakesFolder:
+    """Its pickle creates a folder when it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return os.mkdir, (self._folder,)
+
+
+def test_index_that_executes_code_is_refused_unless_trusted(
+    convert: Convert, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index, mark = checkpoint / "release" / ".metadata", tmp_path / "executed"
+    index.write_bytes(pickle.dumps(MakesFolder(mark)))
+    assert convert("megatron-to-hf", checkpoint) == 2
+    assert capsys.readouterr().err == (
+        f"error: --model: {index} refers to posix.mkdir, which no index of a checkpoint needs; reading it may execute "
+        "code of its author: pass --trust if you trust the author\n"
+    )
+    assert not mark.exists()
+    assert convert("megatron-to-hf", checkpoint, "--trust") == 2
+    assert f"{index} cannot be read as the index of a checkpoint: " in capsys.readouterr().err
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_ranks_read_an_index_as_planned(trust: bool, checkpoint: Path, tmp_path: Path) -> None:
+    conversion = plan_export(ConvertConfig(), checkpoint, tmp_path / "out", "auto", trust=trust)
+    assert conversion.read == (ConvertWorker.read_trusted_checkpoint if trust else ConvertWorker.read_checkpoint)
 
 
 def test_a_checkpoint_without_config_json_is_rejected(

@@ -4,8 +4,8 @@
     <root>/release/ or <root>/iter_0000100/     metadata.json, common.pt, .metadata (the index), *.distcp (the tensors)
     <root>/hf/                                  config.json, tokenizer and other files of the model folder
 
-The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. Some files
-are pickles: reading a checkpoint executes code that its author put there.
+The first two are Megatron-LM's. megarl adds the third, which conversion back to Hugging Face format needs. The index is
+a pickle, which is read without executing code of its author, see `index_unpickler`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import DataError
+from megarl.megatron.checkpoint.index_unpickler import UntrustedIndexError, read_untrusted_index
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -55,10 +56,14 @@ def find_weights(root: Path) -> Path:
     return folder
 
 
-def read_index(folder: Path) -> Mapping[str, IndexedTensor]:
+def read_index(folder: Path, *, trust: bool = False) -> Mapping[str, IndexedTensor]:
     """Return every tensor of a distributed checkpoint by its name.
 
+    Args:
+        trust: read any pickle, which may execute code of its author.
+
     Raises:
+        UntrustedIndexError: the index needs `trust`.
         DataError: the index cannot be read, or a file that it names is missing or truncated.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -67,10 +72,13 @@ def read_index(folder: Path) -> Mapping[str, IndexedTensor]:
     for name in ("metadata.json", "common.pt", ".metadata"):
         if not (folder / name).is_file():
             raise DataError(f"{folder} is no distributed checkpoint of megatron-core: it has no {name}")
+    file = folder / ".metadata"
     try:
-        index = FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError) as e:
-        raise DataError(f"{folder / '.metadata'} cannot be read as the index of a checkpoint: {e}") from e
+        index = FileSystemReader(folder).read_metadata() if trust else read_untrusted_index(file)
+    except UntrustedIndexError as e:
+        raise UntrustedIndexError(f"{file} {e}; reading it may execute code of its author") from e
+    except (OSError, EOFError, pickle.UnpicklingError, ImportError, AttributeError, ValueError, TypeError) as e:
+        raise DataError(f"{file} cannot be read as the index of a checkpoint: {e}") from e
     _require_files(folder, index.storage_data)
     return {
         name: IndexedTensor(tuple(stored.size), str(stored.properties.dtype).removeprefix("torch."))

@@ -78,16 +78,19 @@ def save_model(model: MegatronModel, folder: str | Path) -> None:
         raise DataError(f"{folder}: the checkpoint could not be written, on rank {dist.get_rank()}: {e}") from e
 
 
-def load_model(model: MegatronModel, folder: str | Path) -> None:
+def load_model(model: MegatronModel, folder: str | Path, *, trust: bool = False) -> None:
     """Load the parameters from the checkpoint in `folder`; collective over all ranks.
 
     Padding rows of the vocabulary become 0.
+
+    Args:
+        trust: as in `read_index`.
 
     Raises:
         DataError: `folder` is not a complete checkpoint, or a checkpoint of another model.
     """
     folder = Path(folder)
-    index = read_index(folder)
+    index = read_index(folder, trust=trust)
     state = sharded_state_dict(model, _read_content_metadata(folder))
     apply_factories(state)  # splits fused parameters into their stored parts, which are views
     _drop_extra_state(state)
