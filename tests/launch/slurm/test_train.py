@@ -16,7 +16,7 @@ END_SECONDS = 25.0
 
 OLD_RAY_ON_N2 = """\
 #!/usr/bin/env bash
-[[ $SLURMD_NODENAME == n2 ]] && export PYTHONPATH={folder}
+[[ $SLURMD_NODENAME == n2 ]] && export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}
 exec {megarl} "$@"
 """
 
