@@ -110,30 +110,30 @@ class ClusterProbe:
         ]
         ports = {i: server.value for i, server in zip(responding, servers, strict=True) if not server.failure}
         is_single_host = len({report.address for report in reports}) == 1
-        addresses = [
-            Address(name=str(i), host=host, port=port)
-            for i, port in ports.items()
-            for host in _hosts(reports[i], is_single_host)
-        ]
-        others = {i: [address for address in addresses if address.name != str(i)] for i in ports}
+        addresses = ray.put(
+            [
+                Address(name=str(i), host=host, port=port)
+                for i, port in ports.items()
+                for host in _hosts(reports[i], is_single_host)
+            ]
+        )
         seconds = min(CONNECT_TIMEOUT_SECONDS, self.timeout_seconds)
-        replies = self._gather([self._actors[i].probe.remote(others[i], seconds) for i in ports])
+        replies = self._gather([self._actors[i].probe.remote(str(i), addresses, seconds) for i in ports])
         unreachable: list[UnreachableAddress] = []
         for i, reply in zip(ports, replies, strict=True):
             if reply.failure:
                 problems.append(_make_no_reply_problem(reports[i], reply))
                 continue
-            for address, reason in zip(others[i], reply.value, strict=True):
-                if reason is not None:
-                    target = reports[int(address.name)]
-                    unreachable.append(
-                        UnreachableAddress(
-                            source=reports[i].name,
-                            target=target.name,
-                            address=_describe_address(target, address),
-                            reason=reason,
-                        )
+            for address, reason in reply.value:
+                target = reports[int(address.name)]
+                unreachable.append(
+                    UnreachableAddress(
+                        source=reports[i].name,
+                        target=target.name,
+                        address=_describe_address(target, address),
+                        reason=reason,
                     )
+                )
         return [*merge_problems(problems), *find_reachability_problems(unreachable, len(reports))]
 
     def all_reduce(self, reports: Sequence[NodeReport], backend: Backend) -> list[Problem]:

@@ -62,9 +62,16 @@ class ProbeActor:
         self._echo_server = EchoServer(name, address=address)
         return self._echo_server.port
 
-    def probe(self, addresses: Sequence[Address], seconds: float) -> list[str | None]:
-        """Probe the echo servers of other nodes; returns what `reachability.probe` does."""
-        return probe(addresses, seconds=seconds)
+    def probe(self, own_name: str, addresses: Sequence[Address], seconds: float) -> list[tuple[Address, str]]:
+        """Probe the echo servers of all nodes but this one; return those not reached, with the reason.
+
+        Args:
+            own_name: name of this node's echo server.
+            addresses: the addresses of all nodes.
+        """
+        others = [address for address in addresses if address.name != own_name]
+        reasons = zip(others, probe(others, seconds=seconds), strict=True)
+        return [(address, reason) for address, reason in reasons if reason is not None]
 
     def open_store(self, address: str, seconds: float) -> int:
         """Start the TCPStore for all-reduce checks and return its port."""
