@@ -9,9 +9,15 @@ from pathlib import Path
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` when the block succeeds and is deleted when it raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def atomic_write(path: Path, *, make_folder: bool = True) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` when the block succeeds and is deleted when it raises.
+
+    Args:
+        path: the file to write.
+        make_folder: create the file's folder if it is missing.
+    """
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield draft

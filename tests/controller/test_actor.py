@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megarl.controller import actor
 from megarl.controller.actor import Controller
 from megarl.errors import MegarlError
 from megarl.tracking.startup import Startup
@@ -40,7 +39,7 @@ def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch: pytes
         except MegarlError as error:
             errors.append(error)
 
-    monkeypatch.setattr(actor, "build_evaluation", wait_for_engines)
+    monkeypatch.setattr("megarl.groups.build.build_evaluation", wait_for_engines)
     controller = Controller(Startup(0.0), 0.0)
     stage = threading.Thread(target=evaluate)
     stage.start()

@@ -58,7 +58,7 @@ class Scorer:
 @pytest.fixture
 def make_actor(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_actor.RewardScorer, "from_model", lambda *_: Scorer())
-    monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda _: SimpleNamespace(decode=str))
+    monkeypatch.setattr(rollout_actor, "load_tokenizer", lambda *_, **__: SimpleNamespace(decode=str))
 
     def start(engine, claim=None, **changes):
         sections = {"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"path": "d.jsonl"}}

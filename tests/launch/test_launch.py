@@ -49,7 +49,8 @@ class Nodes:
         self.files = [folder / f"node{rank}" for rank in range(size)]
         port = str(find_free_port())
         environment = os.environ | {MARK: self.mark, "JOIN_TIMEOUT": str(join_timeout)} | (environment or {})
-        environment.pop("RAY_ADDRESS", None)
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # `ray.init` of other tests sets some of them
+            environment.pop(name, None)
         self.processes = []
         for rank, file in enumerate(self.files):
             words = [str(rank), str(size), port, str(node_timeout), ray, sys.executable, "-c", textwrap.dedent(code)]

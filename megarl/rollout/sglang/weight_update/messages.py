@@ -108,7 +108,7 @@ def send_reply(reply: Reply, command: Command) -> None:
     """Write the reply for the host atomically."""
     path = reply_path(command["reply"], reply.rank)
     # the host treats a missing reply as a failure
-    with suppress(OSError), atomic_write(path) as draft:
+    with suppress(OSError), atomic_write(path, make_folder=False) as draft:
         draft.write_text(json.dumps(asdict(reply)))
 
 
