@@ -28,6 +28,7 @@ SUMMARIES = {
     "convert": "convert a model between Hugging Face and Megatron formats",
     "checkpoint": "list, verify or remove the checkpoints of a run",
     "check": "check a configuration without starting a process",
+    "schema": "print the JSON Schema of a command's configuration, for editors",
     "doctor": "check the hardware and packages of this machine or of a cluster",
     "launch": "run a command on several nodes: a Ray node on each, the command on the first",
     "reshard": "estimate the cost of weight sync from trainer to engines",

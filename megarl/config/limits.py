@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from typing_extensions import override
 
 from megarl.config.section import Section
 
@@ -33,6 +36,14 @@ class LimitConfig(Section):
         if self.max is not None and self.min is not None and self.min >= self.max:
             raise ValueError(f"min needs to be below max, got {self.min:g} >= {self.max:g}")
         return self
+
+    @classmethod
+    @override
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        section = handler.resolve_ref_schema(handler(core_schema))
+        return {"anyOf": [section, {"type": "number"}], "description": section["description"]}
 
     def violation(self, key: str, metric: str, value: float) -> str | None:
         """Return `<metric> = <value> passed limits.<key> = <bound>`, or None where the value is within the bounds."""
