@@ -39,9 +39,7 @@ class LimitConfig(Section):
 
     @classmethod
     @override
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         section = handler.resolve_ref_schema(handler(core_schema))
         return {"anyOf": [section, {"type": "number"}], "description": section["description"]}
 
