@@ -9,7 +9,7 @@ from megarl import algorithms as rl
 
 
 class SoftClipConfig(rl.PolicyConfig):
-    """The section `algorithm`."""
+    """The section `algorithm` of a run with `SoftClip`."""
 
     needs_group = True
     steepness: float = Field(default=1.0, gt=0)

@@ -12,7 +12,7 @@ from megarl.run.rl_run import RLRun
 
 
 class Distillation(Algorithm[DistillationConfig]):
-    """On-policy distillation."""
+    """On-policy distillation: advantages come from a teacher, not from rewards."""
 
     Config = DistillationConfig
 

@@ -61,7 +61,7 @@ class ClippedGroupAlgorithm(GroupAlgorithm[ClippedGroupPolicyConfig]):
 
 
 class Grpo(ClippedGroupAlgorithm):
-    """Group-relative policy optimization."""
+    """GRPO: rewards normalized by the mean and standard deviation of the group."""
 
     Config = GrpoConfig
 
@@ -73,7 +73,7 @@ class DrGrpo(ClippedGroupAlgorithm):
 
 
 class Rloo(ClippedGroupAlgorithm):
-    """REINFORCE leave-one-out."""
+    """RLOO: the baseline is the mean reward of the other completions of the group."""
 
     Config = RlooConfig
 
@@ -99,7 +99,7 @@ class Cispo(GroupAlgorithm[CispoConfig]):
 
 
 class Gmpo(GroupAlgorithm[GmpoConfig]):
-    """Geometric-mean policy optimization."""
+    """GMPO: the loss takes the geometric mean of a sequence's importance ratios."""
 
     Config = GmpoConfig
 

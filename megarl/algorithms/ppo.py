@@ -41,7 +41,7 @@ class ActorCriticAlgorithm(Algorithm[C]):
 
 
 class Ppo(ActorCriticAlgorithm[PpoConfig]):
-    """Proximal policy optimization."""
+    """PPO: clipped policy loss, with advantages from a critic by GAE."""
 
     Config = PpoConfig
 

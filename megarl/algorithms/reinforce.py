@@ -31,7 +31,6 @@ class ReinforceAlgorithm(Algorithm[C]):
 
     @override
     def train(self, run: RLRun, config: C) -> None:
-        """Run the REINFORCE++ loop: advantages are returns whitened over all tokens of the step."""
         run.begin()
         for prompts in run.steps():
             batch = run.sample(prompts)
@@ -41,7 +40,7 @@ class ReinforceAlgorithm(Algorithm[C]):
 
 
 class ReinforcePlusPlus(ReinforceAlgorithm[ReinforcePlusPlusConfig]):
-    """REINFORCE++."""
+    """REINFORCE++: discounted returns as advantages, whitened over the batch."""
 
     Config = ReinforcePlusPlusConfig
 

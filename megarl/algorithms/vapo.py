@@ -18,7 +18,7 @@ EXPLAINED_VARIANCE = "critic/explained_variance"
 
 
 class Vapo(Algorithm[VapoConfig]):
-    """Value-based augmented PPO."""
+    """VAPO: PPO with a pretrained critic and a length-adaptive lambda."""
 
     Config = VapoConfig
 

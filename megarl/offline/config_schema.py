@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -36,7 +35,7 @@ def make_schema(command: str) -> JsonObject:
                 property_schema["description"] = _description(section, name)
         if issubclass(section, PolicyConfig):
             _describe_algorithm(section, target)
-    return {"$schema": DIALECT, "title": f"Configuration of megarl {command}", **_without_title(schema)}
+    return {"$schema": DIALECT, **schema, "title": f"Configuration of megarl {command}"}
 
 
 def _properties(target: JsonObject) -> JsonObject:
@@ -84,10 +83,5 @@ def _sections_below(kind: type[BaseModel]) -> set[type[BaseModel]]:
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, UnionType) or get_args(annotation):
-        for part in get_args(annotation):
-            yield from _models_in(part)
-
-
-def _without_title(schema: JsonObject) -> JsonObject:
-    return {key: value for key, value in schema.items() if key != "title"}
+    for part in get_args(annotation):
+        yield from _models_in(part)

@@ -22,7 +22,7 @@ from megarl.functional import Denominators, PolicyLossOutput, Sequences, aggrega
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the language-model head says about the tokens of a pack."""
+    """Per-token outputs of the language-model head for a pack."""
 
     logprobs_T: Tensor
     """float32 [T]: log-probabilities of the predicted tokens under the policy, with gradient."""
