@@ -40,6 +40,7 @@ from megarl.rollout.sglang.scheduler_process import (
     ignore_sigquit,
     log_file,
     start_fork_server,
+    stop_fork_server,
 )
 from megarl.rollout.sglang.server_args import make_engine_arguments
 
@@ -76,6 +77,7 @@ class EngineHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: set[asyncio.Task[object]] = set()
+        self._started_fork_server = False
         self._stopping = False
 
     @property
@@ -182,8 +184,11 @@ class EngineHost:
 
     def _launch(self) -> None:
         forks = self.spec.device == "cpu"
+        self._folder = PrivateFolder("megarl-engine-")
+        self.directory = self._folder.path
+        self._log_dir = self._log_dir or self.directory
         if forks:
-            start_fork_server()
+            self._started_fork_server = start_fork_server(self.directory)
         with record_imports():
             from sglang.srt.entrypoints.engine import Engine
 
@@ -191,9 +196,6 @@ class EngineHost:
         if self._stopping:  # during the import of SGLang, which takes seconds
             raise WorkerError("the engine was stopped during startup")
         shm_cleanup.remove_abandoned_queues()
-        self._folder = PrivateFolder("megarl-engine-")
-        self.directory = self._folder.path
-        self._log_dir = self._log_dir or self.directory
 
         class HostedEngine(Engine):  # type: ignore[misc]
             run_scheduler_process_func = SchedulerProcess(host._log_dir)
@@ -307,6 +309,8 @@ class EngineHost:
             process.join()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
+        if self._started_fork_server:
+            stop_fork_server()
         shm_cleanup.remove_queues_of(process.pid for process in self.processes if process.pid is not None)
         self._remove_load_snapshot()
         self._remove_folder()

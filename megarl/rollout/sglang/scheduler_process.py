@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -32,21 +33,41 @@ _fork_server: int | None = None
 """Process id of the server, in the server and in the processes forked from it."""
 
 
-def start_fork_server() -> None:
-    """Start the server process from which schedulers are forked, and return while it imports SGLang."""
+def start_fork_server(folder: str) -> bool:
+    """Start the server process from which schedulers are forked, and return while it imports SGLang.
+
+    Its socket is in `folder`: multiprocessing would put it into a folder that remains if this process is killed.
+
+    Returns:
+        False if the server was already running, started for another engine of this process.
+    """
+    server: Any = forkserver._forkserver
+    previous = server._forkserver_pid
     multiprocessing.set_forkserver_preload(FORK_SERVER_MODULES)
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    temporary_folder = settings.get("tempdir")
     # Ray extends sys.path, of which the server knows nothing
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), HOST_VARIABLE: str(os.getpid())}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
+    settings["tempdir"] = folder
     try:
         forkserver.ensure_running()
     finally:
+        settings["tempdir"] = temporary_folder
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+    return bool(server._forkserver_pid != previous)
+
+
+def stop_fork_server() -> None:
+    """Kill the server process; its schedulers must have ended."""
+    server: Any = forkserver._forkserver
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # it may still be importing
+    server._stop()
 
 
 def mark_as_fork_server() -> None:
