@@ -1,0 +1,196 @@
+"""Check what Markdown files quote: code blocks, and commands, configuration keys and paths in inline code.
+
+Every code block needs a language. `bash`, `yaml`, `python`, `json` and `jsonl` blocks are checked against the parsers,
+configuration types and modules of this checkout; `text` and all other languages are not.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.docs.shell_commands import BENCHMARK, REPOSITORY_PATH, ROOT, find_shell_problems, make_targets
+from tests.docs.yaml_blocks import find_yaml_problems, is_config_key
+
+Finding = tuple[int, str]
+"""Line of a block, counted from 0, and what is wrong there."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A fenced code block."""
+
+    language: str
+    """First word after the fence; empty without one."""
+    text: str
+    """Content, without the indentation of the fence."""
+    line: int
+    """Line of the file that the content starts at, counted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong in a file."""
+
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Return the Markdown files that are written by hand."""
+    patterns = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "launch/**/*.md")
+    return sorted(path for pattern in patterns for path in root.glob(pattern))
+
+
+def find_problems(files: Iterable[Path], root: Path = ROOT) -> list[Problem]:
+    """Return the problems of Markdown files; their paths are relative to `root`."""
+    return [
+        Problem(str(file.relative_to(root)), line, message)
+        for file in files
+        for line, message in find_page_problems(file.read_text())
+    ]
+
+
+def find_page_problems(markdown: str) -> list[Finding]:
+    """Return line, counted from 1, and message of each problem of a page."""
+    found: list[Finding] = []
+    blocks, prose = split_page(markdown)
+    for block in blocks:
+        if block.language == "":
+            found.append((block.line - 1, "a code block needs a language, such as bash, yaml, python or text"))
+        check = CHECKS.get(block.language)
+        if check is not None:
+            found += [(block.line + line, message) for line, message in check(block.text)]
+    for number, line in prose:
+        if COMMAND_LINE.match(line):
+            found.append((number, "a command needs a fenced block with the language bash, this line is only indented"))
+        for code in re.findall(r"`([^`]+)`", line):
+            found += [(number, message) for message in find_inline_problems(code)]
+    return sorted(found)
+
+
+COMMAND_LINE = re.compile(r"(?:    |\t)(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:megarl|make|python|torchrun|pip) ")
+
+
+def split_page(markdown: str) -> tuple[list[CodeBlock], list[tuple[int, str]]]:
+    """Return the fenced blocks of a page, and the other lines with their numbers, counted from 1."""
+    blocks, prose = [], []
+    numbered = iter(enumerate(markdown.splitlines(), start=1))
+    for number, line in numbered:
+        fence = re.match(r"( *)(```+|~~~+) *([\w-]*)", line)
+        if fence is None:
+            prose.append((number, line))
+            continue
+        indent, marks, language = fence.groups()
+        content = list(_until_closing(numbered, marks))
+        blocks.append(CodeBlock(language, "\n".join(each.removeprefix(indent) for each in content), number + 1))
+    return blocks, prose
+
+
+def _until_closing(numbered: Iterator[tuple[int, str]], marks: str) -> Iterator[str]:
+    for _, line in numbered:
+        if line.strip() == marks:
+            return
+        yield line
+
+
+def find_inline_problems(code: str) -> list[str]:
+    """Return what is wrong in a span of inline code: an unknown command, target, module, path or configuration key."""
+    first, _, rest = code.partition(" ")
+    words = rest.split()
+    if first == "megarl" and words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in megarl_commands():
+        return [f"megarl has no command {words[0]}"]
+    if first == "make":
+        targets = [word for word in words if re.fullmatch(r"[a-z-]+", word)]
+        return [f"the Makefile has no target {target}" for target in targets if target not in make_targets()]
+    module = BENCHMARK.search(code)
+    if module and find_spec(module[1]) is None:
+        return [f"there is no module {module[1]}"]
+    if REPOSITORY_PATH.fullmatch(code) and not (ROOT / code).exists():
+        return [f"there is no {code}"]
+    key = re.match(r"[a-z_]+(?:\.\w+)+(?=$|[:= ])", code)
+    if key and not is_config_key(key[0]):
+        return [f"no configuration has the key {key[0]}"]
+    return []
+
+
+def megarl_commands() -> Iterable[str]:
+    """Return the names of megarl's commands."""
+    from megarl.cli.main import SUMMARIES
+
+    return SUMMARIES
+
+
+def find_python_problems(text: str) -> list[Finding]:
+    """Return syntax errors, and imports from this checkout that do not exist."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        return [((error.lineno or 1) - 1, f"not valid Python: {error.msg}")]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and _is_ours(node.module):
+            found += [
+                (node.lineno - 1, f"cannot import {alias.name} from {node.module}")
+                for alias in node.names
+                if not _has_name(node.module, alias.name)
+            ]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if _is_ours(alias.name)]
+            found += [(node.lineno - 1, f"there is no module {name}") for name in names if not _is_module(name)]
+    return found
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("megarl", "benchmarks")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False
+
+
+def _has_name(module: str, name: str) -> bool:
+    if not _is_module(module):
+        return False
+    return hasattr(import_module(module), name) or _is_module(f"{module}.{name}")
+
+
+def find_json_problems(text: str) -> list[Finding]:
+    """Return the first syntax error of a JSON document."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return [(error.lineno - 1, f"not valid JSON: {error.msg}")]
+    return []
+
+
+def find_jsonl_problems(text: str) -> list[Finding]:
+    """Return the lines that are not JSON."""
+    lines = enumerate(text.splitlines())
+    return [(number, message) for number, line in lines for _, message in find_json_problems(line)]
+
+
+CHECKS: dict[str, Callable[[str], list[Finding]]] = {
+    "bash": find_shell_problems,
+    "yaml": find_yaml_problems,
+    "python": find_python_problems,
+    "json": find_json_problems,
+    "jsonl": find_jsonl_problems,
+    **dict.fromkeys(("sh", "shell", "console"), lambda _: [(-1, "the language of a shell block needs to be bash")]),
+    **dict.fromkeys(("yml",), lambda _: [(-1, "the language of a YAML block needs to be yaml")]),
+    "mermaid": lambda _: [(-1, "the pages load no scripts: draw a diagram as text")],
+}
+"""Language -> check of a block's content."""
