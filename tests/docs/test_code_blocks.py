@@ -16,7 +16,7 @@ UNCHECKED = {"README.md", *(f"examples/custom-{name}/README.md" for name in ("ag
 
 def test_the_pages_have_no_problems() -> None:
     found = [page for page in pages() if str(page.relative_to(ROOT)) not in UNCHECKED]
-    assert len(found) > 5
+    assert len(found) >= 5
     assert "\n".join(str(problem) for problem in find_problems(found)) == ""
 
 
