@@ -27,12 +27,10 @@ TOKENIZER_CLASSES = {
 that AutoTokenizer chooses. AutoTokenizer itself imports torch and most of transformers, which takes seconds."""
 
 
-def load_tokenizer(path: str | Path, *, is_checked: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in folder `path`; nothing is downloaded and no code from the folder runs.
 
-    Args:
-        is_checked: another process has loaded the tokenizer before. Saves seconds of imports for many models, and does
-            not check config.json again.
+    A tokenizer of `TOKENIZER_CLASSES` is loaded without torch and without the checks of config.json in transformers.
 
     Raises:
         DataError: the folder does not exist or has no tokenizer, a file cannot be read, or the tokenizer has no
@@ -49,7 +47,7 @@ def load_tokenizer(path: str | Path, *, is_checked: bool = False) -> PreTrainedT
     # Read first, because the libraries' errors do not name the file.
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         _read_object(path / name)
-    chosen = (_tokenizer_class(path) if is_checked else None) or "AutoTokenizer"
+    chosen = _tokenizer_class(path) or "AutoTokenizer"
     load: Callable[..., PreTrainedTokenizerBase] = getattr(transformers, chosen).from_pretrained
     try:
         tokenizer = load(str(path), local_files_only=True)

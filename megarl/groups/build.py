@@ -130,7 +130,7 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
 
 def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Load the training prompts and the held-out prompts, which may be none."""
-    tokenizer = load_tokenizer(config.model.path, is_checked=True)
+    tokenizer = load_tokenizer(config.model.path)
     budget = resolve_max_prompt_tokens(config, read_hf_config(Path(config.model.path)))
     prompts = load_prompts(config.data, tokenizer, path=config.data.path, max_prompt_tokens=budget)
     if config.data.eval_path is None:

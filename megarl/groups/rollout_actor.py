@@ -46,7 +46,7 @@ class RolloutActor(RolloutWorker):
             agent=load_agent(config.rollout.agent),
             agent_path=config.rollout.agent.path,
         )
-        tokenizer = load_tokenizer(config.model.path, is_checked=True)
+        tokenizer = load_tokenizer(config.model.path)
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"

@@ -69,7 +69,7 @@ def _find_batch_problems(config: RunConfig, auxiliary: AuxiliaryModel) -> Iterat
 
 def _find_vocabulary_problems(config: RunConfig, auxiliary: AuxiliaryModel, model: ModelArchitecture) -> Iterator[str]:
     """Find differences of the vocabularies: token ids are passed unchanged; only padding rows may differ."""
-    from megarl.data.tokenizer import load_tokenizer  # imports torch, which most checks do without
+    from megarl.data.tokenizer import load_tokenizer  # imports transformers, which most checks do without
 
     try:
         policy_vocab: Mapping[str, int] = load_tokenizer(config.model.path).get_vocab()

@@ -50,7 +50,7 @@ def find_data_problems(config: StageConfig, token_limit: int | None) -> list[str
         token_limit: most tokens in a row, see `find_token_limit`; None: unknown. Without it or without a tokenizer,
             rows are only parsed.
     """
-    from megarl.data.tokenizer import load_tokenizer  # imports torch, which the other checks do without
+    from megarl.data.tokenizer import load_tokenizer  # imports transformers, which the other checks do without
 
     problems: list[str] = []
     tokenizer: PreTrainedTokenizerBase | None = None

@@ -51,7 +51,7 @@ class RewardScorer:
             DataError: the tokenizer cannot be loaded.
         """
         # cleaning up spaces would change the text of the policy, and with it the result of a strict rule
-        tokenizer = load_tokenizer(model_path, is_checked=True)
+        tokenizer = load_tokenizer(model_path)
         return cls(config, partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> list[Trajectory]:

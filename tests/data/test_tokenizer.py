@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import TOKENIZER_CLASSES, load_tokenizer, stop_token_ids
 from megarl.errors import DataError
@@ -69,6 +70,7 @@ def test_malformed_files_are_reported(model: Path, name: str) -> None:
 
 
 def test_a_config_that_transformers_rejects_is_reported(model: Path) -> None:
+    edit_json(model / "tokenizer_config.json", auto_map={})  # only AutoTokenizer can load it, which reads config.json
     edit_json(model / "config.json", layer_types=["full_attention"], num_hidden_layers=2)
     with pytest.raises(DataError, match=r"(?s)the tokenizer cannot be loaded: StrictDataclass.*`num_hidden_layers`"):
         load_tokenizer(model)
@@ -91,24 +93,22 @@ def test_vocabulary_rows_without_a_token_decode_to_an_empty_string(model: Path) 
 
 @pytest.mark.parametrize(("family", "name"), TOKENIZER_CLASSES)
 @pytest.mark.parametrize("suffix", ["", "Fast"])
-def test_a_checked_tokenizer_is_the_one_that_transformers_chooses(
-    model: Path, family: str, name: str, suffix: str
-) -> None:
+def test_the_tokenizer_is_the_one_that_transformers_chooses(model: Path, family: str, name: str, suffix: str) -> None:
     edit_json(model / "tokenizer_config.json", tokenizer_class=name + suffix)
     edit_json(model / "config.json", model_type=family)
-    chosen, checked = load_tokenizer(model), load_tokenizer(model, is_checked=True)
-    assert type(checked) is type(chosen)
-    assert checked.get_vocab() == chosen.get_vocab()
-    assert checked.special_tokens_map == chosen.special_tokens_map
-    assert checked.encode("Ben has 12 pens.") == chosen.encode("Ben has 12 pens.")
+    chosen, loaded = AutoTokenizer.from_pretrained(model), load_tokenizer(model)
+    assert type(loaded) is type(chosen)
+    assert loaded.get_vocab() == chosen.get_vocab()
+    assert loaded.special_tokens_map == chosen.special_tokens_map
+    assert loaded.encode("Ben has 12 pens.") == chosen.encode("Ben has 12 pens.")
 
 
-def test_other_checked_tokenizers_are_left_to_transformers(model: Path) -> None:
+def test_other_tokenizers_are_left_to_transformers(model: Path) -> None:
     edit_json(model / "config.json", model_type="qwen2")  # AutoTokenizer replaces the class that the folder names
-    assert type(load_tokenizer(model, is_checked=True)) is type(load_tokenizer(model))
+    assert type(load_tokenizer(model)) is type(AutoTokenizer.from_pretrained(model))
 
 
-def test_a_checked_tokenizer_needs_no_torch(tiny_model: Path) -> None:
-    load = f"load_tokenizer({str(tiny_model)!r}, is_checked=True).encode('12')"
+def test_a_known_tokenizer_needs_no_torch(tiny_model: Path) -> None:
+    load = f"load_tokenizer({str(tiny_model)!r}).encode('12')"
     code = f"from megarl.data.tokenizer import load_tokenizer; {load}; import sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -102,6 +102,11 @@ def test_model_configuration_unreadable(tree: dict[str, Any], content: str | Non
     assert message in problem
 
 
+def test_layer_types_of_another_length_are_refused(tree: dict[str, Any]) -> None:
+    hf(tree, layer_types=["full_attention"], num_hidden_layers=2)
+    assert "config.json: layer_types needs num_hidden_layers = 2 entries, got 1" in run_problems(tree)[0]
+
+
 def test_architecture_unsupported(tree: dict[str, Any]) -> None:
     hf(tree, architectures=["GPT2LMHeadModel"])
     (problem,) = run_problems(tree)

@@ -27,7 +27,8 @@ def read_hf_config(folder: Path) -> JsonObject:
     """Return the content of `folder`/config.json after checking that each of `REQUIRED_SIZES` is a positive number.
 
     Raises:
-        DataError: the folder or file does not exist, the file is not a JSON object, or a size is missing.
+        DataError: the folder or file does not exist, the file is not a JSON object, a size is missing, or `layer_types`
+            does not name the type of each layer.
     """
     if not folder.is_dir():
         raise DataError(f"needs a folder in Hugging Face format, there is no folder {folder}")
@@ -35,6 +36,11 @@ def read_hf_config(folder: Path) -> JsonObject:
     wrong = [key for key in REQUIRED_SIZES if not _is_positive_number(tree.get(key))]
     if wrong:
         raise DataError(f"{folder / 'config.json'} needs a positive number under {', '.join(wrong)}")
+    kinds, layers = tree.get("layer_types"), tree["num_hidden_layers"]
+    if isinstance(kinds, list) and len(kinds) != layers:
+        raise DataError(
+            f"{folder / 'config.json'}: layer_types needs num_hidden_layers = {layers} entries, got {len(kinds)}"
+        )
     return tree
 
 
