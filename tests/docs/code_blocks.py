@@ -183,6 +183,42 @@ def find_jsonl_problems(text: str) -> list[Finding]:
     return [(number, message) for number, line in lines for _, message in find_json_problems(line)]
 
 
+def find_mermaid_problems(text: str) -> list[Finding]:
+    """Return lines that are no part of a sequence diagram, participants that are not declared, and blocks left open.
+
+    GitHub draws the diagrams; where nothing draws them, their text is shown.
+    """
+    lines = [line.strip() for line in text.splitlines()]
+    if lines[:1] != ["sequenceDiagram"]:
+        return [(0, "a mermaid block needs to be a sequenceDiagram")]
+    found: list[Finding] = []
+    participants: set[str] = set()
+    open_blocks: list[str] = []
+    for number, line in enumerate(lines[1:], start=1):
+        match = MERMAID_LINE.fullmatch(line)
+        if match is None:
+            found.append((number, f"no line of a sequence diagram: {line}"))
+        elif match["declared"]:
+            participants.add(match["declared"])
+        elif match["block"]:
+            open_blocks.append(match["block"])
+        elif match["end"] and not open_blocks:
+            found.append((number, "`end` without a block"))
+        elif match["end"]:
+            open_blocks.pop()
+        else:
+            names = {match["sender"], match["receiver"], *(match["over"] or "").split(",")} - {None, ""}
+            found += [(number, f"no participant {name}") for name in sorted(names - participants)]
+    return found + [(len(lines), f"{block} has no end") for block in open_blocks]
+
+
+MERMAID_LINE = re.compile(
+    r"participant (?P<declared>\w+) as [^;#]+|(?P<block>loop|par|opt) [^;#]+|and( [^;#]+)?|(?P<end>end)"
+    r"|(?P<sender>\w+)--?>>(?P<receiver>\w+): [^;#]+|Note over (?P<over>\w+(,\w+)?): [^;#]+"
+)
+"""A line of a sequence diagram, as far as the pages use them; `;` and `#` end a text."""
+
+
 CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "bash": find_shell_problems,
     "yaml": find_yaml_problems,
@@ -191,6 +227,6 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "jsonl": find_jsonl_problems,
     **dict.fromkeys(("sh", "shell", "console"), lambda _: [(-1, "the language of a shell block needs to be bash")]),
     **dict.fromkeys(("yml",), lambda _: [(-1, "the language of a YAML block needs to be yaml")]),
-    "mermaid": lambda _: [(-1, "the pages load no scripts: draw a diagram as text")],
+    "mermaid": find_mermaid_problems,
 }
 """Language -> check of a block's content."""

@@ -29,7 +29,10 @@ def block(language: str, text: str) -> str:
     [
         ("", "make demo", 3, "a code block needs a language"),
         ("sh", "make demo", 3, "needs to be bash"),
-        ("mermaid", "graph TD", 3, "draw a diagram as text"),
+        ("mermaid", "graph TD", 4, "needs to be a sequenceDiagram"),
+        ("mermaid", "sequenceDiagram\nparticipant A as a\nA->>B: x", 6, "no participant B"),
+        ("mermaid", "sequenceDiagram\nparticipant A as a\nA->>A: x; y", 6, "no line of a sequence diagram"),
+        ("mermaid", "sequenceDiagram\nparticipant A as a\nloop twice\nA->>A: x", 8, "loop has no end"),
         ("bash", "ls\nif true; then\n  ls", 7, "not valid bash: syntax error: unexpected end of file"),
         ("bash", "ls\nmegarl trane my.yaml", 5, "megarl trane: argument COMMAND: invalid choice: 'trane'"),
         ("bash", "A=1 .venv/bin/megarl train my.yaml --resum auto --fast", 4, "unrecognized arguments: --fast"),
