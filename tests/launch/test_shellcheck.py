@@ -1,4 +1,4 @@
-"""Tests that shellcheck accepts all scripts in launch/."""
+"""Tests that shellcheck accepts all scripts in launch/ and examples/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*") if path.suffix in {".sh", ".sbatch"})
+SCRIPTS = sorted(
+    path for name in ("launch", "examples") for path in (ROOT / name).rglob("*") if path.suffix in {".sh", ".sbatch"}
+)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-slurm")
