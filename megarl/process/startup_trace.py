@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.process.fast_imports import fast_imports
+
 STARTED_VARIABLE = "MEGARL_STARTED"
 """Environment variable set by a launcher or batch script: the Unix time at which it started."""
 
@@ -69,7 +71,8 @@ def process_creation_time() -> float:
 
 @contextmanager
 def record_imports() -> Iterator[None]:
-    """Record the block as imports; for imports that take seconds."""
+    """Record the block as imports and make them faster (`fast_imports`); for imports that take seconds."""
     began = time.time()
-    yield
+    with fast_imports():
+        yield
     _imports.append((began, time.time()))

@@ -17,15 +17,17 @@ import gc
 import os
 import signal
 
+from megarl.process.fast_imports import fast_imports
 from megarl.process.prctl import set_parent_death_signal
 from megarl.rollout.sglang import scheduler_process
 
 host = int(os.environ[scheduler_process.HOST_VARIABLE])
 set_parent_death_signal(signal.SIGKILL, parent=host)  # before the imports, which take seconds
 
-import sglang.srt.managers.scheduler  # noqa: E402, F401 -- imported for the schedulers
+with fast_imports():
+    import sglang.srt.managers.scheduler  # noqa: F401 -- imported for the schedulers
 
-from megarl.rollout.sglang import cpu_determinism, cpu_mla  # noqa: E402, F401
+    from megarl.rollout.sglang import cpu_determinism, cpu_mla  # noqa: F401
 
 scheduler_process.ignore_sigquit()  # a failing scheduler sends it to its parent
 scheduler_process.mark_as_fork_server()

@@ -1,0 +1,82 @@
+"""Imports without garbage collections, and torch.compile that waits for the first call."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.process.fast_imports import compile_on_first_call, fast_imports
+
+COMPILED: list[Any] = []
+
+
+def double(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
+    """Scale."""
+    return x * scale
+
+
+def fake_compile(model: Any, **options: Any) -> Any:
+    COMPILED.append((model, options))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_calls() -> None:
+    COMPILED.clear()
+
+
+def test_a_function_is_compiled_once_and_when_it_is_called() -> None:
+    for decorated in (
+        compile_on_first_call(fake_compile, double, dynamic=True),
+        compile_on_first_call(fake_compile, dynamic=True)(double),
+    ):
+        COMPILED.clear()
+        assert decorated.__name__ == "double"
+        assert COMPILED == []
+        assert [float(decorated(torch.tensor(3.0))), float(decorated(torch.tensor(3.0), scale=3.0))] == [6.0, 9.0]
+        assert COMPILED == [(double, {"dynamic": True})]
+
+
+def test_modules_are_compiled_at_once() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert compile_on_first_call(fake_compile, module, mode="default") is module
+    assert COMPILED == [(module, {"mode": "default"})]
+
+
+def test_functions_of_the_block_are_compiled_by_torch() -> None:
+    with fast_imports():
+        compiled = torch.compile(double, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.arange(3.0)), double(torch.arange(3.0)))
+    assert "_torchdynamo_orig_callable" in vars(torch.compile(double, backend="eager"))  # torch's own again
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        with pytest.raises(KeyError), fast_imports():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_megatron_core_is_imported_without_the_compiler() -> None:
+    code = """
+import sys
+from megarl.process.fast_imports import fast_imports
+with fast_imports():
+    import megatron.core
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+import torch
+assert "torch._inductor.compile_fx" not in sys.modules
+assert hasattr(swiglu, "__wrapped__")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
