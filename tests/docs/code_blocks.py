@@ -71,12 +71,26 @@ def find_page_problems(markdown: str) -> list[Finding]:
         check = CHECKS.get(block.language)
         if check is not None:
             found += [(block.line + line, message) for line, message in check(block.text)]
-    for number, line in prose:
+    for number, line in _without_keys_of_others(prose):
         if COMMAND_LINE.match(line):
             found.append((number, "a command needs a fenced block with the language bash, this line is only indented"))
         for code in re.findall(r"`([^`]+)`", line):
             found += [(number, message) for message in find_inline_problems(code)]
     return sorted(found)
+
+
+OTHER_PROJECTS = ("verl", "slime", "NeMo-RL")
+"""Headers of table columns with configuration keys that are not megarl's."""
+
+
+def _without_keys_of_others(prose: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the lines without the first cells of tables that map the keys of another project to megarl's."""
+    skips = False
+    for number, line in prose:
+        cells = re.split(r"(?<!\\)\|", line)
+        is_row = line.startswith("|") and len(cells) > 2
+        skips = is_row and (skips or cells[1].strip() in OTHER_PROJECTS)
+        yield number, "|".join(["", "", *cells[2:]]) if skips else line
 
 
 COMMAND_LINE = re.compile(r"(?:    |\t)(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:megarl|make|python|torchrun|pip) ")
