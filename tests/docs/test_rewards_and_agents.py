@@ -1,4 +1,4 @@
-"""docs/rewards-and-agents.md against the code: reward types and their numbers, members of an episode, journal fields."""
+"""docs/rewards-and-agents.md against the code: reward types and their numbers, members of an episode."""
 
 from __future__ import annotations
 
