@@ -96,6 +96,8 @@ class RunConfig(StageConfig):
     """`megarl train`: reinforcement learning."""
 
     algorithm: AlgorithmConfig = GrpoConfig()
+    """The algorithm: its batches, loss, KL penalties and auxiliary models."""
+
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardsConfig = RewardsConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
