@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,7 +92,8 @@ class Command:
     def end(self) -> None:
         """Kill all remaining processes of the run."""
         for process in self.find_live_processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if self._process is not None:
             self._process.wait(10)
 
