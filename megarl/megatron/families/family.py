@@ -22,10 +22,10 @@ class FamilyReader(Protocol):
 class ModelFamily:
     """The models of one architecture name in config.json.
 
-    def read(config, *, origin):
-        return HfConfig.read(config, origin=origin).to_architecture("MistralForCausalLM", origin=origin)
+        def read(config, *, origin):
+            return HfConfig.read(config, origin=origin).to_architecture("MistralForCausalLM", origin=origin)
 
-    FAMILY = ModelFamily(architecture="MistralForCausalLM", read=read)
+        FAMILY = ModelFamily(architecture="MistralForCausalLM", read=read)
 
     `HfConfig` validates the keys that most families share; a family with further keys subclasses it. Checks of the
     configuration need the keys in `megarl.megatron.families.model_folder.REQUIRED_SIZES` under these names.

@@ -37,7 +37,7 @@ class Scenario:
     sources: tuple[WeightLayout, ...]
     """By trainer rank, the layout it holds."""
     engine: tuple[tuple[WeightLayout, ...], ...]
-    """[pipeline stage][tensor rank] -> layout of one engine; all engines have the same."""
+    """Layout of one engine, by pipeline stage and tensor rank; all engines have the same."""
     topology: Topology
     bucket_bytes: int
 

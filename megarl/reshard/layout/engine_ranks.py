@@ -80,7 +80,7 @@ def place_engines_by_overlap(
 
     Args:
         sources: by trainer rank, the layout it holds.
-        engine: [stage][tensor rank] -> layout; all engines have the same.
+        engine: layouts by stage and tensor rank; all engines have the same.
 
     Raises:
         ConfigError: the nodes have too few ranks.

@@ -30,10 +30,10 @@ class _Segment:
 class Episode:
     """Collects the tokens of one episode: the prompt, then sampled tokens and observations in any order.
 
-    first = await episode.generate()                 # continues the prompt; these tokens are trained on
-    episode.observe(run_tool(episode.decode(first.token_ids)))      # the policy sees these; never trained on
-    await episode.generate()                         # continues all tokens so far
-    return episode.trajectory()
+        first = await episode.generate()  # continues the prompt; these tokens are trained on
+        episode.observe(run_tool(episode.decode(first.token_ids)))  # the policy sees these; never trained on
+        await episode.generate()  # continues all tokens so far
+        return episode.trajectory()
 
     What follows the prompt has at most `rollout.max_new_tokens` tokens, observations included: a longer observation is
     truncated, and without remaining tokens `generate` returns an empty completion that ended by `length`.
