@@ -27,7 +27,7 @@ INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-gpu packages-gpu setup-slurm demo test coverage test-slow test-gpu lint format format-check types imports check bench clean help
+.PHONY: setup setup-gpu packages-gpu setup-slurm demo test coverage test-slow test-gpu lint format format-check types imports docs check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
@@ -118,7 +118,18 @@ types: setup ## Check types with mypy
 imports: setup ## Check the import layers
 	$(BIN)/lint-imports
 
-CHECKS := format-check lint types imports test
+INSTALLED_DOCS := $(VENV)/.installed-docs
+
+$(INSTALLED_DOCS): $(INSTALLED) requirements/docs.txt
+	@echo "$$(grep -c == requirements/docs.txt) pinned packages for the documentation"
+	@$(PIP) install --no-deps -r requirements/docs.txt
+	@touch $@
+
+docs: $(INSTALLED_DOCS) ## Build the documentation site into site/; fails on broken links, anchors and commands
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "built site/index.html"
+
+CHECKS := format-check lint types imports docs test
 
 check: setup ## Run all checks of CI, and print how long each of them took
 	@times=""; for name in $(CHECKS); do \
@@ -133,7 +144,7 @@ bench: setup ## Benchmark weight sync, packing, kernels and checkpoints; writes 
 	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
 
 clean: ## Remove .venv, caches and build outputs; keeps runs/
-	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## Show this list

@@ -39,7 +39,8 @@ def test_cpu_and_gpu_pins_agree():
     cpu, gpu = read_pins("cpu.txt"), read_pins("gpu.txt")
     different = {name for name, version in cpu.items() if gpu.get(name) != version}
     assert different == HELD_BACK
-    assert read_pins("gpu.txt", "dev.txt")  # asserts that they share no package
+    for environment in ("cpu.txt", "gpu.txt"):
+        assert read_pins(environment, "dev.txt", "docs.txt")  # asserts that they share no package
 
 
 def find_requirements(package: str, extra: str) -> list[Requirement]:
@@ -54,7 +55,7 @@ def find_requirements(package: str, extra: str) -> list[Requirement]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GPU pins are for Linux")
 def test_pins_satisfy_the_requirements_of_installed_packages():
-    gpu = read_pins("gpu.txt", "gpu-build.txt", "dev.txt")
+    gpu = read_pins("gpu.txt", "gpu-build.txt", "dev.txt", "docs.txt")
     checked = 0
     for package, version in gpu.items():
         try:
