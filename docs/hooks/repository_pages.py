@@ -28,6 +28,13 @@ LINK = re.compile(r"(`[^`]+`)|(?<=\]\()([^)\s#]+)(?=[)\s#])")
 """Inline code, which is skipped, or the path of a link."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the README of every example to the section Examples of the navigation."""
+    (pages,) = [item["Examples"] for item in config.nav or [] if isinstance(item, dict) and "Examples" in item]
+    pages += [_site_uri(path) for path in sorted(ROOT.glob("examples/*/README.md"))]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the copies of all files that can be reached from the pages."""
     pending = [path for pattern in ALWAYS for path in sorted(ROOT.glob(pattern))]

@@ -200,7 +200,7 @@ def find_jsonl_problems(text: str) -> list[Finding]:
 def find_mermaid_problems(text: str) -> list[Finding]:
     """Return lines that are no part of a sequence diagram, participants that are not declared, and blocks left open.
 
-    GitHub draws the diagrams; where nothing draws them, their text is shown.
+    GitHub draws the diagrams, and so does `make docs`, with Mermaid itself.
     """
     lines = [line.strip() for line in text.splitlines()]
     if lines[:1] != ["sequenceDiagram"]:
