@@ -72,6 +72,8 @@ def find_page_problems(markdown: str) -> list[Finding]:
         if check is not None:
             found += [(block.line + line, message) for line, message in check(block.text)]
     for number, line in _without_keys_of_others(prose):
+        if line.startswith("!!!"):
+            found.append((number, "an admonition is plain text in the repository, use a quote: > **Title.** text"))
         if COMMAND_LINE.match(line):
             found.append((number, "a command needs a fenced block with the language bash, this line is only indented"))
         for code in re.findall(r"`([^`]+)`", line):

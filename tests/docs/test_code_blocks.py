@@ -124,6 +124,11 @@ def test_an_indented_command_is_refused() -> None:
     assert (line, "fenced block" in message) == (3, True)
 
 
+def test_an_admonition_is_refused() -> None:
+    ((line, message),) = find_page_problems("# Title\n\n!!! note\n    Text\n")
+    assert (line, "use a quote" in message) == (3, True)
+
+
 def test_a_problem_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(block("bash", "make tset"))
     (problem,) = find_problems([tmp_path / "page.md"], tmp_path)
