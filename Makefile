@@ -85,7 +85,7 @@ setup-slurm: ## Install the tools for the tests of launch/, as root: Slurm, mung
 demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 	$(BIN)/megarl demo
 
-PYTEST_PARALLEL := pytest -n $(TEST_PROCESSES) --no-loadscope-reorder
+PYTEST_PARALLEL := pytest -n $(TEST_PROCESSES) --no-loadscope-reorder --durations 25
 
 test: setup ## Run the tests
 	$(BIN)/$(PYTEST_PARALLEL) $(ARGS)

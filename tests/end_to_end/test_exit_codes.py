@@ -106,6 +106,7 @@ def test_ray_agents_and_shared_memory_are_gone_90_seconds_after_the_driver_is_ki
     assert not [path for path in run.find_leftovers() if path.startswith("/dev/shm")]
 
 
+@pytest.mark.slow
 def test_killed_engine_without_restarts_ends_the_run_with_its_log_tail(
     world: Path, tmp_path: Path, launch: Launch
 ) -> None:
