@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from megarl.reshard.planning.strategy import SyncStats
     from megarl.reshard.transfer.process_groups import TransferGroup
 
+TORCH_MODULES = ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint")
+"""What megatron-core imports of torch; imported at low priority, because engines take longer to start than trainers."""
+
 
 class ForwardWorker(ABC):
     """One rank of a model that runs forward passes. Every method is a collective call on all ranks.
@@ -112,7 +115,7 @@ class FrozenWorker(ForwardWorker):
     """One rank of a model whose weights are frozen, such as a reference or reward model."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        with record_imports():
+        with record_imports(*TORCH_MODULES):
             from megarl.megatron.runtime import platform
 
             platform.prepare()
@@ -135,7 +138,7 @@ class TrainerWorker(ForwardWorker):
     """One rank of a model that is trained: the policy, a critic, a reward model."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        with record_imports():
+        with record_imports(*TORCH_MODULES):
             from megarl.megatron.runtime import platform
 
             platform.prepare()

@@ -1,17 +1,23 @@
-"""Faster imports of packages that use torch.compile: megatron-core, SGLang, transformers."""
+"""Imports that take seconds: without what only slows them, and after those of processes that take longer to start."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LOW_PRIORITY = 10
+"""Niceness of a thread that imports modules at low priority."""
+
 
 @contextmanager
-def fast_imports() -> Iterator[None]:
-    """Import torch, then import modules in the block without what only slows imports.
+def fast_imports(*first: str) -> Iterator[None]:
+    """Import `first` at low priority, then torch, and let the block import without what only slows imports.
 
     There are no garbage collections, which find nothing among new modules, and `torch.compile` waits for the first call
     of the function that it compiles: by itself it imports TorchDynamo and TorchInductor where a function is defined,
@@ -19,14 +25,18 @@ def fast_imports() -> Iterator[None]:
     """
     collects = gc.isenabled()
     gc.disable()
-    import torch
-
-    compile_now = torch.compile
-    torch.compile = functools.partial(compile_on_first_call, compile_now)
     try:
-        yield
+        if first:
+            import_at_low_priority(*first)
+        import torch
+
+        compile_now = torch.compile
+        torch.compile = functools.partial(compile_on_first_call, compile_now)
+        try:
+            yield
+        finally:
+            torch.compile = compile_now
     finally:
-        torch.compile = compile_now
         if collects:
             gc.enable()
 
@@ -53,3 +63,29 @@ def compile_on_first_call(compile_now: Callable[..., Any], model: Any = None, **
         return compiled()(*args, **kwargs)
 
     return call
+
+
+def import_at_low_priority(*modules: str) -> None:
+    """Import modules in a thread of low CPU priority, and return once that is done.
+
+    Processes that start at the same time share the cores. This one then leaves them to those that it will wait for. A
+    thread of its own, because only root may raise a priority again.
+
+    Raises:
+        ImportError: a module cannot be imported.
+    """
+    errors: list[ImportError] = []
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        try:
+            for module in modules:
+                importlib.import_module(module)
+        except ImportError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="megarl-imports")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

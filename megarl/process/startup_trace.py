@@ -70,9 +70,9 @@ def process_creation_time() -> float:
 
 
 @contextmanager
-def record_imports() -> Iterator[None]:
-    """Record the block as imports and make them faster (`fast_imports`); for imports that take seconds."""
+def record_imports(*first: str) -> Iterator[None]:
+    """Record the block as imports and make them faster, see `fast_imports`; for imports that take seconds."""
     began = time.time()
-    with fast_imports():
+    with fast_imports(*first):
         yield
     _imports.append((began, time.time()))

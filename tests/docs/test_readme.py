@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tree(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def tree(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The README's configuration with a local model, in a folder with the data and modules that it describes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in MODULES:
-        monkeypatch.delitem(sys.modules, module, raising=False)
         (tmp_path / f"{module}.py").write_text(python_block(module))
     (content,) = (yaml.safe_load(text) for text in blocks("yaml") if text.startswith("# my.yaml\n"))
     (tmp_path / content["data"]["path"]).write_text(json.dumps({"prompt": "8 * 9", "answer": "72"}) + "\n")
-    tree: dict[str, Any] = content | {"model": {"path": str(model)}}
-    return tree
+    yield content | {"model": {"path": str(model)}}
+    for module in MODULES:
+        sys.modules.pop(module, None)
 
 
 def reward_section() -> dict[str, Any]:

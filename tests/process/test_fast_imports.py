@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.process.fast_imports import compile_on_first_call, fast_imports
+from megarl.process.fast_imports import LOW_PRIORITY, compile_on_first_call, fast_imports, import_at_low_priority
 
 compile_calls: list[Any] = []
 
@@ -65,6 +68,20 @@ def test_garbage_collection_is_as_before(enabled: bool) -> None:
         assert gc.isenabled() is enabled
     finally:
         gc.enable() if before else gc.disable()
+
+
+def test_modules_are_imported_at_low_priority_and_later_work_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_module.py").write_text("import os, threading\nniceness = os.nice(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = os.nice(0)
+    with fast_imports("slow_module"):
+        pass
+    assert importlib.import_module("slow_module").niceness == max(before, LOW_PRIORITY)
+    assert os.nice(0) == before
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        import_at_low_priority("no_such_module")
 
 
 def test_megatron_core_is_imported_without_the_compiler() -> None:

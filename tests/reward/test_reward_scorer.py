@@ -270,12 +270,14 @@ def test_rules_take_under_a_millisecond_per_completion(prompt: Prompt) -> None:
     s = scorer(accuracy={"type": "numeric"}, format={"type": "format"})
 
     async def score_many() -> float:
-        await score_one(s, make_trajectory("warm #### 72"), prompt)
         start = time.process_time()  # CPU time of this process, independent of the load of the node
         await asyncio.gather(*(score_one(s, make_trajectory(f"{i} #### {i}"), prompt) for i in range(256)))
         return time.process_time() - start
 
-    assert asyncio.run(score_many()) / 256 < 1e-3
+    async def fastest_of_four() -> float:
+        return min([await score_many() for _ in range(4)])  # the others import, or collect the garbage of other tests
+
+    assert asyncio.run(fastest_of_four()) / 256 < 1e-3
 
 
 def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
