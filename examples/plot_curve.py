@@ -22,7 +22,7 @@ LINES = ("-", "--", "-.", ":")
 """The line style differs too, for readers who cannot tell the colors apart."""
 
 Curve = dict[int, float]
-"""Step -> value."""
+"""Values of a metric by step."""
 
 
 class MetricError(ValueError):

@@ -1,4 +1,4 @@
-"""Imports that take seconds: without what only slows them, and after those of processes that take longer to start."""
+"""Faster imports of torch and of packages that use torch.compile, and imports that let other processes start first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,18 +75,10 @@ def import_at_low_priority(*modules: str) -> None:
     Raises:
         ImportError: a module cannot be imported.
     """
-    errors: list[ImportError] = []
+    with ThreadPoolExecutor(1, "megarl-imports", initializer=_lower_priority) as thread:
+        for module in modules:
+            thread.submit(importlib.import_module, module).result()
 
-    def run() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-        try:
-            for module in modules:
-                importlib.import_module(module)
-        except ImportError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run, name="megarl-imports")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.docs.shell_commands import BENCHMARK, REPOSITORY_PATH, ROOT, find_shell_problems, make_targets
-from tests.docs.yaml_blocks import find_yaml_problems, is_config_key
-
-Finding = tuple[int, str]
-"""Line of a block, counted from 0, and what is wrong there."""
+from megarl.cli.main import SUMMARIES
+from tests.docs.shell_commands import BENCHMARK, REPOSITORY_PATH, find_make_problems, find_shell_problems
+from tests.docs.yaml_blocks import ROOT, Finding, find_yaml_problems, is_config_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +123,10 @@ def find_inline_problems(code: str) -> list[str]:
     """Return what is wrong in a span of inline code: an unknown command, target, module, path or configuration key."""
     first, _, rest = code.partition(" ")
     words = rest.split()
-    if first == "megarl" and words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in megarl_commands():
+    if first == "megarl" and words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in SUMMARIES:
         return [f"megarl has no command {words[0]}"]
     if first == "make":
-        targets = [word for word in words if re.fullmatch(r"[a-z-]+", word)]
-        return [f"the Makefile has no target {target}" for target in targets if target not in make_targets()]
+        return find_make_problems(shlex.split(rest))
     module = BENCHMARK.search(code)
     if module and find_spec(module[1]) is None:
         return [f"there is no module {module[1]}"]
@@ -138,13 +136,6 @@ def find_inline_problems(code: str) -> list[str]:
     if key and not is_config_key(key[0]):
         return [f"no configuration has the key {key[0]}"]
     return []
-
-
-def megarl_commands() -> Iterable[str]:
-    """Return the names of megarl's commands."""
-    from megarl.cli.main import SUMMARIES
-
-    return SUMMARIES
 
 
 def find_python_problems(text: str) -> list[Finding]:
@@ -241,8 +232,8 @@ CHECKS: dict[str, Callable[[str], list[Finding]]] = {
     "python": find_python_problems,
     "json": find_json_problems,
     "jsonl": find_jsonl_problems,
-    **dict.fromkeys(("sh", "shell", "console"), lambda _: [(-1, "the language of a shell block needs to be bash")]),
-    **dict.fromkeys(("yml",), lambda _: [(-1, "the language of a YAML block needs to be yaml")]),
     "mermaid": find_mermaid_problems,
+    **dict.fromkeys(("sh", "shell", "console"), lambda _: [(-1, "the language of a shell block needs to be bash")]),
+    "yml": lambda _: [(-1, "the language of a YAML block needs to be yaml")],
 }
 """Language -> check of a block's content."""

@@ -18,9 +18,7 @@ from typing import NoReturn
 from unittest import mock
 
 from megarl.cli.main import main
-from tests.docs.yaml_blocks import find_override_problem, find_yaml_problems
-
-ROOT = Path(__file__).parents[2]
+from tests.docs.yaml_blocks import ROOT, Finding, find_override_problem, find_yaml_problems
 
 FOLDERS = "benchmarks|docs|examples|launch|megarl|requirements|tests|yaml"
 REPOSITORY_PATH = re.compile(rf"(?:{FOLDERS})/[\w./-]*")
@@ -33,8 +31,6 @@ PREFIXES = ("do", "then", "else", "if", "while", "!", "{", "time", "exec", "nohu
 
 LAUNCHERS = ("srun", "ray", "torchrun", "timeout", "docker")
 """Programs that start the megarl command among their arguments."""
-
-Finding = tuple[int, str]
 
 
 def find_shell_problems(text: str) -> list[Finding]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.tables import code, tables
+from tests.docs.yaml_blocks import find_nodes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming-from.md").read_text()
@@ -19,28 +19,10 @@ MAPPINGS = [table for table in tables(PAGE) if table[0][1:2] == ["megarl"]]
 KEYS = sorted({span for table in MAPPINGS for row in table[1:] for span in code(row[1]) if not span.startswith("--")})
 
 
-def find_nodes(node: dict[str, Any], parts: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the schemas of the key with this path below `node`; NAME stands for a key of the user's choice."""
-    if "$ref" in node:
-        yield from find_nodes(SCHEMA["$defs"][node["$ref"].rpartition("/")[2]], parts)
-        return
-    alternatives = [each for kind in ("anyOf", "oneOf") for each in node.get(kind, ())]
-    if not parts and not alternatives:
-        yield node
-    for each in alternatives:
-        yield from find_nodes(each, parts)
-    if not parts:
-        return
-    if parts[0] in node.get("properties", {}):
-        yield from find_nodes(node["properties"][parts[0]], parts[1:])
-    elif parts[0] == "NAME" and isinstance(node.get("additionalProperties"), dict):
-        yield from find_nodes(node["additionalProperties"], parts[1:])
-
-
 def find_problem(span: str) -> str | None:
     """Return what is wrong with `key.path` or `key.path: value`."""
     path, colon, value = span.partition(": ")
-    nodes = list(find_nodes(SCHEMA, path.split(".")))
+    nodes = list(find_nodes(SCHEMA, SCHEMA, path.split("."), map_key="NAME"))
     if not nodes:
         return f"megarl has no key {path}"
     allowed = {

@@ -1,4 +1,4 @@
-"""The table of commands is complete, and the placements of docs/cluster.md are what its text says."""
+"""The table of commands is complete, and the placements of docs/cluster.md match its text."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ REQUIRED = {"run_dir": "runs/x", "model": {"path": "models/x"}, "data": {"path":
 """The keys without defaults, which an excerpt may lack."""
 
 Finding = tuple[int, str]
+"""Line of a block, counted from 0, and what is wrong there."""
 
 
 def find_yaml_problems(text: str) -> list[Finding]:
@@ -133,7 +134,7 @@ def is_config_key(path: str) -> bool:
         return True
     schemas = [_schema(command) for command in STAGES]
     own = [schema for schema in schemas if parts[0] in schema["properties"]]
-    return not own or any(_has_key(schema, schema, parts) for schema in own)
+    return not own or any(any(True for _ in find_nodes(schema, schema, parts)) for schema in own)
 
 
 @cache
@@ -141,17 +142,30 @@ def _schema(command: str) -> dict[str, Any]:
     return make_schema(command)
 
 
-def _has_key(schema: dict[str, Any], node: dict[str, Any], parts: list[str]) -> bool:
-    if not parts:
-        return True
+def find_nodes(
+    schema: dict[str, Any], node: dict[str, Any], parts: list[str], map_key: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the schemas of the key with the path `parts` below `node`; none if there is no such key.
+
+    Args:
+        schema: the whole schema, with its definitions.
+        map_key: the name in `parts` that stands for a key of the user's choice; None: any name does.
+    """
     if "$ref" in node:
-        return _has_key(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], parts)
+        yield from find_nodes(schema, schema["$defs"][node["$ref"].rpartition("/")[2]], parts, map_key)
+        return
+    alternatives = [each for kind in ("anyOf", "oneOf") for each in node.get(kind, ())]
+    for each in alternatives:
+        yield from find_nodes(schema, each, parts, map_key)
+    if not parts:
+        if not alternatives:
+            yield node
+        return
     first, *rest = parts
-    if first in node.get("properties", {}):
-        return _has_key(schema, node["properties"][first], rest)
     extra = node.get("additionalProperties")
-    if isinstance(extra, dict) and _has_key(schema, extra, rest):
-        return True
-    if extra is True and not node.get("properties"):  # arguments of a function
-        return True
-    return any(_has_key(schema, each, parts) for kind in ("anyOf", "oneOf") for each in node.get(kind, ()))
+    if first in node.get("properties", {}):
+        yield from find_nodes(schema, node["properties"][first], rest, map_key)
+    elif isinstance(extra, dict) and map_key in (None, first):
+        yield from find_nodes(schema, extra, rest, map_key)
+    elif extra is True and map_key is None and not node.get("properties"):  # arguments of a function
+        yield {}

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,11 @@ class LaunchedCommand:
 
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def gained(values: Sequence[float]) -> float:
+    """Return the mean of the last 5 values minus the mean of the first 5."""
+    return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
 def list_steps(run: Path) -> list[dict[str, Any]]:

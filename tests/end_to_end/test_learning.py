@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.launched import gained
+
 pytestmark = pytest.mark.slow
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples/custom-algorithm")
@@ -73,11 +75,6 @@ def train(demo, folder, kind, *settings):
     )
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "reward/mean" in row]
-
-
-def gained(values):
-    """Return the mean of the last 5 values minus the mean of the first 5."""
-    return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launched import list_steps
+from tests.end_to_end.launched import gained, list_steps
 from tests.gsm8k import PUBLISHED, needs_published
 
 pytestmark = pytest.mark.slow
@@ -28,11 +28,6 @@ def run(folder: Path, *command: str | Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def gained(values: list[float]) -> float:
-    """Return the mean of the last 5 values minus the mean of the first 5."""
-    return sum(values[-5:]) / 5 - sum(values[:5]) / 5
 
 
 @needs_published

@@ -19,7 +19,7 @@ compile_calls: list[Any] = []
 
 
 def double(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
-    """Scale."""
+    """Return x times the scale."""
     return x * scale
 
 
