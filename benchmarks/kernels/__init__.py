@@ -1,1 +1,1 @@
-"""Compares the vectorized generalized advantage estimation with Python loops."""
+"""Measures the ops of megarl_kernels, and the memory of the language model's head."""

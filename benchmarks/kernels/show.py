@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.kernels.measure import KernelReport
+from benchmarks.text_table import markdown_rows, print_rows
 
 COLUMNS: tuple[str, ...] = (
-    "kernel",
-    "loop over",
+    "op",
     "workload",
-    "tokens",
-    "in mask",
-    "sequences",
-    "longest",
-    "loop ms",
-    "vectorized ms",
-    "x loop",
-    "x loop worst",
+    "implementation",
+    "ms",
+    "least MB",
+    "counted MB",
+    "GFLOP",
+    "peak MB",
+    "of roofline",
     "largest difference",
 )
 
@@ -29,34 +25,26 @@ NUM_TEXT_COLUMNS = 3
 
 
 def row(r: KernelReport) -> list[str]:
-    """Return the cells of a report, in the order of `COLUMNS`."""
+    """Return the cells of a report, in the order of `COLUMNS`; `-` for what does not apply."""
     return [
-        r.kernel,
-        r.loop,
+        r.op,
         r.workload,
-        str(r.tokens),
-        str(r.tokens_in_mask),
-        str(r.sequences),
-        str(r.longest),
-        f"{r.loop_ms:.1f}",
-        f"{r.vectorised_ms:.1f}",
-        f"{r.ratio:.1f}",
-        f"{r.ratio_worst:.1f}",
-        f"{r.largest_difference:.1e}",
+        r.implementation,
+        "-" if r.milliseconds is None else f"{r.milliseconds:.3f}",
+        f"{r.min_bytes / 1e6:.2f}",
+        "-" if r.counted_bytes is None else f"{r.counted_bytes / 1e6:.2f}",
+        f"{r.flops / 1e9:.1f}" if r.flops else "-",
+        f"{r.peak_bytes / 1e6:.2f}",
+        "-" if r.roofline_fraction is None else f"{100 * r.roofline_fraction:.0f} %",
+        "-" if r.largest_difference is None else f"{r.largest_difference:.1e}",
     ]
 
 
 def print_table(reports: Sequence[KernelReport]) -> None:
     """Print the table to stdout."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < NUM_TEXT_COLUMNS else "right")
-    for report in reports:
-        table.add_row(*row(report))
-    Console(width=None if Console().is_terminal else 190).print(table)
+    print_rows(COLUMNS, map(row, reports), NUM_TEXT_COLUMNS)
 
 
 def markdown(reports: Sequence[KernelReport]) -> str:
     """Return the table in Markdown."""
-    lines = [COLUMNS, ["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - NUM_TEXT_COLUMNS), *map(row, reports)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_rows(COLUMNS, map(row, reports), NUM_TEXT_COLUMNS)

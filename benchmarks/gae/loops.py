@@ -1,4 +1,7 @@
-"""Generalized advantage estimation as loops over tokens, for comparison. Shapes: T packed tokens, S sequences."""
+"""Generalized advantage estimation as loops, for comparison.
+
+Shapes: T packed tokens; S sequences of at most L tokens.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +61,30 @@ def _write_gae(
                 next_value = value
                 advantages[t] = advantage
                 returns[t] = advantage + value
+
+
+def pad(values_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
+    """Return [S, L] values, with zeros after the end of each sequence."""
+    sequences = values_T.tensor_split(cu_seqlens_S[1:-1].tolist())
+    return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+
+
+def unpad(values_SL: Tensor, cu_seqlens_S: Tensor) -> Tensor:
+    """Return the packed values [T]."""
+    lengths_S = cu_seqlens_S.diff()
+    return values_SL[torch.arange(values_SL.shape[1]) < lengths_S[:, None]]
+
+
+def gae_over_positions(
+    rewards_SL: Tensor, values_SL: Tensor, mask_SL: Tensor, *, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns [S, L] of a padded batch, one position of all sequences at a time."""
+    advantages_SL = torch.zeros_like(values_SL)
+    next_value_S = advantage_S = values_SL.new_zeros(len(values_SL))
+    for position in reversed(range(values_SL.shape[1])):
+        mask_S, value_S = mask_SL[:, position], values_SL[:, position]
+        here_S = rewards_SL[:, position] + gamma * next_value_S - value_S + gamma * lam * advantage_S
+        advantage_S = torch.where(mask_S, here_S, advantage_S)
+        next_value_S = torch.where(mask_S, value_S, next_value_S)
+        advantages_SL[:, position] = torch.where(mask_S, here_S, 0.0)
+    return advantages_SL, torch.where(mask_SL, advantages_SL + values_SL, 0.0)

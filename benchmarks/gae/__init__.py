@@ -1,0 +1,1 @@
+"""Compares the vectorized generalized advantage estimation with loops."""

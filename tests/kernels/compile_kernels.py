@@ -1,0 +1,100 @@
+"""Compiles the kernels that the ops launch to machine code for an NVIDIA GPU, on a machine without one.
+
+python -m tests.kernels.compile_kernels 90
+
+Calls the ops on CPU tensors in bfloat16, with launches replaced by compilations for the types and values of their
+arguments. Prints a line of JSON for each kernel. Needs Triton, and no `TRITON_INTERPRET`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl_kernels import (
+    BoxTable,
+    boxes,
+    checksum_boxes,
+    copy_boxes,
+    fp8_block,
+    fp8_block_dequantize,
+    fp8_block_encode,
+    fp8_block_maxima,
+    fp8_block_quantize,
+    linear_logprob,
+    linear_logprob_entropy,
+    logprob_entropy,
+    logprob_entropy_,
+    reverse_scan,
+    segmented_reverse_scan,
+)
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], capability: int) -> None:
+    """Compile one launch with the types, constants and alignments that Triton derives from its arguments."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    options = {name: given.pop(name) for name in OPTIONS if name in given}
+    assert set(given) == set(kernel.arg_names), (kernel.__name__, set(given) ^ set(kernel.arg_names))
+    constants, signature, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            constants[parameter.name], signature[parameter.name] = value, "constexpr"
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if (value.data_ptr() if isinstance(value, torch.Tensor) else value) % 16 == 0:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    module = kernel.fn.__module__.rpartition(".")[2]
+    line = {"kernel": f"{module}.{kernel.__name__}", "shared_bytes": compiled.metadata.shared}
+    sys.stdout.write(json.dumps(line | {"code_bytes": len(compiled.asm["cubin"])}) + "\n")
+
+
+def main(capability: int) -> None:
+    """Call every op once, and some with other options."""
+    for module in (linear_logprob, logprob_entropy, fp8_block, boxes, reverse_scan):
+        module.uses_triton = lambda _: True
+    triton.JITFunction.__getitem__ = lambda kernel, _: lambda *a, **k: compile_launch(kernel, a, k, capability)
+
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, logits, big = (
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 256), (512, 256), (64, 512), (256, 384))
+    )
+    targets = torch.randint(512, (64,), generator=g)
+    for softcap in (None, 30.0):
+        shard = {"vocab_start": 0, "valid_columns": 512, "softcap": softcap}
+        for op, tensors in ((linear_logprob_entropy, (hidden, weight)), (logprob_entropy_, (logits,))):
+            tensors = [x.clone().requires_grad_() for x in tensors]
+            sum(x.sum() for x in op(*(x * 1 for x in tensors), targets, **shard)).backward()
+    values, scales = fp8_block_quantize(big)
+    fp8_block_quantize(big, power_of_two_scales=True)
+    fp8_block_dequantize(values, scales)
+    fp8_block_encode(big, scales, values)
+    fp8_block_maxima(big)
+    for part in (big.view(torch.float64), big, big.view(torch.uint8)[:, 1:]):
+        copy_boxes(BoxTable.of([(part, part)]), checksum=True)
+    copy_boxes(BoxTable.of([(big, big)]))
+    checksum_boxes([big])
+    segmented_reverse_scan(torch.zeros(5000), torch.zeros(5000))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,200 @@
+"""Both ops for log-probability and entropy: against torch's log_softmax in float64, and the unsplit result."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megarl_kernels import linear_logprob_entropy, logprob_entropy_
+from tests.kernels.scores import OPTIONS, fused, gradients, plain_scores, random_inputs
+from tests.megatron.ranks import run_ranks
+
+SIZES = [(1, 1, 1), (7, 13, 5), (33, 257, 16)]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Make every size take several tiles of odd sizes."""
+    monkeypatch.setattr("megarl_kernels.linear_logprob.TILE_TOKENS", 5)
+    monkeypatch.setattr("megarl_kernels.linear_logprob.TILE_COLUMNS", 7)
+    monkeypatch.setattr("megarl_kernels.logprob_entropy.TILE_ELEMENTS", 50)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("op", ["linear", "logits"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_results_and_gradients_are_those_of_log_softmax(op, options, size):
+    t, v, h = size
+    hidden, weight, targets = random_inputs(t, v, h)
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    want = plain_scores(hidden @ weight.t(), targets, **options)
+    got = fused(op, hidden, weight, targets, vocab_start=0, valid_columns=v, **options)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(got, tensors), gradients(want, tensors), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck(options):
+    hidden, weight, targets = random_inputs(6, 17, 4)
+    op = partial(linear_logprob_entropy, vocab_start=0, valid_columns=15, **options)
+    targets %= 15
+    assert torch.autograd.gradcheck(lambda a, b: op(a, b, targets), (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+@pytest.mark.parametrize("which", ["logprobs", "entropy"])
+def test_each_result_alone_has_its_gradient(op, which):
+    hidden, weight, targets = random_inputs(9, 31, 8)
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    place = ("logprobs", "entropy").index(which)
+    want = plain_scores(hidden @ weight.t(), targets)[place]
+    got = fused(op, hidden, weight, targets, vocab_start=0, valid_columns=31)[place]
+    torch.testing.assert_close(gradients([got], tensors), gradients([want], tensors), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_results_are_float32(op, dtype):
+    hidden, weight, targets = random_inputs(64, 300, 32, dtype=dtype)
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    got = fused(op, hidden, weight, targets, vocab_start=0, valid_columns=300)
+    want = plain_scores(exact[0] @ exact[1].t(), targets)
+    assert [x.dtype for x in got] == [torch.float32] * 2
+    # the fused op never rounds logits to bfloat16; the other one gets logits that a linear layer has rounded
+    rounded = dtype == torch.bfloat16 and op == "logits"
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05 if rounded else 2e-5, check_dtype=False)
+    for x, y in zip(gradients(got, tensors), gradients(want, exact), strict=True):
+        assert x.dtype == dtype
+        assert (x - y).norm() <= (2e-2 if rounded else 4e-3 if dtype == torch.bfloat16 else 1e-6) * y.norm()
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+def test_padding_columns_have_no_weight_and_no_gradient(op):
+    hidden, weight, targets = random_inputs(9, 40, 8)
+    targets %= 30
+    weight[30:] = 100.0
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    want = plain_scores((hidden @ weight.t())[:, :30], targets)
+    got = fused(op, hidden, weight, targets, vocab_start=0, valid_columns=30)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    got_grads, want_grads = gradients(got, tensors), gradients(want, tensors)
+    torch.testing.assert_close(got_grads, want_grads, rtol=1e-10, atol=1e-12)
+    assert not got_grads[1][30:].any()
+
+
+def test_linear_adds_to_main_grad_as_megatron_core_expects():
+    hidden, weight, targets = random_inputs(9, 31, 8, dtype=torch.float32)
+    weight.requires_grad_()
+    op = partial(linear_logprob_entropy, vocab_start=0, valid_columns=31)
+    op(hidden, weight, targets)[0].sum().backward()
+    want, weight.grad = weight.grad, None
+
+    weight.main_grad = torch.ones_like(weight)
+    op(hidden, weight, targets)[0].sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, want + 1)
+
+    weight.grad_added_to_main_grad = False
+    op(hidden, weight, targets)[0].sum().backward()
+    assert weight.grad_added_to_main_grad
+    assert weight.grad.shape == weight.shape
+    torch.testing.assert_close(weight.main_grad, 2 * want + 1)
+
+    weight.zero_out_wgrad, weight.grad = True, None
+    op(hidden, weight, targets)[0].sum().backward()
+    assert not weight.grad.any()
+    torch.testing.assert_close(weight.main_grad, 3 * want + 1)
+
+
+def test_logits_hold_their_gradient_after_one_backward_pass():
+    hidden, weight, targets = random_inputs(9, 31, 8)
+    logits = (hidden @ weight.t()).requires_grad_()
+    doubled = logits * 1.0
+    logprobs, entropy = logprob_entropy_(doubled, targets, vocab_start=0, valid_columns=31)
+    before = doubled.detach().clone()
+    logprobs.sum().backward(retain_graph=True)
+    torch.testing.assert_close(doubled.detach(), logits.grad)
+    assert not torch.equal(doubled.detach(), before)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        entropy.sum().backward()
+
+
+@pytest.mark.parametrize("op", ["linear", "logits"])
+def test_no_tokens(op):
+    hidden, weight, targets = random_inputs(0, 31, 8)
+    hidden.requires_grad_()
+    logprobs, entropy = fused(op, hidden, weight, targets, vocab_start=0, valid_columns=31)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert hidden.grad.shape == (0, 8)
+
+
+def run_split(valid, options):
+    """Return what both ranks get for 40 columns of which `valid` are no padding, and the gradients of the parts."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, group = dist.get_rank(), dist.group.WORLD
+    found = {}
+    for op in ("linear", "logits"):
+        hidden, weight, targets = random_inputs(9, 40, 8)
+        targets %= valid
+        part = weight[rank * 20 : rank * 20 + 20].clone().requires_grad_()
+        hidden.requires_grad_()
+        mine = min(max(valid - rank * 20, 0), 20)
+        results = fused(op, hidden, part, targets, vocab_start=rank * 20, valid_columns=mine, group=group, **options)
+        grad_hidden, grad_part = gradients(results, [hidden, part])
+        dist.all_reduce(grad_hidden)
+        grad_parts = [torch.empty_like(grad_part) for _ in range(2)]
+        dist.all_gather(grad_parts, grad_part)
+        other = [torch.empty_like(results[0]) for _ in range(2)]
+        dist.all_gather(other, results[0].detach())
+        assert torch.equal(other[0], other[1])
+        found[op] = ([r.detach() for r in results], grad_hidden, torch.cat(grad_parts))
+    return found
+
+
+@pytest.mark.parametrize(("valid", "options"), [(33, {"softcap": 3.0, "inv_temperature": 1.3}), (18, {})], ids=str)
+def test_two_ranks_agree_with_one(valid, options, tmp_path):
+    """With 18 valid columns, all columns of the second rank are padding."""
+    found = run_ranks(run_split, 2, tmp_path, valid, options)
+    hidden, weight, targets = random_inputs(9, 40, 8)
+    targets %= valid
+    tensors = [hidden.requires_grad_(), weight.requires_grad_()]
+    want = plain_scores((hidden @ weight.t())[:, :valid], targets, **options)
+    want_grads = gradients(want, tensors)
+    for op in ("linear", "logits"):
+        results, grad_hidden, grad_weight = found[op]
+        torch.testing.assert_close(results, [w.detach() for w in want], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close([grad_hidden, grad_weight], list(want_grads), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(3, 5)}, r"hidden \[t, h\] and weight \[v, h\] need one h and one dtype"),
+        ({"weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, "one dtype, got"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, r"targets need to be int64 of shape \[3\], got torch.int32"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, r"of shape \[3\], got torch.int64 of \[2\]"),
+        ({"valid_columns": 8}, "valid_columns is 8, but this rank has 7 columns"),
+        ({"vocab_start": -1}, "need at least 0, got -1 and 7"),
+        ({"inv_temperature": 0.0}, "inv_temperature needs to be greater than 0, got 0.0"),
+        ({"softcap": 0.0}, "softcap needs to be greater than 0, got 0.0"),
+    ],
+    ids=str,
+)
+def test_inputs_that_do_not_fit_are_refused(change, message):
+    arguments = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(3, dtype=torch.int64)}
+    arguments |= {"vocab_start": 0, "valid_columns": 7}
+    with pytest.raises(ValueError, match=message):
+        linear_logprob_entropy(**(arguments | change))
+
+
+def test_logits_that_are_no_matrix_are_refused():
+    with pytest.raises(ValueError, match=r"logits need to be \[t, v\], got \[3\]"):
+        logprob_entropy_(torch.zeros(3), torch.zeros(3, dtype=torch.int64), vocab_start=0, valid_columns=3)

@@ -1,0 +1,54 @@
+"""The recurrence against a loop over Python numbers, and against the recurrence of megarl's advantages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.functional import gae
+from megarl_kernels import segmented_reverse_scan
+
+
+def random_recurrence(t, dtype=torch.float32, seed=0):
+    """Return b and a of segments of about 20 elements; two thirds of the factors within them are near 1."""
+    g = torch.Generator().manual_seed(seed)
+    b, a = torch.randn(t, generator=g), torch.rand(t, generator=g) ** 0.1
+    a[torch.rand(t, generator=g) < 0.05] = 0.0
+    return b.to(dtype), a.to(dtype)
+
+
+def loop(b, a):
+    x, out = 0.0, []
+    for value, factor in zip(reversed(b.tolist()), reversed(a.tolist()), strict=True):
+        x = value + factor * x
+        out.append(x)
+    return torch.tensor(out[::-1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("t", [0, 1, 2, 3, 31, 1000])
+def test_recurrence_is_that_of_a_loop(t):
+    b, a = random_recurrence(t, torch.float64)
+    torch.testing.assert_close(segmented_reverse_scan(b, a), loop(b, a), rtol=1e-12, atol=1e-12)
+
+
+def test_generalized_advantage_estimation_is_one_scan():
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 40, generator=g).double()
+    last = torch.tensor([11, 30, 39])
+    following = values.roll(-1).index_fill(0, last, 0.0)
+    factors = torch.full((40,), 0.99 * 0.95).double().index_fill(0, last, 0.0)
+    advantages = segmented_reverse_scan(rewards + 0.99 * following - values, factors)
+    want, _ = gae(
+        rewards, values, torch.ones(40, dtype=torch.bool), torch.tensor([0, 12, 31, 40]), gamma=0.99, lam=0.95
+    )
+    torch.testing.assert_close(advantages.float(), want.float(), rtol=1e-4, atol=1e-5)  # gae computes in float32
+
+
+@pytest.mark.parametrize(
+    ("b", "a"),
+    [(torch.zeros(2), torch.zeros(3)), (torch.zeros(2), torch.zeros(2).double()), (torch.zeros(2).int(),) * 2],
+    ids=["length", "dtypes", "dtype"],
+)
+def test_inputs_that_do_not_fit_are_refused(b, a):
+    with pytest.raises(ValueError, match=r"b and a need one shape \[t\] and dtype, float32 or float64, got"):
+        segmented_reverse_scan(b, a)

@@ -1,0 +1,79 @@
+"""Triton without a GPU: its interpreter runs the tests of the kernels, and its compiler makes machine code of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.sglang.engine_environment import make_engine_environment
+from tests.time_limits import HANG_SECONDS
+
+ROOT = Path(__file__).parents[2]
+TRITON_FOLDER = Path(sys.prefix) / "triton"
+"""Where `make test` puts Triton: outside of the packages of trainers and engines, which would find it there."""
+
+KERNELS = {
+    "linear_logprob_triton._statistics_kernel",
+    "linear_logprob_triton._gradient_kernel",
+    "logprob_entropy._statistics_kernel",
+    "logprob_entropy._gradient_kernel",
+    "fp8_block._quantize_kernel",
+    "fp8_block._dequantize_kernel",
+    "fp8_block._maxima_kernel",
+    "fp8_block._encode_kernel",
+    "boxes._copy_kernel",
+    "reverse_scan._block_heads_kernel",
+    "reverse_scan._scan_kernel",
+}
+
+
+def run_with_triton(*arguments: str, **variables: str) -> str:
+    """Return what `python -m` printed, in a process that finds Triton."""
+    if importlib.util.find_spec("triton") is None and not TRITON_FOLDER.is_dir():
+        pytest.skip(f"needs Triton, as `make test` installs it in {TRITON_FOLDER}")
+    folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(TRITON_FOLDER)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": os.pathsep.join(folders)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kernels_in_the_interpreter():
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs")
+    out = run_with_triton("pytest", *options, "tests/kernels/test_triton_kernels.py", TRITON_INTERPRET="1")
+    passed = re.search(r"(\d+) passed", out)
+    assert passed, out
+    assert int(passed[1]) >= 40
+    assert "skipped" not in out
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """For an H100: what the interpreter accepts may not compile."""
+    out = run_with_triton("tests.kernels.compile_kernels", "90", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    compiled = [json.loads(line) for line in out.splitlines()]
+    assert {line["kernel"] for line in compiled} == KERNELS
+    limit = 163 * 1024  # what a program may use on an A100; an H100 has more
+    assert all(line["code_bytes"] > 0 and line["shared_bytes"] <= limit for line in compiled)
+
+
+def test_engines_on_a_cpu_import_the_stub_and_not_triton(monkeypatch, tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton/__init__.py").write_text("raise ImportError('not the stub')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environment = {**os.environ, **make_engine_environment("cpu", 1)}
+    subprocess.run([sys.executable, "-c", "import triton; triton.jit"], env=environment, check=True)
