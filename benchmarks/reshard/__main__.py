@@ -20,9 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from benchmarks.reshard.contender import Contender, DeliveryMode, MegarlContender
-from benchmarks.reshard.measure import measure
-from benchmarks.reshard.show import MEGATRON_CORE, plot, print_table
+from benchmarks.reshard.contender import (
+    EXACT_CONSECUTIVE,
+    GATHER_SERIAL,
+    Contender,
+    HandOver,
+    MegarlContender,
+    TransportName,
+)
+from benchmarks.reshard.measure import WARM_UP_SYNCS, measure
+from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
+from benchmarks.reshard.show import MEGATRON_CORE, NCCL_M2N, LeftOut, plot, print_table
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.errors import ConfigError, MegarlError
 from megarl.megatron.families.architecture import ModelArchitecture
@@ -30,12 +38,28 @@ from megarl.megatron.families.load_architecture import load_architecture_and_dty
 from megarl.megatron.runtime import platform
 from megarl.offline.reshard_explain import make_scenario, model_name
 from megarl.placement.network import use_network_to_master
-from megarl.reshard.analysis.scenario import STRATEGIES, Scenario
+from megarl.reshard.analysis.scenario import Scenario
 from megarl.reshard.analysis.sync_report import SyncReport
 from megarl.reshard.layout.layout import WeightLayout
 
-CONTENDERS = (*STRATEGIES, MEGATRON_CORE)
+CONTENDERS = (
+    "ds_chat",
+    "hybridflow_v",
+    GATHER_SERIAL,
+    "gather_hf",
+    MEGATRON_CORE,
+    NCCL_M2N,
+    EXACT_CONSECUTIVE,
+    "exact",
+    "micro_dp",
+)
 """Names of all contenders, in the order in which reports list them."""
+
+POINT_TO_POINT = ("ds_chat", "hybridflow_v", EXACT_CONSECUTIVE, "exact", "micro_dp")
+"""Strategies that use a transport."""
+
+BOXES = (EXACT_CONSECUTIVE, "exact", "micro_dp")
+"""Strategies that can leave out what has not changed."""
 
 MIN_SYNCS = 3
 """With three syncs, an error that appears only after the first sync has two chances to appear."""
@@ -69,8 +93,10 @@ def _run(args: argparse.Namespace) -> list[SyncReport]:
         raise ConfigError(f"--plot needs one layout, got {len(args.train)}")
     requested = CONTENDERS if args.strategies == ["all"] else args.strategies
     names = [name for name in CONTENDERS if name in requested and name not in args.skip]
-    if MEGATRON_CORE in names:
-        platform.prepare()  # before megatron-core is imported; slows torch calls a little, equally for all strategies
+    if args.transport != "default":
+        names = [name for name in names if name in POINT_TO_POINT]
+    if args.delta is not None:
+        names = [name for name in names if name in BOXES]
     reports = []
     for train, gen in zip(args.train, args.gen, strict=True):
         reports += _run_layout(args, names, *_read(args, train, gen))
@@ -87,12 +113,15 @@ def _run_layout(
     reports = []
     for name in names:
         try:
-            contender = _contender(name, model, scenario, args.hand_over)
+            contender = _contender(name, model, scenario, args)
         except ConfigError as error:
             if args.strategies != ["all"]:
                 raise
             if dist.get_rank() == 0:
                 print(f"{scenario.train} -> {scenario.gen}: {name} left out: {error}", file=sys.stderr)
+            if dist.get_rank() == 0 and args.json:
+                left_out = LeftOut(strategy=name, train=scenario.train, gen=scenario.gen, left_out=str(error))
+                print(json.dumps(asdict(left_out)), flush=True)
             continue
         report = measure(contender, scenario, max(args.repeats, MIN_SYNCS))
         contender.close()
@@ -104,20 +133,22 @@ def _run_layout(
     return reports
 
 
-def _contender(name: str, model: ModelArchitecture, scenario: Scenario, delivery: DeliveryMode) -> Contender:
-    if name != MEGATRON_CORE:
-        return MegarlContender(name, scenario, delivery)
+def _contender(name: str, model: ModelArchitecture, scenario: Scenario, args: argparse.Namespace) -> Contender:
+    if name not in (MEGATRON_CORE, NCCL_M2N):
+        return MegarlContender(name, scenario, args.hand_over, args.transport, args.delta)
+    require_megatron_core_support(model, *megatron_grids(scenario))
+    platform.prepare()
     from benchmarks.reshard.megatron_core import MegatronCore
 
-    return MegatronCore(model, scenario)
+    return MegatronCore(name, model, scenario, args.hand_over)
 
 
 def _read(args: argparse.Namespace, train: str, gen: str) -> tuple[ModelArchitecture, Scenario]:
     make = partial(make_scenario, train=train, gen=gen, nodes=args.nodes, bucket_bytes=int(args.bucket_mb * 2**20))
     kind, _, size = args.model.partition(":")
-    if kind == "synthetic":
-        dense = synthetic_model(float(size))
-        return dense, make(args.model, dense, "bfloat16", engine=partial(engine_layouts, dense))
+    if kind in ("synthetic", "synthetic-moe"):
+        synthetic = synthetic_model(float(size), is_moe=kind == "synthetic-moe")
+        return synthetic, make(args.model, synthetic, "bfloat16", engine=partial(engine_layouts, synthetic))
     model, dtype = load_architecture_and_dtype(args.model)
     return model, make(model_name(args.model), model, dtype, engine=partial(_traced, args.model))
 
@@ -135,22 +166,39 @@ def _traced(model: str, tp: int, dtype: str, *, ep: int = 1) -> Sequence[WeightL
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks.reshard", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a model folder, a config.json, or synthetic:MB")
+    parser.add_argument(
+        "--model", required=True, help="a model folder, a config.json, synthetic:MB or synthetic-moe:MB"
+    )
     parser.add_argument("--train", required=True, nargs="+", metavar="pp=1,tp=4,dp=2", help="one or more layouts")
     parser.add_argument("--gen", required=True, nargs="+", metavar="pp=1,tp=2", help="one for each of --train")
     parser.add_argument("--strategies", nargs="+", default=["all"], choices=["all", *CONTENDERS])
     parser.add_argument("--skip", nargs="+", default=[], choices=CONTENDERS, help="strategies to leave out")
-    parser.add_argument("--repeats", type=int, default=5, help=f"syncs, at least {MIN_SYNCS}")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help=f"timed syncs after {WARM_UP_SYNCS} to warm up, at least {MIN_SYNCS}"
+    )
     parser.add_argument(
         "--nodes", type=int, default=1, help="nodes to assume when counting traffic; ranks are spread evenly"
     )
     parser.add_argument("--bucket-mb", type=float, default=32, help="2**20 bytes")
     parser.add_argument(
         "--hand-over",
-        choices=get_args(DeliveryMode),
+        choices=get_args(HandOver),
         default="direct",
-        help="where the engines' parameters are, for strategies that transfer boxes: in the rank's process, as with "
-        "megatron_core, or behind shared memory, as with SGLang",
+        help="where the engines' parameters are, for all contenders: in the rank's process, or behind shared memory, "
+        "as with SGLang",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=get_args(TransportName),
+        default="default",
+        help="nccl-order: gloo with NCCL's rules, for the strategies that send messages; the others are left out",
+    )
+    parser.add_argument(
+        "--delta",
+        type=int,
+        metavar="LAYERS",
+        help="only so many last layers change from one sync to the next, and only what has changed is sent; for the "
+        "strategies that send boxes; the others are left out",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")

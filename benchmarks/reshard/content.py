@@ -2,47 +2,85 @@
 
 from __future__ import annotations
 
-import os
+import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.megatron.runtime.platform import device
 from megarl.reshard.layout.layout import Box, ShardPiece, WeightLayout, extent, slices
-from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket, map_bucket, torch_dtype
+from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket, identify_memory, map_bucket, torch_dtype
 
 BUCKETS_OF_A_PUSH = 2
 
 INTEGERS = {4: torch.int32, 2: torch.int16}
 """By element size in bytes, the integer dtype used to compare bits."""
 
+WORDS: dict[int, type[np.unsignedinteger[Any]]] = {4: np.uint32, 2: np.uint16}
+"""By element size in bytes, the integer type of the hashes."""
+
+HALF = np.uint32(16)
+"""Bits of half a word."""
+
 
 def content(tensor: str, box: Box, dtype: torch.dtype, sync: int) -> Tensor:
     """Return the elements of the box: hashes of tensor name, global index and sync; never NaN."""
-    seed = zlib.crc32(tensor.encode()) + 0x9E3779B1 * (sync + 1)
-    bits = torch.zeros((), dtype=INTEGERS[dtype.itemsize])
+    kind, seed = WORDS[dtype.itemsize], zlib.crc32(tensor.encode()) + 0x9E3779B1 * (sync + 1)
+    bits = np.zeros((), kind)
     for dim, (start, stop) in enumerate(box):
-        hashed = _mix(torch.arange(start, stop, dtype=torch.int64) + seed + dim * 0x51ED2701)
-        hashed &= ~(1 << 30)  # clear the highest exponent bit: neither NaN nor infinity, in float32 and in bfloat16
-        bits = bits.unsqueeze(-1) ^ (hashed if dtype.itemsize == 4 else (hashed >> 16).to(torch.int16))
-    return bits.view(dtype)
+        first = (start + seed + dim * 0x51ED2701) & 0xFFFFFFFF
+        hashed = _mix(np.arange(stop - start, dtype=np.uint32) + np.uint32(first))
+        hashed &= np.uint32(~(1 << 30) & 0xFFFFFFFF)  # the highest exponent bit: no NaN in float32 and bfloat16
+        bits = bits[..., None] ^ (hashed if dtype.itemsize == 4 else (hashed >> HALF).astype(kind))
+    return torch.from_numpy(bits).view(dtype)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
     for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
-    x ^= x >> 16
-    return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+        x = (x ^ (x >> HALF)) * np.uint32(0x45D9F3B)
+    return x ^ (x >> HALF)
+
+
+_PRIVATE: WeakValueDictionary[str, PrivateBuffer] = WeakValueDictionary()
+
+
+class PrivateBuffer:
+    """A bucket of full tensors in memory of this process, for engines in the same process."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = max(num_bytes, mmap.PAGESIZE)
+        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        self.path = f"private:{id(self)}"
+        _PRIVATE[self.path] = self
+
+    def view(self, slot: TensorSlot) -> Tensor:
+        """Return the slot's tensor, a view of the buffer."""
+        return self.bytes[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype)).view(slot.shape)
+
+    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
+        """Return the description that `Shard.load` takes."""
+        return WeightBucket(self.path, self.num_bytes, tuple(slots))
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with the object."""
 
 
 class Shard:
     """Local tensors of one layout; also a sink for the weights that one engine rank needs."""
 
-    def __init__(self, layout: WeightLayout, tensors: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, layout: WeightLayout, tensors: Mapping[str, Tensor] | None = None, frozen: Container[str] = ()
+    ) -> None:
+        """`frozen`: tensors of the model that have the weights of sync 0 in every sync."""
+        self._frozen = frozen
         self.tensors = dict(tensors) if tensors is not None else _allocate(layout)
-        self._mapped: dict[tuple[int, int], Tensor] = {}
+        self._mapped: dict[tuple[int | str, ...], Tensor] = {}
         self._pieces: dict[str, list[ShardPiece]] = {}
         for piece in layout.pieces:
             self._pieces.setdefault(piece.tensor, []).append(piece)
@@ -50,7 +88,7 @@ class Shard:
     def fill(self, sync: int) -> None:
         """Fill the tensors with the weights of sync `sync`."""
         for piece, box in self._boxes():
-            box.copy_(content(piece.tensor, piece.box, box.dtype, sync))
+            box.copy_(self._content(piece, box.dtype, sync))
 
     def fill_nan(self) -> None:
         """Fill the tensors with NaN."""
@@ -62,7 +100,7 @@ class Shard:
         wrong = 0
         for piece, box in self._boxes():
             integer = INTEGERS[box.dtype.itemsize]
-            got, want = box.cpu().view(integer), content(piece.tensor, piece.box, box.dtype, sync).view(integer)
+            got, want = box.cpu().view(integer), self._content(piece, box.dtype, sync).view(integer)
             if not torch.equal(got, want):
                 wrong += int((got != want).sum()) * box.dtype.itemsize
         return wrong
@@ -85,14 +123,19 @@ class Shard:
                 self.tensors[piece.local][slices(piece.local_box)] = full[slices(piece.box)]
         return _noop
 
+    def _content(self, piece: ShardPiece, dtype: torch.dtype, sync: int) -> Tensor:
+        return content(piece.tensor, piece.box, dtype, 0 if piece.tensor in self._frozen else sync)
+
     def _map(self, bucket: BoxBucket | WeightBucket) -> Tensor:
         """Return the bucket's bytes, from a cache: mapping a bucket costs as much as copying a good part of it."""
-        stat = os.stat(bucket.path)
-        if (stat.st_dev, stat.st_ino) not in self._mapped:
+        if bucket.path in _PRIVATE:
+            return _PRIVATE[bucket.path].bytes
+        memory, _ = identify_memory(bucket)
+        if memory not in self._mapped:
             if len(self._mapped) == BUCKETS_OF_A_PUSH:
                 self._mapped.clear()
-            self._mapped[stat.st_dev, stat.st_ino] = map_bucket(bucket)
-        return self._mapped[stat.st_dev, stat.st_ino]
+            self._mapped[memory] = map_bucket(bucket)
+        return self._mapped[memory]
 
     def _boxes(self) -> Iterator[tuple[ShardPiece, Tensor]]:
         for pieces in self._pieces.values():

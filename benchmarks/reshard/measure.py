@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.reshard.contender import Contender
+from megarl.megatron.runtime import platform
 from megarl.reshard.analysis.forecast import Forecast
 from megarl.reshard.analysis.scenario import Scenario
 from megarl.reshard.analysis.sync_report import SyncReport, planned_report
 from megarl.reshard.planning.strategy import SyncStats
+
+WARM_UP_SYNCS = 1
+"""Syncs that are verified and not timed: the first one connects ranks and maps memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,35 +29,47 @@ class _Measured:
     received_from: dict[int, int]
     plan_seconds: tuple[float, float]
     seconds: list[float]
+    cpu_seconds: list[float]
     mismatched_bytes: int
 
 
 def measure(contender: Contender, scenario: Scenario, syncs: int) -> SyncReport:
-    """Run `syncs` syncs, with new weights for each, and return the same report on every rank.
+    """Run a warm-up and `syncs` timed syncs, with new weights for each, and return the same report on every rank.
 
     Raises:
         AssertionError: a rank's statistics differ from its plan's, or between syncs.
     """
-    seconds, mismatched, all_stats = [], 0, set()
-    for sync in range(syncs):
+    seconds, cpu_seconds, mismatched, all_stats = [], [], 0, []
+    for sync in range(WARM_UP_SYNCS + syncs):
         contender.fill(sync)
-        dist.barrier()
-        start = time.perf_counter()
-        all_stats.add(contender.push())
-        dist.barrier()  # a sync takes as long as its slowest rank
-        seconds.append(time.perf_counter() - start)
+        start, cpu_start = _clock_of_all_ranks(), time.process_time()
+        all_stats.append(contender.push())
+        seconds.append(_clock_of_all_ranks() - start)  # a sync takes as long as its slowest rank
+        cpu_seconds.append(time.process_time() - cpu_start)
         mismatched += contender.mismatched_bytes(sync)
-    assert len(all_stats) == 1, all_stats
+    timed = set(all_stats[WARM_UP_SYNCS:] if contender.trained_layers is not None else all_stats)
+    assert len(timed) == 1, timed
     mine = _Measured(
-        stats=all_stats.pop(),
+        stats=timed.pop(),
         received_from=contender.received_from(),
         plan_seconds=contender.plan_seconds,
-        seconds=seconds,
+        seconds=seconds[WARM_UP_SYNCS:],
+        cpu_seconds=cpu_seconds[WARM_UP_SYNCS:],
         mismatched_bytes=mismatched,
     )
     ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return _report(contender, scenario, ranks)
+
+
+def _clock_of_all_ranks() -> float:
+    """Return the time in seconds at which all ranks, and their devices, have finished what they were given."""
+    if platform.is_cuda():
+        torch.cuda.synchronize()
+    dist.barrier()
+    if platform.is_cuda():
+        torch.cuda.synchronize()  # the barrier itself
+    return time.perf_counter()
 
 
 def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) -> SyncReport:
@@ -65,9 +83,31 @@ def _report(contender: Contender, scenario: Scenario, ranks: list[_Measured]) ->
     )
     cold, cached = (max(of_rank.plan_seconds[i] for of_rank in ranks) for i in range(2))
     slowest = [max(times) for times in zip(*(of_rank.seconds for of_rank in ranks), strict=True)]
-    return replace(
+    cpu = [sum(times) for times in zip(*(of_rank.cpu_seconds for of_rank in ranks), strict=True)]
+    report = replace(
         planned_report(contender.arrangement, scenario, counted, (cold, cached)),
+        strategy=contender.name,
+        hand_over=contender.hand_over,
         sync_seconds_p50=statistics.median(slowest),
+        sync_seconds_min=min(slowest),
         sync_seconds_max=max(slowest),
+        cpu_seconds_p50=statistics.median(cpu),
         mismatched_bytes=sum(of_rank.mismatched_bytes for of_rank in ranks),
+    )
+    return report if contender.trained_layers is None else _with_delta(report, contender.trained_layers, counted.stats)
+
+
+def _with_delta(report: SyncReport, trained_layers: int, stats: Sequence[SyncStats]) -> SyncReport:
+    """Return the report of syncs that send what has changed; what depends on the whole plan is left out."""
+    received = [of_rank.bytes_received for of_rank in stats]
+    return replace(
+        report,
+        bytes_total=sum(received),
+        bytes_in_max=max(received),
+        bytes_in_mean=sum(received) / len(received),
+        bytes_cross_node=None,
+        trained_layers=trained_layers,
+        bytes_unchanged=sum(of_rank.bytes_not_received for of_rank in stats),
+        mark_bytes=sum(of_rank.mark_bytes for of_rank in stats),
+        changed_share=sum(of_rank.changed_pieces for of_rank in stats) / sum(of_rank.pieces for of_rank in stats),
     )

@@ -7,84 +7,118 @@ inference), its stages placed in Megatron's order. The report covers `swap_model
 counted where its copy service is about to post them; planning is `build_centralized_reshard_plan` (rank 0 plans for all
 ranks and broadcasts; the destination then caches the plan); memory is a lower bound of what it allocates before the
 transfer: every slice that is copied to be sent, and every receive buffer once.
+
+With the hand-over `direct`, the destination model is the engine. With `shared-memory`, its parameters are then handed
+to an engine of the same layout through megarl's buckets in shared memory.
+
+`nccl_m2n` is the same with NVIDIA's NCCL M2N as its backend, in versions of megatron-core that have it. It has not been
+run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.resharding import build_centralized_reshard_plan
+from megatron.core.resharding.copy_services.base import CopyService
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
-from megatron.core.resharding.refit import swap_model_weights
+from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
+from megatron.core.resharding.refit import RefitBackendName, get_or_create_service, swap_model_weights
 
+from benchmarks.reshard.contender import HandOver
 from benchmarks.reshard.content import Shard
-from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
-from benchmarks.reshard.show import MEGATRON_CORE
+from benchmarks.reshard.megatron_limits import megatron_grids
+from benchmarks.reshard.show import NCCL_M2N
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
+from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.pipeline_stages import EVEN
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.megatron.hf_weights.local_layout import local_tensors
 from megarl.megatron.modeling.gpt_model import build_chunks
+from megarl.megatron.modeling.language_head import HeadOptions
 from megarl.megatron.modeling.transformer_config import transformer_config
+from megarl.megatron.runtime import platform
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import Arrangement, Scenario
 from megarl.reshard.layout.layout import WeightLayout, volume
 from megarl.reshard.layout.micro_dp import GenerationPlace
+from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning.plan_cache import cached_plan
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.executor import BoxExecutor
 
 
 class MegatronCore:
     """The `Contender` that resharding of megarl is compared with."""
 
-    def __init__(self, model: ModelArchitecture, scenario: Scenario) -> None:
+    trained_layers: int | None = None
+    """All weights are sent in every sync."""
+
+    def __init__(self, name: str, model: ModelArchitecture, scenario: Scenario, hand_over: HandOver) -> None:
         """Build both models and the plan.
 
         Raises:
-            ConfigError: megatron-core's planner or one of the two models does not support these sizes.
+            ConfigError: megatron-core's planner or one of the two models does not support these sizes, or the backend
+                is not installed.
         """
+        self.name, self.hand_over = name, hand_over
+        if name == NCCL_M2N:
+            _require_m2n()
         train, gen = megatron_grids(scenario)
-        require_megatron_core_support(model, train, gen)
         rank, dtype = dist.get_rank(), next(iter(scenario.sources[0].tensors.values())).dtype
         needs = trainer_layouts(model, gen, dtype)
-        self.arrangement = Arrangement(strategy=MEGATRON_CORE, places=_places(gen), needs=dict(enumerate(needs)))
+        self.arrangement = Arrangement(strategy=name, places=_places(gen), needs=dict(enumerate(needs)))
         self._source, self._held = _build(model, train, scenario.sources[rank], dtype)
         self._target, self._served = _build(model, gen, needs[rank], dtype)
-        self._service = CountingService(self._source)
+        self._service = CountingService(self._source, _make_service(name))
         dist.barrier()
         start = time.perf_counter()
         self._target._cached_reshard_plan = build_centralized_reshard_plan(self._source, self._target)
         self.plan_seconds = time.perf_counter() - start, 0.0
         self._delivered = sum(volume(piece.box) for piece in needs[rank].pieces) * torch_dtype(dtype).itemsize
+        self._engine = Shard(needs[rank]) if hand_over == "shared-memory" else self._served
+        self._local_plan = cached_plan([needs[rank]], {0: needs[rank]}, Topology.single(1), 0, scenario.bucket_bytes)
 
     def fill(self, sync: int) -> None:
         """Fill the source with the weights of sync `sync`, and the destination with NaN."""
         with torch.no_grad():
             self._held.fill(sync)
             self._served.fill_nan()
+            self._engine.fill_nan()
 
     def push(self) -> SyncStats:
         """Move the weights; return the counted statistics."""
         swap_model_weights(self._source, self._target, self._service)
+        buckets = self._load_engine() if self._engine is not self._served else None
         service = self._service
         return SyncStats(
             bytes_sent=service.bytes_sent,
             bytes_received=sum(service.received_from.values()),
             bytes_delivered=self._delivered,
-            buckets=0,
-            peak_extra_bytes=service.allocated_bytes,
+            buckets=buckets.buckets if buckets else 0,
+            peak_extra_bytes=max(service.allocated_bytes, buckets.peak_extra_bytes if buckets else 0),
             messages=service.messages,
         )
+
+    def _load_engine(self) -> SyncStats:
+        """Copy the destination model's parameters to the engine through shared memory."""
+        executor = BoxExecutor(0, self._local_plan.rounds, self._local_plan.buffer_sizes)
+        with torch.no_grad():
+            executor.run(self._served.tensors, self._engine)
+        return executor.counter.stats()
 
     def mismatched_bytes(self, sync: int) -> int:
         """Return the number of wrong bytes at this rank's destination."""
         with torch.no_grad():
-            return self._served.mismatched_bytes(sync)
+            return self._engine.mismatched_bytes(sync)
 
     def received_from(self) -> dict[int, int]:
         """Return, by source rank, the bytes received from it in the last push."""
@@ -93,34 +127,76 @@ class MegatronCore:
     def close(self) -> None:
         """Destroy the process groups; the models are freed with the object."""
         ours = [*vars(self._source.pg_collection).values(), *vars(self._target.pg_collection).values()]
-        groups = {id(group): group for group in [*ours, self._service.gloo_pg]}
+        groups = {id(group): group for group in [*ours, self._service.group]}
         for group in groups.values():
             if isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
 
-class CountingService(GlooCopyService):  # type: ignore[misc]
-    """megatron-core's copy service for gloo, which also counts what the last run sent and received."""
+class CountingService(CopyService):  # type: ignore[misc]
+    """One of megatron-core's copy services, that of the ranks' backend, with counts of its last run."""
 
-    def __init__(self, source: torch.nn.Module) -> None:
-        super().__init__()
+    def __init__(self, source: torch.nn.Module, service: CopyService) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in source.parameters()}
+        self._service, self._rank = service, dist.get_rank()
+        self._sends: list[tuple[int, torch.Tensor]] = []
+        self._receives: list[tuple[int, torch.Tensor]] = []
         self.bytes_sent = self.messages = self.allocated_bytes = 0
         self.received_from: dict[int, int] = {}
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group that the service has created, if any."""
+        return getattr(self._service, "gloo_pg", None)
+
+    def submit_send(self, src_tensor: torch.Tensor, dest_rank: int) -> None:
+        """Queue a message to another rank."""
+        self._sends.append((dest_rank, src_tensor))
+        self._service.submit_send(src_tensor, dest_rank)
+
+    def submit_recv(self, dest_tensor: torch.Tensor, src_rank: int) -> None:
+        """Queue a message from another rank."""
+        self._receives.append((src_rank, dest_tensor))
+        self._service.submit_recv(dest_tensor, src_rank)
+
+    def submit_send_with_id(self, task_id: int, src_tensor: torch.Tensor, dest_rank: int) -> None:
+        """Queue a message to any rank; the number matches the two ends of one to this rank."""
+        self._sends.append((dest_rank, src_tensor))
+        self._service.submit_send_with_id(task_id, src_tensor, dest_rank)
+
+    def submit_recv_with_id(self, task_id: int, dest_tensor: torch.Tensor, src_rank: int) -> None:
+        """Queue a message from any rank."""
+        self._receives.append((src_rank, dest_tensor))
+        self._service.submit_recv_with_id(task_id, dest_tensor, src_rank)
+
     def run(self) -> None:
         """Count, then run the queued operations; transfers from a rank to itself count as memory only."""
-        sends = [(op.dest_rank, op.tensor) for op in self.send_ops]
-        receives = [(op.src_rank, target) for op, target in self.recv_ops]
-        self.bytes_sent = sum(tensor.nbytes for peer, tensor in sends if peer != self.rank)
+        self.bytes_sent = sum(tensor.nbytes for peer, tensor in self._sends if peer != self._rank)
         self.received_from = {}
-        for peer, tensor in receives:
-            if peer != self.rank:
+        for peer, tensor in self._receives:
+            if peer != self._rank:
                 self.received_from[peer] = self.received_from.get(peer, 0) + tensor.nbytes
-        self.messages = sum(peer != self.rank for peer, _ in receives)
-        copies = [tensor for _, tensor in sends if tensor.untyped_storage().data_ptr() not in self._parameters]
-        self.allocated_bytes = sum(tensor.nbytes for tensor in copies) + sum(tensor.nbytes for _, tensor in receives)
-        super().run()
+        self.messages = sum(peer != self._rank for peer, _ in self._receives)
+        copies = [tensor for _, tensor in self._sends if tensor.untyped_storage().data_ptr() not in self._parameters]
+        self.allocated_bytes = sum(tensor.nbytes for tensor in (*copies, *(tensor for _, tensor in self._receives)))
+        self._sends, self._receives = [], []
+        self._service.run()
+
+
+def _make_service(name: str) -> CopyService:
+    if name == NCCL_M2N:
+        return get_or_create_service(NCCL_M2N)
+    return NCCLCopyService() if platform.is_cuda() else GlooCopyService()
+
+
+def _require_m2n() -> None:
+    """Raise ConfigError if megatron-core has no backend for NCCL M2N, or the ranks have no GPU."""
+    backends = get_args(RefitBackendName)
+    if NCCL_M2N not in backends:
+        installed = importlib.metadata.version("megatron-core")
+        raise ConfigError(f"not installed: megatron-core {installed} has the backends {', '.join(backends)}")
+    if not platform.is_cuda():
+        raise ConfigError("NCCL M2N needs GPUs")
 
 
 def _places(gen: RankGrid) -> dict[int, GenerationPlace]:
@@ -135,7 +211,7 @@ def _build(model: ModelArchitecture, grid: RankGrid, layout: WeightLayout, dtype
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parallel = ParallelConfig(tp=grid.tp, pp=grid.pp)
     config = transformer_config(model, parallel, torch_dtype(dtype), RecomputeConfig())
-    (chunk,) = build_chunks(model, config, groups, EVEN, temperature=1.0)
+    (chunk,) = build_chunks(model, config, groups, EVEN, head=HeadOptions(temperature=1.0, fused=False, fp32=False))
     chunk.module.pg_collection = groups
     shard = Shard(layout, local_tensors([chunk]))
     parallel_state.destroy_model_parallel()  # the other side creates its own groups

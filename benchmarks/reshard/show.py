@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.text_table import markdown_rows, print_rows
 from megarl.reshard.analysis.sync_report import SyncReport
 
-MEGATRON_CORE = "megatron_core"
+NUM_TEXT_COLUMNS = 2
+"""Number of leading columns that hold text."""
+
+MEGATRON_CORE, NCCL_M2N = "megatron_core", "nccl_m2n"
 
 BASELINES = ("gather_hf", MEGATRON_CORE)
 """Strategies of other systems, with whose times the others are compared."""
@@ -20,6 +22,10 @@ OURS = ("micro_dp", "exact")
 COLUMNS: tuple[str, ...] = (
     "strategy",
     "train -> gen",
+    "sync s median",
+    "min..max",
+    *(f"x {baseline}" for baseline in BASELINES),
+    "CPU s",
     "MB total",
     "MB in max",
     "MB in bound",
@@ -28,16 +34,14 @@ COLUMNS: tuple[str, ...] = (
     "collectives",
     "plan ms",
     "cached ms",
-    "sync s p50",
-    "sync s max",
-    *(f"x {baseline}" for baseline in BASELINES),
     "wrong bytes",
 )
 
 SUMMARY: tuple[str, ...] = (
     "train -> gen",
     "fastest of ours",
-    "sync s p50",
+    "sync s median",
+    "min..max",
     *(f"x {baseline}" for baseline in BASELINES),
     "MB in max",
     *(f"{baseline} MB in max" for baseline in BASELINES),
@@ -46,12 +50,31 @@ SUMMARY: tuple[str, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A contender that did not run on a layout."""
+
+    strategy: str
+    train: str
+    gen: str
+    left_out: str
+    """Why the contender was left out."""
+
+
+def left_out_rows(left_out: Sequence[LeftOut]) -> list[list[str]]:
+    """Return table rows under `COLUMNS` of contenders that did not run."""
+    return [[each.strategy, _layout(each), each.left_out, *[""] * (len(COLUMNS) - 3)] for each in left_out]
+
+
 def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
     """Return table rows under `COLUMNS`; MB are 10**6 bytes, `x` is a baseline's median time over the strategy's."""
     return [
         [
             r.strategy,
             _layout(r),
+            *_seconds(r),
+            *(_speedup(r, _find(baseline, r, reports)) for baseline in BASELINES),
+            f"{r.cpu_seconds_p50 or 0:.2f}",
             _mb(r.bytes_total),
             _mb(r.bytes_in_max),
             _mb(r.bytes_in_bound_max),
@@ -60,9 +83,6 @@ def rows(reports: Sequence[SyncReport]) -> list[list[str]]:
             str(r.collectives),
             f"{r.plan_seconds_cold * 1e3:.1f}",
             f"{r.plan_seconds_cached * 1e3:.1f}",
-            f"{r.sync_seconds_p50 or 0:.3f}",
-            f"{r.sync_seconds_max or 0:.3f}",
-            *(_speedup(r, _find(baseline, r, reports)) for baseline in BASELINES),
             str(r.mismatched_bytes),
         ]
         for r in reports
@@ -79,7 +99,7 @@ def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
     out = []
     for layout, r in fastest.items():
         peers = [_find(baseline, r, reports) for baseline in BASELINES]
-        row = [layout, r.strategy, f"{r.sync_seconds_p50 or 0:.3f}", *(_speedup(r, peer) for peer in peers)]
+        row = [layout, r.strategy, *_seconds(r), *(_speedup(r, peer) for peer in peers)]
         row += [_mb(r.bytes_in_max), *(_mb(peer.bytes_in_max) if peer else "" for peer in peers)]
         row += [_mb(r.peak_extra_bytes), *(_mb(peer.peak_extra_bytes) if peer else "" for peer in peers)]
         out.append(row)
@@ -88,18 +108,12 @@ def summary_rows(reports: Sequence[SyncReport]) -> list[list[str]]:
 
 def print_table(reports: Sequence[SyncReport]) -> None:
     """Print the reports as a table to stdout."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
-    for row in rows(reports):
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 190).print(table)
+    print_rows(COLUMNS, rows(reports), NUM_TEXT_COLUMNS)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table; the first two columns are left-aligned text."""
-    lines = [columns, ["---", "---", *["---:"] * (len(columns) - 2)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_rows(columns, rows, NUM_TEXT_COLUMNS)
 
 
 def plot(reports: Sequence[SyncReport], file: Path) -> None:
@@ -123,8 +137,14 @@ def plot(reports: Sequence[SyncReport], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _layout(report: SyncReport) -> str:
+def _layout(report: SyncReport | LeftOut) -> str:
     return f"{report.train} -> {report.gen}"
+
+
+def _seconds(report: SyncReport) -> tuple[str, str]:
+    """Return the median time of a sync, and its spread."""
+    median, low, high = report.sync_seconds_p50, report.sync_seconds_min, report.sync_seconds_max
+    return f"{median or 0:.3f}", f"{low or 0:.3f}..{high or 0:.3f}"
 
 
 def _mb(num_bytes: int | None) -> str:

@@ -1,20 +1,24 @@
-"""Runs the benchmark of `make bench`: layouts that divide, layouts that do not, and changes of the pipeline size.
+"""Runs the benchmark of `make bench`: layouts that divide, layouts that do not, pipeline stages, and experts.
 
 python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import psutil
 
-from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, print_table, rows, summary_rows
+from benchmarks.reshard.contender import HandOver
+from benchmarks.reshard.show import COLUMNS, SUMMARY, LeftOut, left_out_rows, markdown, print_table, rows, summary_rows
 from megarl.reshard.analysis.sync_report import SyncReport
 
 
@@ -26,70 +30,96 @@ class Run:
     layouts: tuple[tuple[str, str], ...]
     """(--train, --gen) per layout."""
     options: str = ""
+    model: str = "synthetic:216"
 
-    @property
-    def arguments(self) -> str:
-        """Arguments of torchrun, as one string."""
+    def arguments(self, hand_over: str) -> str:
+        """Return the arguments of torchrun, as one string."""
         train, gen = zip(*self.layouts, strict=True)
-        arguments = f"--nproc-per-node {self.ranks} -m benchmarks.reshard {COMMON} {self.options} "
-        return arguments + f"--train {' '.join(train)} --gen {' '.join(gen)}"
+        command = f"--nproc-per-node {self.ranks} -m benchmarks.reshard --model {self.model} {COMMON}"
+        layouts = f"--train {' '.join(train)} --gen {' '.join(gen)}"
+        return " ".join(filter(None, (command, self.options, f"--hand-over {hand_over}", layouts)))
 
 
-COMMON = "--model synthetic:216 --strategies all --repeats 5 --bucket-mb 32 --json"
+COMMON = "--strategies all --repeats 5 --bucket-mb 32 --json"
 NO_FULL_GATHER = "--skip ds_chat hybridflow_v"
 RUNS = (
     Run(8, (("tp=4,dp=2", "tp=2"),)),
-    Run(
-        8,
-        (
-            ("pp=2,tp=2,dp=2", "tp=2"),
-            ("tp=4,dp=2", "tp=4"),
-            ("tp=2,dp=4", "tp=4"),
-            ("pp=2,tp=4", "pp=2,tp=2"),
-        ),
-        NO_FULL_GATHER,
-    ),
+    Run(8, (("tp=2,dp=4,ep=4,etp=1", "tp=2"),), NO_FULL_GATHER, "synthetic-moe:216"),
     Run(6, (("tp=3,dp=2", "tp=2"),), NO_FULL_GATHER),
+    Run(8, (("pp=2,tp=2,dp=2", "tp=2"),), NO_FULL_GATHER),
+    Run(8, (("tp=4,dp=2", "tp=4"), ("tp=2,dp=4", "tp=4"), ("pp=2,tp=4", "pp=2,tp=2")), NO_FULL_GATHER),
 )
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 1800
 
 INTRODUCTION = """\
 # Weight sync, strategy by strategy
 
-Written by `make bench` on one node with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo; the model is
-{model}, layouts are pp-tp-dp -> pp-tp. MB are 10^6 bytes, bfloat16.
-Bytes, messages, collectives and memory are counted at the calls and do not depend on the hardware; except for
-`megatron_core`, the run fails if they differ from the plan. Seconds compare strategies on one layout and do not predict
-times over NCCL; `x` is the time of a baseline divided by the time of the strategy. All received bits were verified, in
-5 syncs with changed weights.
+Written by `make bench` on one node with {cores} CPU cores and {memory:.0f} GiB of memory, over gloo. The load average
+of the last 15 minutes was {load[0]:.1f} at the start and {load[1]:.1f} at the end: ranks share the cores with each
+other and with whatever else runs. Layouts are pp-tp-dp -> pp-tp, MB are 10^6 bytes, the models are in bfloat16:
+`synthetic:216` is dense, `synthetic-moe:216` has 24 experts in all layers but the first, trained with ep 4 and etp 1.
 
-- `gather_hf`, the method of verl and slime: every rank gathers all tensors in full, one by one, and keeps its engine's
-  part.
-- `megatron_core`: `megatron.core.resharding` of the installed megatron-core between two of its models. Its memory is a
-  lower bound.
-- The engine's parameters are in the rank's own process, as for `megatron_core`; `--hand-over shared-memory` puts them
-  behind the buckets that SGLang's processes read. `gather_hf` uses such buckets in both cases.
+Bytes, messages, collectives and memory are counted at the calls and do not depend on the hardware; except for
+`megatron_core`, the run fails if they differ from the plan. Seconds are the median of 5 syncs with changed weights and
+their spread, after one sync to warm up; all received bits of all syncs were compared. `x` is the median time of a
+baseline divided by that of the strategy, in the same run and with the same hand-over. "CPU s" is the CPU time of all
+ranks together in the median sync. Times compare strategies on one machine and do not predict times over NCCL.
+
+- `gather_hf`: every rank gathers all tensors in full, those of a bucket together, and keeps its engine's part, as slime
+  does. `gather_hf_serial`: the same, one tensor after another.
+- `megatron_core`: `megatron.core.resharding` of the installed megatron-core between two of its models, dense ones only.
+  Its memory is a lower bound. `nccl_m2n`: the same with NVIDIA's NCCL M2N as its backend.
+- `exact_consecutive`: the plan of `exact` on the engine placement of `gather_hf` and `megatron_core`, which tells the
+  effects of plan and placement apart. `exact` and `micro_dp` place engines where most of their weights already are.
+- Hand-over `direct`: the engine's parameters are in the rank's own process. `shared-memory`: each rank passes the
+  weights on in buckets that SGLang's processes map; `megatron_core` too, from its destination model.
 - "MB in bound": the bytes that a rank needs and does not hold, with the engine placement of that strategy.
 """
 
 
-def main(file: Path) -> None:
-    """Run all layouts, print the tables and write them to `file`."""
-    reports, parts = [], []
-    for run in RUNS:
-        print(f"torchrun {run.arguments}", flush=True)
-        found = _measure(run.arguments.split())
+@dataclass
+class Page:
+    """Results with one hand-over."""
+
+    hand_over: str
+    reports: list[SyncReport] = field(default_factory=list)
+    details: list[str] = field(default_factory=list)
+    """The commands that were run, each with its table, as Markdown."""
+
+    def add(self, run: Run) -> None:
+        """Run the layouts of one command and add what was measured."""
+        arguments = run.arguments(self.hand_over)
+        print(f"torchrun {arguments}", flush=True)
+        found, left_out = _measure(arguments.split())
         print_table(found)
-        parts.append(f"```\ntorchrun {run.arguments}\n```\n")
-        layouts = dict.fromkeys((r.train, r.gen) for r in found)
-        parts += [markdown(COLUMNS, rows([r for r in found if (r.train, r.gen) == layout])) for layout in layouts]
-        reports += found
+        self.reports += found
+        self.details.append(f"```\ntorchrun {arguments}\n```\n")
+        for train, gen in dict.fromkeys((r.train, r.gen) for r in found):
+            of_layout = [r for r in found if (r.train, r.gen) == (train, gen)]
+            missing = [each for each in left_out if (each.train, each.gen) == (train, gen)]
+            self.details.append(markdown(COLUMNS, [*rows(of_layout), *left_out_rows(missing)]))
+
+    def parts(self) -> list[str]:
+        """Return the parts of the page: a summary, then the details."""
+        return [f"## Hand-over: {self.hand_over}\n", markdown(SUMMARY, summary_rows(self.reports)), *self.details]
+
+
+def main(file: Path) -> None:
+    """Run all layouts with both hand-overs and print the tables; `file` has those of the runs so far."""
+    load = os.getloadavg()[2]
+    pages = [Page(hand_over) for hand_over in get_args(HandOver)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join([_introduction(reports[0]), markdown(SUMMARY, summary_rows(reports)), *parts]))
+    for number, run in enumerate(RUNS):
+        for page in pages:
+            page.add(run)
+        parts = [part for page in pages for part in page.parts()]
+        if missing := [layout for run in RUNS[number + 1 :] for layout in run.layouts]:
+            parts.insert(0, f"Interrupted before: {'; '.join(f'{train} -> {gen}' for train, gen in missing)}.\n")
+        file.write_text("\n".join([_introduction((load, os.getloadavg()[2])), *parts]))
     print(f"written to {file}")
 
 
-def _measure(arguments: list[str]) -> list[SyncReport]:
+def _measure(arguments: list[str]) -> tuple[list[SyncReport], list[LeftOut]]:
     torchrun = Path(sys.executable).with_name("torchrun")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -100,14 +130,23 @@ def _measure(arguments: list[str]) -> list[SyncReport]:
         env=environment,
         check=True,
     )
-    return [SyncReport(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    reports = [SyncReport(**line) for line in lines if "left_out" not in line]
+    return reports, [LeftOut(**line) for line in lines if "left_out" in line]
 
 
-def _introduction(report: SyncReport) -> str:
+def _introduction(load: Sequence[float]) -> str:
     cores = len(psutil.Process().cpu_affinity() or [])
     memory = psutil.virtual_memory().total / 2**30
-    return INTRODUCTION.format(cores=cores, memory=memory, model=report.model)
+    return INTRODUCTION.format(cores=cores, memory=memory, load=load)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the arguments of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard.sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="where to write the tables, as Markdown")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(parse_arguments().file)

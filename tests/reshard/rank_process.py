@@ -13,8 +13,7 @@ from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.disaggregated import TransferRank
 from megarl.reshard.transfer.sink import Parameters
-
-CALL_SECONDS = 60
+from tests.time_limits import HANG_SECONDS
 
 
 @dataclass
@@ -32,19 +31,20 @@ class RankProcess:
     """A process that runs methods of a member object one after another."""
 
     def __init__(self, member, rank, *arguments):
-        context = multiprocessing.get_context("spawn")
+        multiprocessing.set_forkserver_preload(["tests.megatron.preloaded"])
+        context = multiprocessing.get_context("forkserver")
         self.rank, (self._end, end) = rank, context.Pipe()
         self.process = context.Process(target=_serve, args=(end, member, rank, arguments), daemon=True)
         self.process.start()
         end.close()
 
     def wait_started(self):
-        assert self.result(CALL_SECONDS) == "started"
+        assert self.result(HANG_SECONDS) == "started"
 
     def begin(self, method, *arguments):
         self._end.send((method, arguments))
 
-    def result(self, seconds=CALL_SECONDS) -> Outcome:
+    def result(self, seconds=HANG_SECONDS) -> Outcome:
         assert self._end.poll(seconds), f"rank {self.rank} does not answer"
         return self._end.recv()
 
@@ -82,13 +82,14 @@ class TransferMember:
     def connect(self, transfer_group):
         self._transfer_rank.connect(transfer_group)
 
-    def sync(self, number, fault=None):
-        """Run one sync; return its statistics and the number of wrong elements.
+    def sync(self, number, fault=None, delta=None):
+        """Run one sync; return its statistics and the number of wrong elements, of a delta sync those of all boxes.
 
         Args:
+            delta: the sync may leave out what has not changed since its base.
             fault: (fault, rank): what the rank does in the middle of the sync, see `FaultyTensors`.
         """
-        for tensor in self._parameters.values():
+        for tensor in self._parameters.values() if delta is None or delta.base is None else ():
             tensor.fill_(float("nan"))
         held = {}
         if self._need is None:
@@ -97,10 +98,10 @@ class TransferMember:
                 for p in self._transfer_spec.sources[self._rank].pieces
             }
         parameters = self._parameters
-        if fault is not None and fault[1] == self._rank:
+        if fault is not None and fault[0] is not None and fault[1] == self._rank:
             held, parameters = FaultyTensors(held, fault[0]), FaultyTensors(parameters, fault[0])
         target = None if self._need is None else Parameters(parameters)
-        stats = self._transfer_rank.run(held, target, self._load)
+        stats = self._transfer_rank.run(held, target, self._load, delta)
         mismatched = 0
         for piece in self._need.pieces if self._need is not None else ():
             got = self._parameters[piece.local][slices(piece.local_box)]
@@ -115,7 +116,10 @@ class TransferMember:
 
 
 class FaultyTensors(dict):
-    """Signals its process after half of its tensors have been read; given a float, sleeps on each read instead."""
+    """Signals its process, or raises an error, after half of its tensors have been read.
+
+    Given a float, sleeps on each read instead.
+    """
 
     def __init__(self, tensors, fault):
         super().__init__(tensors)
@@ -125,6 +129,8 @@ class FaultyTensors(dict):
         self._left -= 1
         if isinstance(self._fault, float):
             time.sleep(self._fault)
+        elif self._left == 0 and isinstance(self._fault, Exception):
+            raise self._fault
         elif self._left == 0:
             os.kill(os.getpid(), self._fault)
         return super().__getitem__(name)
@@ -142,6 +148,7 @@ def _serve(end, make_member, rank, arguments):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     member = make_member(rank, *arguments)
+    gc.freeze()  # a search through all imported objects keeps other threads from running for seconds on a busy machine
     end.send("started")
     while True:
         try:

@@ -11,18 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megarl.reshard.analysis.nccl_progress import Stall, find_stalls, posted_groups
+from megarl.reshard.analysis.plan_agreement import find_disagreements, representative_plans
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, sync_context
 from megarl.reshard.analysis.traffic import Traffic, TrafficSpec, make_traffic_spec
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import model_replicas
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import NeedIndex
-from megarl.reshard.planning.plan_cache import cached_plan
+from megarl.reshard.planning.plan_cache import cached_index, cached_plan
 from megarl.reshard.planning.rounds import Round
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import model_bytes, owned_parts, plan_local_part
-from megarl.reshard.strategies.gather_hf import TensorGather, plan_replica
-from megarl.reshard.transfer.executor import BufferSizes
+from megarl.reshard.strategies.gather_plan import TensorGather, plan_replica
+from megarl.reshard.transfer.round_buffers import BufferSizes
 
 MAX_PLANNED_PIECES = 500_000
 """Limit on the shard pieces of all ranks: above it, `explain` plans a few ranks only. A piece takes about 50 us."""
@@ -36,6 +38,9 @@ class Forecast:
     """By rank, its statistics."""
     bytes_between: dict[tuple[int, int], int]
     """(source, destination) -> bytes, for pairs of different ranks."""
+    stalls: tuple[Stall, ...] = ()
+    """Ranks that would wait forever under NCCL's rules; with `gather_hf` none, because all ranks of a replica call the
+    same collectives in the same order, bucket by bucket."""
 
     def bytes_into_nodes(self, topology: Topology) -> dict[int, int]:
         """Return, by node, the bytes that its ranks receive from other nodes."""
@@ -63,14 +68,28 @@ def forecast(arrangement: Arrangement, scenario: Scenario) -> Forecast:
     """Predict the statistics of every rank."""
     if arrangement.strategy == "gather_hf":
         return _forecast_gather_hf(arrangement, scenario)
-    spec, stats, between = make_traffic_spec(arrangement, scenario), [], {}
+    spec, stats, between, posted = make_traffic_spec(arrangement, scenario), [], {}, []
     for rank in range(len(spec.sources)):
         rounds = _rounds(spec, arrangement, scenario, rank)
         group = next((sorted(group) for group in arrangement.groups if rank in group), [])
         stats.append(_rank_stats(rounds, spec, arrangement, scenario, rank))
+        posted.append(posted_groups(rounds, group))
         for source, num_bytes in _bytes_by_source(rounds, rank, group).items():
             between[source, rank] = num_bytes
-    return Forecast(stats=tuple(stats), bytes_between=between)
+    return Forecast(stats=tuple(stats), bytes_between=between, stalls=tuple(find_stalls(posted)))
+
+
+def sampled_disagreements(arrangement: Arrangement, scenario: Scenario) -> list[str] | None:
+    """Return how the plans of some ranks disagree, which decides about progress at any scale; see `plan_agreement`.
+
+    Returns None if even those are too many to plan. For any strategy other than `gather_hf`.
+    """
+    spec, groups = make_traffic_spec(arrangement, scenario), arrangement.groups
+    index = cached_index(
+        spec.sources, spec.needs, scenario.topology, scenario.bucket_bytes, groups=groups, relay=spec.relay
+    )
+    plans = representative_plans(index)
+    return None if plans is None else find_disagreements(plans)
 
 
 def forecast_rank(arrangement: Arrangement, scenario: Scenario, rank: int) -> SyncStats:
@@ -94,7 +113,7 @@ def _rounds(spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, ran
 def _rank_stats(
     rounds: Sequence[Round], spec: TrafficSpec, arrangement: Arrangement, scenario: Scenario, rank: int
 ) -> SyncStats:
-    stats = _round_stats(rounds, scenario.bucket_bytes, receives=rank in spec.needs)
+    stats = _round_stats(rounds, receives=rank in spec.needs)
     if arrangement.strategy in ("micro_dp", "exact"):
         return stats
     # the gather, then the copy of the rank's own part, one after the other, while the full model is allocated
@@ -109,10 +128,10 @@ def _rank_stats(
 
 @lru_cache
 def _local_part_stats(full: WeightLayout, need: WeightLayout, bucket_bytes: int) -> SyncStats:
-    return _round_stats(plan_local_part(full, need, bucket_bytes).rounds, bucket_bytes, receives=True)
+    return _round_stats(plan_local_part(full, need, bucket_bytes).rounds, receives=True)
 
 
-def _round_stats(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) -> SyncStats:
+def _round_stats(rounds: Sequence[Round], *, receives: bool) -> SyncStats:
     messages = [message.num_bytes for r in rounds for hop in r.hops for message in hop.receives]
     gathers = [gather.num_bytes - gather.share for r in rounds for gather in r.gathers]
     return SyncStats(
@@ -120,7 +139,7 @@ def _round_stats(rounds: Sequence[Round], bucket_bytes: int, *, receives: bool) 
         bytes_received=sum(messages) + sum(gathers),
         bytes_delivered=sum(r.bytes_delivered for r in rounds),
         buckets=sum(bool(r.bucket_bytes) for r in rounds),
-        peak_extra_bytes=BufferSizes.for_rounds(rounds, bucket_bytes).total(receives=receives),
+        peak_extra_bytes=BufferSizes.for_rounds(rounds).total(receives=receives),
         messages=len(messages),
         collectives=len(gathers),
     )
@@ -145,7 +164,8 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
     plan = plan_replica(0, sync_context(arrangement, scenario, 0), scenario.bucket_bytes)
     buffers = 2 * max(mmap.PAGESIZE, *(bucket.num_bytes for bucket in plan))
     world = len(scenario.sources)
-    received, largest, collectives = [0] * world, [0] * world, [0] * world
+    received, collectives = [0] * world, [0] * world
+    kinds_of: list[set[int]] = [set() for _ in range(world)]
     between: dict[tuple[int, int], int] = defaultdict(int)
     for kind, replicas in enumerate(kinds):
         by_shard_group: dict[int, list[TensorGather]] = defaultdict(list)
@@ -154,7 +174,6 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
         if not by_shard_group:
             continue
         num_gathers = sum(map(len, by_shard_group.values()))
-        largest_gather = max(gather.num_bytes for gathers in by_shard_group.values() for gather in gathers)
         group_bytes = {
             shard_group: sum(gather.num_bytes for gather in gathers) for shard_group, gathers in by_shard_group.items()
         }
@@ -169,11 +188,12 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
                 part_sizes = part_sizes_of.get(number, [])
                 _add_all_gather(shard_group, sum(part_sizes), between)
                 for index, source in enumerate(shard_group):
-                    largest[source] = max(largest[source], largest_gather)
+                    kinds_of[source].add(kind)
                     collectives[source] += len(part_sizes) + (num_gathers if len(replica) > 1 else 0)
                     if number in group_bytes:
                         for other in (other[index] for other in replica if other is not shard_group):
                             between[source, other] += group_bytes[number]
+    packed = {of_rank: max(bucket.packed_bytes(of_rank) for bucket in plan) for of_rank in map(frozenset, kinds_of)}
     sent = [0] * world
     for (source, destination), num_bytes in between.items():
         sent[source] += num_bytes
@@ -184,7 +204,7 @@ def _forecast_gather_hf(arrangement: Arrangement, scenario: Scenario) -> Forecas
             bytes_received=received[rank],
             bytes_delivered=model_bytes(scenario.sources[0]) if rank in senders else 0,
             buckets=len(plan) if rank in senders else 0,
-            peak_extra_bytes=largest[rank] + (buffers if rank in senders else 0),
+            peak_extra_bytes=packed[frozenset(kinds_of[rank])] + (buffers if rank in senders else 0),
             collectives=collectives[rank],
         )
         for rank in range(world)

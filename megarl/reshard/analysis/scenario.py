@@ -20,7 +20,8 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Strategy, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy, plan_boxes
 from megarl.reshard.strategies.full_gather import FullGather, plan_full_gather
-from megarl.reshard.strategies.gather_hf import GatherHf, plan_replica
+from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.strategies.gather_plan import plan_replica
 
 STRATEGIES = ("ds_chat", "hybridflow_v", "gather_hf", "micro_dp", "exact")
 """Names of all strategies, in the order in which reports list them."""
@@ -155,14 +156,27 @@ def plan_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> No
             plan_boxes(context, scenario.bucket_bytes)
 
 
-def build_strategy(arrangement: Arrangement, scenario: Scenario, rank: int) -> Strategy:
-    """Create the strategy on one rank; collective over all ranks."""
+def build_strategy(
+    arrangement: Arrangement,
+    scenario: Scenario,
+    rank: int,
+    *,
+    timeout_seconds: float | None = None,
+    backend: str | None = None,
+) -> Strategy:
+    """Create the strategy on one rank; collective over all ranks.
+
+    Args:
+        timeout_seconds: timeout of a push over a process group of its own; None: use torch's default group. Unused by
+            `gather_hf`, which sends no messages.
+        backend: as for `make_sync_transport`, if there is a timeout.
+    """
     context = sync_context(arrangement, scenario, rank)
     match arrangement.strategy:
         case "ds_chat" | "hybridflow_v" as method:
-            return FullGather(context, scenario.bucket_bytes, method)
+            return FullGather(context, scenario.bucket_bytes, method, timeout_seconds, backend)
         case "gather_hf":
             return GatherHf(context, scenario.bucket_bytes)
         case "micro_dp" | "exact":
-            return BoxStrategy(context, scenario.bucket_bytes)
+            return BoxStrategy(context, scenario.bucket_bytes, timeout_seconds, backend)
     raise AssertionError(arrangement.strategy)

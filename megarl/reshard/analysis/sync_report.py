@@ -7,7 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from megarl.reshard.analysis.forecast import Forecast, can_plan_all, forecast, forecast_rank, redundant_bytes
+from megarl.reshard.analysis.forecast import (
+    Forecast,
+    can_plan_all,
+    forecast,
+    forecast_rank,
+    redundant_bytes,
+    sampled_disagreements,
+)
 from megarl.reshard.analysis.scenario import Arrangement, Scenario, arrange, plan_strategy
 from megarl.reshard.analysis.traffic import Traffic, compute_traffic, make_traffic_spec
 from megarl.reshard.layout.engine_ranks import resolve_strategy
@@ -18,7 +25,18 @@ from megarl.reshard.planning.rounds import gc_disabled
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.reshard.strategies.full_gather import model_bytes
 
-RUN_ONLY_FIELDS = ("sync_seconds_p50", "sync_seconds_max", "mismatched_bytes")
+RUN_ONLY_FIELDS = (
+    "hand_over",
+    "sync_seconds_p50",
+    "sync_seconds_min",
+    "sync_seconds_max",
+    "cpu_seconds_p50",
+    "mismatched_bytes",
+    "trained_layers",
+    "bytes_unchanged",
+    "mark_bytes",
+    "changed_share",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +64,23 @@ class SyncReport:
     collectives: int | None
     plan_seconds_cold: float
     plan_seconds_cached: float
+    hand_over: str | None = None
+    """Where the engines' parameters are, `direct` or `shared-memory`; None, here and below, if no sync was run."""
     sync_seconds_p50: float | None = None
-    """None if no sync was run."""
+    sync_seconds_min: float | None = None
     sync_seconds_max: float | None = None
+    cpu_seconds_p50: float | None = None
+    """CPU time of all ranks together in one sync: it depends less than the others on what else the cores do."""
     mismatched_bytes: int | None = None
+    trained_layers: int | None = None
+    """Number of layers that change between syncs, of which only what has changed is sent; None: all weights are sent,
+    and there are none of the fields below."""
+    bytes_unchanged: int | None = None
+    """Bytes that a sync of all weights would have received in addition, over all ranks."""
+    mark_bytes: int | None = None
+    """Bytes of `bytes_total` that tell which weights have changed."""
+    changed_share: float | None = None
+    """Share of the pieces of boxes that have changed, over all ranks that send or copy them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +99,10 @@ class Explanation:
     """Statistics of the busiest rank from its own plan, which is made at any scale."""
     machines_per_tensor_group: int
     """Largest number of nodes that the tensor ranks of one engine stage span; a run needs 1."""
+    stalls: tuple[str, ...] | None
+    """What keeps the messages from completing under NCCL's rules, one clause per rank or pair of ranks: found by
+    simulation if all ranks are planned (`nccl_progress`), else by comparing plans (`plan_agreement`). None: unknown, as
+    even that takes too long."""
 
     @property
     def fraction_in_max(self) -> float:
@@ -83,6 +118,7 @@ class Explanation:
             "bytes_into_node_max": self.bytes_into_node_max,
             "bytes_into_node_bound_max": self.bytes_into_node_bound_max,
             "machines_per_tensor_group": self.machines_per_tensor_group,
+            "nccl_progress": None if self.stalls is None else not self.stalls,
             "busiest_rank": self.busiest_rank,
             "busiest_rank_messages": self.busiest_rank_stats.messages,
             "busiest_rank_collectives": self.busiest_rank_stats.collectives,
@@ -168,6 +204,11 @@ def explain(
     seconds = [time_planning(arrangement, scenario, rank) for rank in _sample(strategy, world, busiest)]
     slowest = max(cold for cold, _ in seconds), max(cached for _, cached in seconds)
     of_busiest = plan.stats[busiest] if plan else forecast_rank(arrangement, scenario, busiest)
+    if plan is None:
+        report_progress(f"{strategy}: comparing the plans of some ranks")
+        stalls = sampled_disagreements(arrangement, scenario)
+    else:
+        stalls = [str(stall) for stall in plan.stalls]
     report_progress(f"{strategy}: bounds")
     return Explanation(
         report=_report(arrangement, scenario, traffic, plan.stats if plan else None, slowest),
@@ -177,6 +218,7 @@ def explain(
         busiest_rank=busiest,
         busiest_rank_stats=of_busiest,
         machines_per_tensor_group=_machines_per_tensor_group(arrangement, topology),
+        stalls=None if stalls is None else tuple(stalls),
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from megarl.errors import ConfigError
 from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import strided_places
-from megarl.reshard.layout.overlap import Ints, layout_bytes, overlap_bytes
+from megarl.reshard.layout.overlap import layout_bytes, overlap_bytes
 from megarl.reshard.layout.topology import Topology
 
 TensorGroup = tuple[int, ...]
@@ -123,7 +123,7 @@ def _distribute_groups(overlap: Ints, node_ranks: Sequence[Ints], replicas: int)
         best[node] = -1
         for stage in range(stages) if len(free[node]) >= tp else ():
             of_stage = overlap[free[node], stage]
-            rows, columns = linear_sum_assignment(of_stage, maximize=True)
+            rows, columns = _best_assignment(of_stage, maximize=True)
             best[node, stage] = of_stage[rows, columns].sum()
             taken[node, stage] = rows
 
@@ -154,6 +154,13 @@ def _assign(missing: Ints, counts: Ints) -> list[Ints]:
     return [np.sort(of_stage, axis=0) for of_stage in of_stages]
 
 
+def _best_assignment(weights: Ints, *, maximize: bool = False) -> tuple[Ints, Ints]:
+    """Return rows and columns of the assignment with the least, or the greatest, total weight."""
+    from scipy.optimize import linear_sum_assignment  # imports much, for which few processes have a use
+
+    return linear_sum_assignment(weights, maximize=maximize)  # type: ignore[no-any-return]
+
+
 def _minimize_maximum(cost: Ints) -> tuple[Ints, Ints]:
     """Return rows and columns of the assignment with the least maximum cost and, among those, the least total cost."""
     limits = np.unique(cost)
@@ -161,12 +168,12 @@ def _minimize_maximum(cost: Ints) -> tuple[Ints, Ints]:
     while low < high:
         middle = (low + high) // 2
         above = cost > limits[middle]
-        if above[linear_sum_assignment(above)].any():
+        if above[_best_assignment(above)].any():
             low = middle + 1
         else:
             high = middle
     prohibitive = (limits[-1] + 1) * (len(cost) + 1)
-    rows, columns = linear_sum_assignment(np.where(cost > limits[low], prohibitive, cost))
+    rows, columns = _best_assignment(np.where(cost > limits[low], prohibitive, cost))
     return rows, columns
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
 from megarl.errors import ConfigError
-from megarl.reshard.layout.box_index import Ints
 from megarl.reshard.layout.layout import PieceTable, WeightLayout
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
@@ -25,28 +25,22 @@ def split_stages(layout: WeightLayout, pp: int) -> list[WeightLayout]:
     """
     if pp == 1:
         return [layout]
-    table = layout.table
+    table = layout.pieces
     layer = np.array([_layer(name) for name in table.tensors], np.int64)[table.tensor]
     layers = 1 + int(layer.max(initial=-1))
     if layers % pp:
         raise ConfigError(f"--gen pp needs to divide the layers, got {layers} % {pp} = {layers % pp}")
     embeds = np.array([name == EMBEDDING for name in table.tensors], bool)[table.tensor]
     stage = np.where(layer >= 0, layer * pp // max(layers, 1), np.where(embeds, 0, pp - 1))
-    stages = [_take(table, np.flatnonzero(stage == number)) for number in range(pp)]
+    stages = [table.take(np.flatnonzero(stage == number)) for number in range(pp)]
     if HEAD not in layout.tensors:
-        stages[-1] = PieceTable.join([stages[-1], _under(HEAD, _take(table, np.flatnonzero(embeds)))])
+        stages[-1] = PieceTable.join([stages[-1], _under(HEAD, table.take(np.flatnonzero(embeds)))])
     return [WeightLayout(layout.tensors, of_stage) for of_stage in stages]
-
-
-def _take(table: PieceTable, rows: Ints) -> PieceTable:
-    arrays: tuple[Ints, ...] = (table.tensor, table.local, table.dims, table.boxes, table.local_boxes)
-    return PieceTable(table.tensors, table.locals, *(array[rows] for array in arrays))
 
 
 def _under(name: str, table: PieceTable) -> PieceTable:
     """Return the same pieces as parts of a local tensor `name`."""
-    one = np.zeros_like(table.local)
-    return PieceTable(table.tensors, (name,), table.tensor, one, table.dims, table.boxes, table.local_boxes)
+    return PieceTable(table.tensors, [name], replace(table.columns, local=np.zeros_like(table.local)))
 
 
 def _layer(tensor: str) -> int:

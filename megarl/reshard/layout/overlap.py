@@ -7,16 +7,13 @@ large: the engine ranks' boxes are sorted by tensor once, and each distinct trai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megarl.model_files.header import itemsize
-from megarl.reshard.layout.box_index import Boxes, extents, intersections
+from megarl.reshard.layout.boxes import Boxes, Ints, extents, intersections
 from megarl.reshard.layout.layout import WeightLayout, widen
-
-Ints = NDArray[Any]
 
 
 def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]) -> Ints:
@@ -25,18 +22,23 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
     A box that a layout has twice counts twice.
     """
     distinct = {id(layout): layout for layout in sources}
-    width = max(layout.table.boxes.shape[1] for layout in (*distinct.values(), *needs))
-    number: dict[str, int] = {}
-    wanted = [_boxes(layout, number, width, add=True) for layout in needs]
-    specs = {name: spec for layout in needs for name, spec in layout.tensors.items() if name in number}
-    sizes = np.array([itemsize(specs[name].dtype) for name in number], np.int64)
+    width = max(layout.pieces.columns.width for layout in (*distinct.values(), *needs))
+    models = {id(layout.tensors): layout.tensors for layout in needs}
+    specs = dict(chain.from_iterable(tensors.items() for tensors in models.values()))
+    number = {name: i for i, name in enumerate(specs)}
+    sizes = np.array([itemsize(spec.dtype) for spec in specs.values()], np.int64)
+    numbers: dict[int, Ints] = {}
+    for layout in (*distinct.values(), *needs):
+        if id(layout.tensors) not in numbers:
+            numbers[id(layout.tensors)] = np.array([number.get(name, -1) for name in layout.tensors], np.int64)
+    wanted = [_boxes(layout, numbers[id(layout.tensors)], width) for layout in needs]
     order = np.argsort(np.concatenate([boxes.tensor for boxes in wanted]), kind="stable")
     of_need = np.repeat(np.arange(len(needs)), [len(boxes.tensor) for boxes in wanted])[order]
     every = _bare(*(np.concatenate([getattr(b, name) for b in wanted])[order] for name in ("tensor", "start", "stop")))
     start, count = extents(every.tensor, len(number))
 
     def of_source(layout: WeightLayout) -> Ints:
-        held = _boxes(layout, number, width, add=False)
+        held = _boxes(layout, numbers[id(layout.tensors)], width)
         _, of, low, high = intersections(held, every, start, count)
         shared = (high - low).prod(axis=1, dtype=np.int64) * sizes[every.tensor[of]]
         return np.bincount(of_need[of], shared, len(needs)).astype(np.int64)
@@ -47,21 +49,18 @@ def overlap_bytes(sources: Sequence[WeightLayout], needs: Sequence[WeightLayout]
 
 def layout_bytes(layout: WeightLayout) -> int:
     """Return the bytes of all boxes of the layout; a box that it has twice counts twice."""
-    table = layout.table
-    sizes = np.array([itemsize(layout.tensors[name].dtype) for name in table.tensors], np.int64)
+    table, sizes = layout.pieces, layout.tensors.itemsizes
     return int(((table.boxes[..., 1] - table.boxes[..., 0]).prod(axis=1, dtype=np.int64) * sizes[table.tensor]).sum())
 
 
-def _boxes(layout: WeightLayout, number: dict[str, int], width: int, *, add: bool) -> Boxes:
-    """Return the layout's boxes of the tensors in `number`.
+def _boxes(layout: WeightLayout, numbers: Ints, width: int) -> Boxes:
+    """Return the layout's boxes.
 
     Args:
-        number: by tensor name, its index.
-        add: add the layout's tensors to `number`.
+        numbers: by tensor of the layout's model, its index in the result; -1: left out.
     """
-    table = layout.table
-    numbers = [number.setdefault(name, len(number)) if add else number.get(name, -1) for name in table.tensors]
-    tensor = np.array(numbers, np.int64)[table.tensor]
+    table = layout.pieces
+    tensor = numbers[table.tensor]
     rows = np.flatnonzero(tensor >= 0)
     box = widen(table.boxes, width)[rows]
     return _bare(tensor[rows], box[..., 0], box[..., 1])

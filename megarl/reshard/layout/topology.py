@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ROTATION = 48
-"""Modulus of the index that rotates boxes over equal sources; a multiple of the usual numbers of holders."""
+import numpy as np
+
+from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.relay_tree import UNLIMITED, Entry, Path, RemoteSources
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,16 @@ class SourceSelector:
     """Selects the source rank for each rank that needs a box, among the ranks that hold it.
 
     The rank itself comes first, then a member of its group, then a holder on its node. If no rank of the node holds
-    the box, one rank of the node fetches it and relays it to the others (`relay`), so that it enters the node once.
+    the box, one rank of the node fetches it and relays it to the others, so that it enters the node once:
 
         holders 0 1   receivers 1 4 5 on nodes {0, 1}, {4, 5}      1 <- 1     4 <- 0 (or 1)     5 <- 4
 
-    Equally good holders are rotated if a fixed assignment would load them unevenly.
+    If there are more such nodes than holders, nodes also relay the box to each other (`RelayTree`), so that no holder
+    sends it to more than one of them. On a node that holds the box, a rank that needs it relays it to other nodes.
+
+    Equally good sources take turns. Only a few turns differ for boxes that come from other nodes, so that a rank does
+    not exchange messages with every rank of other nodes. If even that would be too many, an `Entry` determines where
+    the boxes enter.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class SourceSelector:
         group_of: Mapping[int, int],
         *,
         relay: bool,
+        remote: RemoteSources = UNLIMITED,
+        entry: Entry | None = None,
     ) -> None:
         """Assign each receiver its candidate sources.
 
@@ -51,46 +60,135 @@ class SourceSelector:
             holders: ranks in ascending order.
             receivers: ranks in ascending order.
             group_of: by rank in a group, the group's index.
-            relay: fetch a box once per node and relay it there.
+            relay: fetch a box once per node and relay it.
+            remote: limits on the sources of boxes from other nodes.
+            entry: where boxes enter the ring of machines in turn 0; None: derived from the first ranks.
         """
-        self._choices: dict[int, tuple[tuple[int, ...], int, tuple[int, ...]]] = {}
-        """By receiver: candidate sources, its position among receivers with the same candidates, and the ranks of its
-        node that take turns at fetching."""
+        self._choices: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By receiver that a holder serves: candidate sources, its position among receivers with the same."""
         on_node, in_group = _group_ranks(holders, topology.nodes), _group_ranks(holders, group_of)
         held = set(holders)
         positions: dict[tuple[int, ...], int] = {}
-        remote: dict[int, list[int]] = {}
+        fetching: dict[int, list[int]] = {}
         for rank in receivers:
             if rank in held:
-                self._choices[rank] = ((rank,), 0, ())
+                self._choices[rank] = ((rank,), 0)
                 continue
             candidates = in_group.get(group_of.get(rank, -1)) or on_node.get(topology.nodes[rank])
             if candidates is None and relay:
-                remote.setdefault(topology.nodes[rank], []).append(rank)
+                fetching.setdefault(topology.nodes[rank], []).append(rank)
                 continue
             choice = tuple(candidates or holders)
-            self._choices[rank] = (choice, positions.get(choice, 0), ())
+            self._choices[rank] = (choice, positions.get(choice, 0))
             positions[choice] = positions.get(choice, 0) + 1
-        # no rotation if a fixed assignment loads all holders equally: messages are then not split over sources
+        # no turns if a fixed assignment loads all holders equally: messages are then not split over sources
         self._fixed_choices = {choice for choice, count in positions.items() if count % len(choice) == 0}
-        for position, ranks in enumerate(remote.values()):
-            for rank in ranks:
-                self._choices[rank] = (tuple(holders), position, tuple(ranks))
+        self._holders, self._position = np.array(holders, np.int64), {rank: i for i, rank in enumerate(holders)}
+        ranks_of = _group_ranks(receivers, topology.nodes) if fetching else {}
+        self._machines = [np.array(fetching.get(node, ranks), np.int64) for node, ranks in ranks_of.items()]
+        """By node that needs the box, the ranks that take turns at fetching it, or at relaying what the node holds."""
+        self._machine_of = {rank: number for number, ranks in enumerate(self._machines) for rank in ranks.tolist()}
+        origins = [number for number, node in enumerate(ranks_of) if node not in fetching]
+        self._tree = remote.tree(tuple(holders), tuple(receivers), len(ranks_of), origins)
+        self._num_turns = remote.num_turns
+        self._entry = entry or Entry(holders[0] + receivers[0], holders[0], holders[0])
 
-    def source(self, rank: int, rotation: int) -> tuple[int, int]:
-        """Return the rank that `rank` receives from, and the hop: 0 from a holder, 1 from the fetching rank."""
-        choice, position, peers = self._choices[rank]
-        if peers:
-            fetcher = peers[rotation % len(peers)]
-            if fetcher != rank:
-                return fetcher, 1
-        elif choice in self._fixed_choices:
-            rotation = 0
-        return choice[(position + rotation) % len(choice)], 0
+    def sources(self, rank: int, turn: Ints) -> tuple[Ints, Ints]:
+        """Return the ranks [N] that `rank` receives N boxes from, and the hops [N].
 
-    def receivers_of(self, source: int, rotation: int, *, hop: int, among: Sequence[int]) -> list[int]:
-        """Return the other ranks of `among`, all of them receivers, that `source` sends to in the hop."""
-        return [rank for rank in among if rank != source and self.source(rank, rotation) == (source, hop)]
+        Hop 0 is from a holder. A rank that relays a box which it receives in hop h does so in hop h + 1.
+
+        Args:
+            turn: [N], the boxes' turns among equally good sources.
+        """
+        if rank in self._choices:
+            choice, position = self._choices[rank]
+            turn = np.zeros_like(turn) if choice in self._fixed_choices else turn
+            return np.array(choice, np.int64)[(position + turn) % len(choice)], np.zeros(len(turn), np.int64)
+        machine, (turn, rotation) = self._machine_of[rank], self._limit(turn)
+        fetcher, path = self._fetcher(machine, turn), self._tree.path(machine, rotation)
+        source = self._holders[(path.root + turn + self._entry.root) % len(self._holders)]
+        for number in set(path.parent.tolist()) - {-1}:
+            some = path.parent == number
+            source[some] = self._fetcher(number, turn[some])
+        hop = self._arrival(path, turn)
+        return np.where(fetcher == rank, source, fetcher), np.where(fetcher == rank, hop, hop + 1)
+
+    def sends(self, source: int, turn: Ints, among: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+        """Return which of N boxes `source` sends: (indices into `turn`, receiving ranks, hops).
+
+        Args:
+            among: receivers to consider; `source` itself is left out.
+        """
+        found = []
+        if source in self._position:
+            for rank in among:
+                if rank != source and rank in self._choices and source in self._choices[rank][0]:
+                    sources, _ = self.sources(rank, turn)
+                    found.append(_select(np.flatnonzero(sources == source), rank, 0))
+            if len(self._tree.origins) < len(self._machines):
+                found += self._enters(source, turn, among)
+        if source in self._machine_of:
+            found += self._relays(source, turn, among)
+        if not found:
+            return (np.zeros(0, np.int64),) * 3
+        boxes, ranks, hops = (np.concatenate(column) for column in zip(*found, strict=True))
+        return boxes, ranks, hops
+
+    def _enters(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
+        """Return what `source`, a holder, sends as a root."""
+        turn, rotation = self._limit(turn)
+        root = (self._position[source] - turn - self._entry.root) % len(self._holders)
+        machines = self._tree.entries(root, rotation)
+        found = []
+        for number in set(machines.tolist()) - {-1}:
+            boxes = np.flatnonzero(machines == number)
+            found.append(_to_some(boxes, self._fetcher(number, turn[boxes]), np.zeros(len(boxes), np.int64), among))
+        return found
+
+    def _relays(self, source: int, turn: Ints, among: Sequence[int]) -> list[tuple[Ints, Ints, Ints]]:
+        machine, (turn, rotation) = self._machine_of[source], self._limit(turn)
+        mine = np.flatnonzero(self._fetcher(machine, turn) == source)
+        hop = self._arrival(self._tree.path(machine, rotation[mine]), turn[mine]) + 1
+        found = []
+        if machine not in self._tree.origins:  # else holders send to the others
+            others = [rank for rank in self._machines[machine].tolist() if rank != source and rank in among]
+            found += [_select(mine, rank, hop) for rank in others]
+        for boxes, number in self._tree.children(machine, rotation[mine]):
+            found.append(_to_some(mine[boxes], self._fetcher(number, turn[mine[boxes]]), hop[boxes], among))
+        return found
+
+    def _arrival(self, path: Path, turn: Ints) -> Ints:
+        """Return the hop [N] in which each box arrives at the rank that fetches it; -1: that rank holds it."""
+        arrival = path.passed.copy()
+        for number in set(path.origin.tolist()) - {-1}:
+            some = np.flatnonzero(path.origin == number)
+            arrival[some] -= np.isin(self._fetcher(number, turn[some]), self._holders)
+        return arrival
+
+    def _limit(self, turn: Ints) -> tuple[Ints, Ints]:
+        """Return the turns [N] of boxes from other nodes, and where each box enters the ring of machines [N]."""
+        stride = 1
+        if self._num_turns is not None:
+            turn, stride = turn % self._num_turns, max(len(self._machines) // self._num_turns, 1)
+        return turn, self._entry.rotation + turn * stride
+
+    def _fetcher(self, machine: int, turn: Ints) -> Ints:
+        """Return the rank of the machine that fetches each box [N]."""
+        ranks = self._machines[machine]
+        fetcher: Ints = ranks[(turn + self._entry.fetcher) % len(ranks)]
+        return fetcher
+
+
+def _to_some(boxes: Ints, ranks: Ints, hop: Ints, among: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+    """Return the boxes that go to ranks of `among`, these ranks, and the hops."""
+    kept = np.isin(ranks, among)
+    return boxes[kept], ranks[kept], hop[kept]
+
+
+def _select(boxes: Ints, rank: int, hop: Ints | int) -> tuple[Ints, Ints, Ints]:
+    ranks = np.full(len(boxes), rank, np.int64)
+    return boxes, ranks, np.broadcast_to(np.asarray(hop, np.int64), len(boxes))
 
 
 def _group_ranks(ranks: Sequence[int], key_of: Sequence[int] | Mapping[int, int]) -> dict[int, list[int]]:

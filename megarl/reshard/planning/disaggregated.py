@@ -23,9 +23,10 @@ from torch import Tensor
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, without
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan
-from megarl.reshard.planning.strategy import Sinks, SyncStats
+from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan, release_indexes
+from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncStats
 from megarl.reshard.transfer.bucket import split_into_buckets, torch_dtype
+from megarl.reshard.transfer.delta_sync import DeltaSync
 from megarl.reshard.transfer.executor import BoxExecutor
 from megarl.reshard.transfer.process_groups import TransferGroup, connect_group
 from megarl.reshard.transfer.sink import Parameters
@@ -76,7 +77,6 @@ class TransferSpec:
         Raises:
             WeightSyncError: no trainer rank holds an element that an engine needs, or the dtypes differ.
         """
-        self._check_dtypes()
         return self._plan(rank, [without(need, self.full_tensors) for need in self.needs], self.bucket_bytes)
 
     def plan_full_tensors(self, rank: int) -> list[FullPlan]:
@@ -85,7 +85,6 @@ class TransferSpec:
         The temporary tensors of one plan and its rounds together take at most two buckets, except for single tensors
         larger than a bucket. Raises as `plan` does.
         """
-        self._check_dtypes()
         specs = {name: self.needs[0].tensors[name] for name in self.full_tensors}
         plans = []
         for names in split_into_buckets(specs, self.bucket_bytes):
@@ -108,24 +107,12 @@ class TransferSpec:
         sources = [*self.sources, *(nothing for _ in layouts)]
         return cached_plan(sources, needs, Topology(self.nodes), rank, bucket_bytes)
 
-    def _check_dtypes(self) -> None:
-        held = self.sources[0].tensors
-        for name, spec in self.needs[0].tensors.items():
-            if name in held and held[name].dtype != spec.dtype:
-                raise WeightSyncError(f"{name}: the engines hold {spec.dtype}, the trainer {held[name].dtype}")
-
     def fingerprint(self) -> str:
-        """Return a digest that is equal in all processes with equal inputs."""
+        """Return a digest that is equal in all processes with equal inputs, except for names of local tensors."""
         fields = self.num_engines, self.nodes, self.bucket_bytes, self.full_tensors
         digest = hashlib.blake2b(repr(fields).encode(), digest_size=16)
-        numbers: dict[WeightLayout, int] = {}
         for layout in (*self.sources, *self.needs):
-            is_new = layout not in numbers
-            digest.update(f"layout {numbers.setdefault(layout, len(numbers))}".encode())
-            if is_new:
-                digest.update(repr((list(layout.tensors.items()), layout.table.tensors, layout.table.locals)).encode())
-                for array in (layout.table.tensor, layout.table.local, layout.table.boxes, layout.table.local_boxes):
-                    digest.update(array.tobytes())
+            digest.update(layout.box_digest)
         return digest.hexdigest()
 
 
@@ -135,8 +122,11 @@ class TransferRank:
     def __init__(self, transfer_spec: TransferSpec, rank: int) -> None:
         """Make the plans of `rank`; raises as `TransferSpec.plan` does."""
         self.rank, self.plan, self.full_plans = rank, transfer_spec.plan(rank), transfer_spec.plan_full_tensors(rank)
+        release_indexes()
         self._fingerprint = transfer_spec.fingerprint()
         self._transport: Transport | None = None
+        self._delta: DeltaSync | None = None
+        """Made for the first sync that may leave boxes out."""
 
     @property
     def is_connected(self) -> bool:
@@ -152,15 +142,16 @@ class TransferRank:
         self.close()
         self._transport = connect_group(transfer_group, self.rank, self._fingerprint)
 
-    def push(self, tensors: Mapping[str, Tensor], _: Sinks) -> SyncStats:
+    def push(self, tensors: Mapping[str, Tensor], _: Sinks, delta: DeltaUpdate | None = None) -> SyncStats:
         """Run the part of a trainer rank, as `Strategy.push`; sinks are unused: engine ranks receive directly."""
-        return self.run(tensors, None)
+        return self.run(tensors, None, delta=delta)
 
     def run(
         self,
         tensors: Mapping[str, Tensor],
         target: Parameters | None,
         load: Callable[[Mapping[str, Tensor]], None] | None = None,
+        delta: DeltaUpdate | None = None,
     ) -> SyncStats:
         """Run one sync; collective over all ranks.
 
@@ -168,17 +159,30 @@ class TransferRank:
             tensors: the tensors of a trainer rank, under the names of its layout; empty on an engine rank.
             target: the parameters of an engine rank; None on a trainer rank.
             load: loads full tensors into the model of an engine rank; it must not keep references to them.
+            delta: leave out boxes that have not changed, but no full tensors; None: leave out nothing.
 
         Raises:
             WeightSyncError: another rank is lost or late; the ranks have to `connect` again. Boxes that arrived before
                 the failure are already in the parameters.
         """
-        if not self.is_connected:
+        if self._transport is None or self._transport.is_closed:
+            reason = self._transport.abort_reason if self._transport is not None else ""
+            why = f" (the sync was aborted: {reason})" if reason else ""
             raise WeightSyncError(
-                f"rank {self.rank} has no connections to the other ranks: call `connect` before a sync"
+                f"rank {self.rank} has no connections to the other ranks{why}: call `connect` before a sync"
             )
-        counted = [self._run_full_plan(full_plan, tensors, target, load) for full_plan in self.full_plans]
-        return sum(counted, self._execute(self.plan, tensors, target))
+        with self._transport.syncing():
+            counted = [self._run_full_plan(full_plan, tensors, target, load) for full_plan in self.full_plans]
+            return sum(counted, self._run_boxes(tensors, target, delta))
+
+    def _run_boxes(
+        self, tensors: Mapping[str, Tensor], target: Parameters | None, delta: DeltaUpdate | None
+    ) -> SyncStats:
+        if delta is None:
+            return self._execute(self.plan, tensors, target)
+        assert self._transport is not None
+        self._delta = self._delta or DeltaSync(self.rank, self.plan.rounds)
+        return self._delta.run(tensors, target, delta, self._transport)
 
     def _run_full_plan(
         self,
@@ -190,9 +194,8 @@ class TransferRank:
         if target is None:
             return self._execute(full_plan.rounds, tensors, None)
         assert load is not None, f"rank {self.rank} has no function to load {list(full_plan.tensors)}"
-        device = next(iter(target.tensors.values())).device
         temporary = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=target.device)
             for name, spec in full_plan.tensors.items()
         }
         stats = self._execute(full_plan.rounds, tensors, Parameters(temporary))

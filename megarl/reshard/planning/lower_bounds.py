@@ -9,8 +9,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from megarl.reshard.layout.box_index import Ints, hash_rows
+from megarl.reshard.layout.boxes import Ints, hash_rows
 from megarl.reshard.layout.layout import Box, PieceTable, WeightLayout, intersect, volume, widen
+from megarl.reshard.layout.model_tensors import Names
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.transfer.bucket import torch_dtype
 
@@ -66,13 +67,13 @@ class NeedIndex:
         self._number: dict[str, int] = {}
         sizes: list[int] = []
         for layout in layouts:
-            for name in layout.table.tensors:
+            for name in (layout.tensors.names[i] for i in np.unique(layout.pieces.tensor).tolist()):
                 if name not in self._number:
                     self._number[name] = len(self._number)
                     sizes.append(torch_dtype(layout.tensors[name].dtype).itemsize)
-        self._numbers: dict[tuple[str, ...], Ints] = {}
-        tables = [layout.table for layout in layouts]
-        self._width = max((table.boxes.shape[1] for table in tables), default=1)
+        self._numbers: dict[Names, Ints] = {}
+        tables = [layout.pieces for layout in layouts]
+        self._width = max((table.columns.width for table in tables), default=1)
         needed = [self._rows(table) for table in tables]
         mark = np.zeros(len(sizes), np.uint64)
         for number, (tensor, boxes) in enumerate(needed):
@@ -127,7 +128,7 @@ class NeedIndex:
 
     def _read_held(self, held: Layouts) -> dict[int, list[tuple[int, tuple[Box, ...]]]]:
         """Return, by kind, (number of tensors, held boxes) for tensors of which any box is held."""
-        rows = [self._rows(layout.table) for layout in held]
+        rows = [self._rows(layout.pieces) for layout in held]
         if not rows:
             return {}
         tensor, boxes = (np.concatenate(column) for column in zip(*rows, strict=True))

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.box_index import Boxes, Ints, NeedClass, SyncIndex, extents, intersections
-from megarl.reshard.layout.topology import ROTATION
-
-HOPS = 2
-"""Hop 0: from a holder; hop 1: from the rank that fetched the box for its node."""
+from megarl.reshard.layout.box_index import NeedClass, SyncIndex
+from megarl.reshard.layout.boxes import Boxes, Ints, extents, intersections
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +21,7 @@ class Moves:
 
     round: Ints
     hop: Ints
+    """0: from a holder; h + 1: from a rank that relays what it received in hop h."""
     peer: Ints
     """The other rank; the rank itself for boxes that it holds."""
     tensor: Ints
@@ -53,6 +51,8 @@ class RankPlan:
     rank: int
     num_rounds: int
     """Number of rounds, the same on every rank."""
+    num_hops: int
+    """Number of hops of every round, the same on every rank."""
     receives: Moves
     """Boxes that the rank needs, including those it holds itself."""
     held: Boxes
@@ -84,7 +84,7 @@ def plan_rank(index: SyncIndex, rank: int) -> RankPlan:
     if gathered.any():
         is_gathered = np.isin(sends.item, np.unique(receives.item[gathered])) & np.isin(sends.peer, group)
         sends = sends.take(np.flatnonzero(~is_gathered))
-    return RankPlan(rank, index.num_rounds, receives, own_boxes, own, sends, gathered, group)
+    return RankPlan(rank, index.num_rounds, index.num_hops, receives, own_boxes, own, sends, gathered, group)
 
 
 def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tuple[Moves, Ints, Boxes]:
@@ -94,10 +94,10 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
     need = index.classes[number]
     at, of, low, high = intersections(need.boxes, index.held, index.held_start, index.held_count)
     _check_complete(index, rank, need.boxes, at, low, high)
-    rotations = _rotation_offsets(index, need, at, of, low, high)
+    turns = _turns(index, need, at, of, low, high)
     peer, hop = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
-    for rows, (holders, receivers, rotation) in _group_rows(index.held_by[of], need.receivers[at], rotations):
-        peer[rows], hop[rows] = index.source_selector(holders, receivers).source(rank, rotation)
+    for rows, (holders, receivers) in _group_rows(index.held_by[of], need.receivers[at]):
+        peer[rows], hop[rows] = index.source_selector(holders, receivers).sources(rank, turns[rows])
     moves = _moves(index, peer, hop, need.boxes, at, low, high)
     order = _message_order(index, moves)
     moves, of = moves.take(order), of[order]
@@ -106,18 +106,15 @@ def _receives(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> tupl
 
 
 def _sends(index: SyncIndex, rank: int, mine: Boxes, held_rows: Ints) -> Moves:
-    """Return what `rank` sends: boxes it holds, and boxes it fetches and relays within its node."""
+    """Return what `rank` sends: boxes that it holds, and boxes that it fetches and relays."""
     found = []
     own_start, own_count = extents(mine.tensor, len(index.names))
-    fetches_for = _receiver_sets_to_relay(index, rank) if index.relay and rank in index.class_of else ()
+    relayed_sets = _receiver_sets_to_relay(index, rank) if index.relay and rank in index.class_of else ()
     for need in index.classes:
         some = np.flatnonzero(own_count[need.boxes.tensor])
-        found += _sends_to_class(index, rank, need, some, mine, own_start, own_count, held_rows, hop=0)
-        if len(fetches_for) and any(index.topology.same_node(rank, r) and r != rank for r in need.ranks):
-            shared = np.flatnonzero(np.isin(need.receivers, fetches_for))
-            found += _sends_to_class(
-                index, rank, need, shared, index.held, index.held_start, index.held_count, None, hop=1
-            )
+        found += _sends_to_class(index, rank, need, some, mine, own_start, own_count, held_rows)
+        shared = np.flatnonzero(np.isin(need.receivers, relayed_sets))
+        found += _sends_to_class(index, rank, need, shared, index.held, index.held_start, index.held_count, None)
     if not found:
         return _no_moves(index.width)
     moves = Moves(*(np.concatenate([getattr(m, name) for m in found]) for name in Moves.__slots__))
@@ -133,40 +130,41 @@ def _sends_to_class(
     start: Ints,
     count: Ints,
     held_rows: Ints | None,
-    *,
-    hop: int,
 ) -> list[Moves]:
-    """Return what `rank` sends to the ranks of `need`, restricted to the boxes `rows`."""
+    """Return what `rank` sends to the ranks of `need`, restricted to the boxes `rows`.
+
+    Args:
+        held: the boxes that `rank` holds, or all held boxes to find what it relays.
+        held_rows: rows of `index.held`, by box that `rank` holds; None: `held` are all held boxes.
+    """
     boxes = need.boxes.take(rows)
     at, of, low, high = intersections(boxes, held, start, count)
     if not len(at):
         return []
     number = of if held_rows is None else held_rows[of]
-    rotations = _rotation_offsets(index, need, rows[at], number, low, high)
-    pairs, peers = [], []
-    for same, (holders, receivers, rotation) in _group_rows(index.held_by[number], need.receivers[rows[at]], rotations):
-        to = index.source_selector(holders, receivers).receivers_of(rank, rotation, hop=hop, among=need.ranks)
-        pairs.append(np.tile(same, len(to)))
-        peers.append(np.repeat(np.array(to, np.int64), len(same)))
-    pair, peer = np.concatenate(pairs), np.concatenate(peers)
+    turns = _turns(index, need, rows[at], number, low, high)
+    pairs, peers, hops = [], [], []
+    for same, (holders, receivers) in _group_rows(index.held_by[number], need.receivers[rows[at]]):
+        if (rank in index.holders[holders]) == (held_rows is None):
+            continue
+        sent, to, hop = index.source_selector(holders, receivers).sends(rank, turns[same], need.ranks)
+        pairs.append(same[sent])
+        peers.append(to)
+        hops.append(hop)
+    if not pairs:
+        return []
+    pair, peer, hop = np.concatenate(pairs), np.concatenate(peers), np.concatenate(hops)
     order = np.lexsort((pair, peer))
     pair, peer = pair[order], peer[order]
-    moves = _moves(index, peer, np.full(len(pair), hop), boxes, at[pair], low[pair], high[pair])
-    if hop == 0:
+    moves = _moves(index, peer, hop[order], boxes, at[pair], low[pair], high[pair])
+    if held_rows is not None:
         return [_with_local(moves, held.local[of[pair]], held.shift[of[pair]])]
     return [_with_local(moves, np.full(len(pair), -1), np.zeros_like(moves.shift))]
 
 
 def _receiver_sets_to_relay(index: SyncIndex, rank: int) -> Ints:
-    """Return the indices of the receiver sets that contain `rank` and another rank of its node."""
-    return np.array(
-        [
-            number
-            for number, ranks in enumerate(index.receiver_sets)
-            if rank in ranks and sum(index.topology.same_node(rank, r) for r in ranks) > 1
-        ],
-        np.int64,
-    )
+    """Return the indices of the receiver sets that contain `rank` and other ranks."""
+    return np.array([n for n, ranks in enumerate(index.receiver_sets) if rank in ranks and len(ranks) > 1], np.int64)
 
 
 def _find_gathers(index: SyncIndex, rank: int, receives: Moves) -> tuple[Ints, tuple[int, ...]]:
@@ -201,12 +199,12 @@ def _find_tensors_held_twice(index: SyncIndex, group: tuple[int, ...]) -> Ints:
     return np.unique(index.held.tensor[twice[index.held_by]])
 
 
-def _rotation_offsets(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
-    """Return the rotation index of each box over equal sources; depends on the box only, so all ranks agree."""
+def _turns(index: SyncIndex, need: NeedClass, at: Ints, of: Ints, low: Ints, high: Ints) -> Ints:
+    """Return the turn [N] of each box among equally good sources; depends on the box only, so all ranks agree."""
     tensor = need.boxes.tensor[at]
     place = (low // np.maximum(high - low, 1)).sum(axis=1)
-    offsets: Ints = (index.order[tensor] + of - index.held_start[tensor] + place) % ROTATION
-    return offsets
+    turns: Ints = index.order[tensor] + of - index.held_start[tensor] + place
+    return turns
 
 
 def _group_rows(*columns: Ints) -> list[tuple[Ints, tuple[int, ...]]]:

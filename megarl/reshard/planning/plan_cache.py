@@ -1,21 +1,29 @@
-"""Plan cache: a plan is a pure function of the layouts, so the same layouts return the cached plan."""
+"""Plan cache: a plan is a pure function of the layouts, so the same layouts return the cached plan.
+
+The key of a plan is a digest of its inputs. Neither the layouts nor the index tables are kept for it: those of a large
+model take more memory than all plans together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import TypeVar
 
 from megarl.reshard.layout.box_index import SyncIndex
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.model_tensors import digest_of
 from megarl.reshard.layout.topology import Topology
+from megarl.reshard.planning import rounds as round_planning
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.rounds import Round, build_rounds
-from megarl.reshard.transfer.executor import BufferSizes
+from megarl.reshard.transfer.round_buffers import BufferSizes
+
+T = TypeVar("T")
 
 PLAN_CACHE_SIZE = 8
-PADDING = 1024
-"""Bytes of a bucket reserved for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,10 @@ class RoundPlan:
 
     rounds: tuple[Round, ...]
     buffer_sizes: BufferSizes
+
+
+_plans: OrderedDict[bytes, RoundPlan] = OrderedDict()
+_indexes: OrderedDict[bytes, SyncIndex] = OrderedDict()
 
 
 def cached_index(
@@ -36,21 +48,16 @@ def cached_index(
     relay: bool = True,
 ) -> SyncIndex:
     """Return the cached `SyncIndex` whose rounds, with all their buffers, fit in two buckets of `bucket_bytes`."""
-    ranks = tuple(sorted(needs))
-    return _index(
-        tuple(sources),
-        ranks,
-        tuple(needs[rank] for rank in ranks),
-        topology,
-        tuple(map(tuple, groups)),
-        relay,
-        round_bytes(bucket_bytes),
-    )
+    large_bytes = round_planning.LARGE_MESSAGE_BYTES
 
+    def make() -> SyncIndex:
+        return SyncIndex(
+            sources, needs, topology, groups=groups, relay=relay, bucket_bytes=bucket_bytes, large_bytes=large_bytes
+        )
 
-def round_bytes(bucket_bytes: int) -> int:
-    """Return the most bytes that a rank receives in a round: half of the memory is for receiving, half for sending."""
-    return max(bucket_bytes // 2 - PADDING, bucket_bytes // 4)
+    # with the names of local tensors: an index looks those of its ranks up
+    held = _digests(sources, lambda layout: layout.digest)
+    return _cached(_indexes, _key(held, needs, topology, bucket_bytes, large_bytes, groups, relay), make)
 
 
 def cached_plan(
@@ -63,32 +70,65 @@ def cached_plan(
     groups: Sequence[Sequence[int]] = (),
     relay: bool = True,
 ) -> RoundPlan:
-    """Return the rounds of `rank`; they need at most two buckets of `bucket_bytes`, except for larger single rows."""
-    index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
-    return _plan(index, rank, bucket_bytes)
+    """Return the rounds of `rank`; they need at most two buckets of `bucket_bytes`, except for larger single rows.
+
+    The names of local tensors are needed in the layouts of `rank` only.
+
+    Raises:
+        WeightSyncError: no rank holds an element that `rank` needs, or ranks have a tensor in different dtypes.
+    """
+
+    def make() -> RoundPlan:
+        index = cached_index(sources, needs, topology, bucket_bytes, groups=groups, relay=relay)
+        rounds = tuple(build_rounds(index, plan_rank(index, rank)))
+        return RoundPlan(rounds, BufferSizes.for_rounds(rounds))
+
+    held = [*_digests(sources, lambda layout: layout.box_digest), sources[rank].digest, b"%d" % rank]
+    large_bytes = round_planning.LARGE_MESSAGE_BYTES
+    return _cached(_plans, _key(held, needs, topology, bucket_bytes, large_bytes, groups, relay), make)
 
 
-@lru_cache(maxsize=PLAN_CACHE_SIZE)
-def _index(
-    sources: tuple[WeightLayout, ...],
-    ranks: tuple[int, ...],
-    needs: tuple[WeightLayout, ...],
+def _key(
+    held: Sequence[bytes],
+    needs: Mapping[int, WeightLayout],
     topology: Topology,
-    groups: tuple[tuple[int, ...], ...],
+    bucket_bytes: int,
+    large_bytes: int,
+    groups: Sequence[Sequence[int]],
     relay: bool,
-    round_bytes: int,
-) -> SyncIndex:
-    layouts = dict(zip(ranks, needs, strict=True))
-    return SyncIndex(sources, layouts, topology, groups=groups, relay=relay, bucket_bytes=round_bytes)
+) -> bytes:
+    """Return a digest of the inputs of a plan; `held`: digests of the trainer's layouts."""
+    ranks = sorted(needs)
+    others = ranks, topology.nodes, bucket_bytes, large_bytes, [list(group) for group in groups], relay
+    needed = _digests([needs[rank] for rank in ranks], lambda layout: layout.digest)
+    return digest_of([b"".join(held), repr(others).encode(), b"".join(needed)])
 
 
-@lru_cache(maxsize=PLAN_CACHE_SIZE)
-def _plan(index: SyncIndex, rank: int, bucket_bytes: int) -> RoundPlan:
-    rounds = tuple(build_rounds(index, plan_rank(index, rank)))
-    return RoundPlan(rounds, BufferSizes.for_rounds(rounds, bucket_bytes))
+def _digests(layouts: Sequence[WeightLayout], digest: Callable[[WeightLayout], bytes]) -> list[bytes]:
+    found = {key: digest(layout) for key, layout in {id(layout): layout for layout in layouts}.items()}
+    return [found[id(layout)] for layout in layouts]
+
+
+def _cached(cache: OrderedDict[bytes, T], key: bytes, make: Callable[[], T]) -> T:
+    """Return the value of `key`, made if it is missing; the cache keeps the last `PLAN_CACHE_SIZE` used."""
+    if key not in cache:
+        cache[key] = make()
+        while len(cache) > PLAN_CACHE_SIZE:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def release_indexes() -> None:
+    """Return the memory of index tables and decoded layouts, which planning needs, to the system; plans are kept."""
+    while _indexes:
+        _indexes.popitem()[1].release_layouts()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which keeps hundreds of MB otherwise
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 def clear_plan_cache() -> None:
     """Clear the cached plans and index tables."""
-    _index.cache_clear()
-    _plan.cache_clear()
+    _plans.clear()
+    _indexes.clear()

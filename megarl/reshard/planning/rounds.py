@@ -16,9 +16,11 @@ from itertools import groupby
 
 import numpy as np
 
-from megarl.reshard.layout.box_index import Ints, SyncIndex
+from megarl.reshard.layout.box_index import SyncIndex
+from megarl.reshard.layout.boxes import Ints, hash_rows, local_extents
 from megarl.reshard.layout.layout import Box
-from megarl.reshard.planning.plan import HOPS, Moves, RankPlan
+from megarl.reshard.layout.round_limits import are_contiguous
+from megarl.reshard.planning.plan import Moves, RankPlan
 from megarl.reshard.transfer.bucket import BoxSlot
 
 ALIGNMENT = 16
@@ -54,6 +56,9 @@ class Send:
 
     to: int
     parts: tuple[MessagePart, ...]
+    staging_offset: int | None
+    """Offset in the staging buffer that the parts are packed at; None: the only part is sent from where it lies.
+    Messages to several ranks with equal parts have the same offset."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +101,8 @@ class Hop:
 
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
+    staging_bytes: int
+    """Size of the staging buffer that the sends are packed into."""
 
     @property
     def bytes_sent(self) -> int:
@@ -111,6 +118,8 @@ class Round:
     gathers: tuple[Gather, ...]
     hops: tuple[Hop, ...]
     bucket_bytes: int
+    regions: tuple[int, ...]
+    """Sizes of consecutive regions of the bucket, of which each received message is one."""
 
     @property
     def slots(self) -> tuple[BoxSlot, ...]:
@@ -153,7 +162,7 @@ class _RoundBuilder:
         self._index, self._plan = index, plan
         self._dims = [len(spec.shape) for spec in index.specs]
         need = index.classes[index.class_of[plan.rank]].locals if plan.rank in index.class_of else ()
-        self._need_locals, self._source_locals = need, index.sources[plan.rank].table.locals
+        self._need_locals, self._source_locals = need, index.sources[plan.rank].pieces.locals.strings
         receives, sends, held = plan.receives, plan.sends, plan.held
         self._held_row = dict(zip(plan.own_rows.tolist(), range(len(plan.own_rows)), strict=True))
         self._boxes = _lists(receives.start + receives.shift, receives.stop + receives.shift)
@@ -166,6 +175,7 @@ class _RoundBuilder:
         self._send_hop, self._send_peer = sends.hop.tolist(), sends.peer.tolist()
         self._send_size, self._send_local = sends.num_bytes.tolist(), sends.local.tolist()
         self._send_tensor = sends.tensor.tolist()
+        self._in_place, self._send_key = self._find_equal_sends()
 
     def build(self) -> list[Round]:
         edges = np.arange(self._plan.num_rounds + 1)
@@ -175,22 +185,22 @@ class _RoundBuilder:
 
     def _round(self, received: Sequence[int], sent: Sequence[int]) -> Round:
         rank = self._plan.rank
-        self._end = 0
+        self._end = self._split = 0
+        self._regions: list[int] = []
         self._bucket_offsets: dict[int, int] = {}
         gathers = tuple(self._gathers([row for row in received if self._gathered[row]]))
         rest = [row for row in received if not self._gathered[row]]
+        self._end = _aligned(self._end)
         copies = tuple(self._copy(row) for row in rest if self._peer[row] == rank)
-        receives: list[list[Receive]] = [[] for _ in range(HOPS)]
+        receives: list[list[Receive]] = [[] for _ in range(self._plan.num_hops)]
         for hop, source, rows in _group_by_peer(
             [row for row in rest if self._peer[row] != rank], self._hop, self._peer
         ):
             for message in _split_messages(rows, self._size):
                 receives[hop].append(self._receive(source, message))
-        sends: list[list[Send]] = [[] for _ in range(HOPS)]
-        if sent:
-            self._fill_sends(sends, sent, received)
-        hops = tuple(Hop(tuple(sends[hop]), tuple(receives[hop])) for hop in range(HOPS))
-        return Round(copies, gathers, hops, self._end)
+        sends, staging = self._sends(sent, received)
+        hops = tuple(Hop(tuple(sends[hop]), tuple(receives[hop]), staging[hop]) for hop in range(self._plan.num_hops))
+        return Round(copies, gathers, hops, self._end, tuple(self._regions))
 
     def _gathers(self, rows: Sequence[int]) -> Iterator[Gather]:
         """Yield one all-gather for all small items, and one per large item."""
@@ -228,6 +238,8 @@ class _RoundBuilder:
     def _receive(self, source: int, rows: Sequence[int]) -> Receive:
         begin = self._end = _aligned(self._end)
         slots = tuple([self._slot(row) for row in rows])
+        self._regions += [begin - self._split, self._end - begin] if begin > self._split else [self._end - begin]
+        self._split = self._end
         return Receive(source, begin, self._end - begin, slots)
 
     def _slot(self, row: int) -> BoxSlot:
@@ -238,7 +250,10 @@ class _RoundBuilder:
         box = self._boxes[row][: self._dims[tensor]]
         return BoxSlot(self._need_locals[self._local[row]], box, self._index.specs[tensor].dtype, offset)
 
-    def _fill_sends(self, hops: Sequence[list[Send]], sent: Sequence[int], received: Sequence[int]) -> None:
+    def _sends(self, sent: Sequence[int], received: Sequence[int]) -> tuple[list[list[Send]], list[int]]:
+        """Return the messages of each hop, and the bytes that they take in the staging buffer."""
+        sends: list[list[Send]] = [[] for _ in range(self._plan.num_hops)]
+        ends, packed = [0] * self._plan.num_hops, [dict[tuple[int, ...], int]() for _ in range(self._plan.num_hops)]
         hop, peer, size = self._send_hop, self._send_peer, self._send_size
         bucket_offsets = (
             {self._key(self._plan.receives, row): self._bucket_offsets[row] for row in received}
@@ -247,9 +262,28 @@ class _RoundBuilder:
         )
         for number, to, rows in _group_by_peer(sent, hop, peer):
             for message in _split_messages(rows, size):
-                hops[number].append(
-                    Send(to, tuple([self._sent_part(row, size[row], bucket_offsets) for row in message]))
-                )
+                parts = tuple([self._sent_part(row, size[row], bucket_offsets) for row in message])
+                if len(message) == 1 and self._in_place[message[0]]:
+                    sends[number].append(Send(to, parts, None))
+                    continue
+                key = tuple([self._send_key[row] for row in message])
+                if key not in packed[number]:
+                    packed[number][key] = begin = _aligned(ends[number])
+                    ends[number] = begin + sum([size[row] for row in message])
+                sends[number].append(Send(to, parts, packed[number][key]))
+        return sends, ends
+
+    def _find_equal_sends(self) -> tuple[list[bool], list[int]]:
+        """Return, by row of the sends, whether its box is sent from where it lies, and a key equal for equal boxes."""
+        sends = self._plan.sends
+        extent = local_extents(self._index.sources[self._plan.rank].pieces, self._index.width)
+        begin, end = sends.start + sends.shift, sends.stop + sends.shift
+        if not len(extent):  # this rank holds nothing, it only relays
+            in_place = np.ones(len(sends), bool)
+        else:
+            in_place = (sends.local < 0) | are_contiguous(begin, end, extent[sends.local])
+        keys = hash_rows([sends.tensor, sends.local, *sends.start.T, *sends.stop.T])
+        return in_place.tolist(), keys.tolist()
 
     def _sent_part(self, row: int, size: int, bucket_offsets: dict[tuple[int, ...], int]) -> MessagePart:
         local = self._send_local[row]

@@ -14,7 +14,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.transfer.sink import Parameters, ShardSink, WeightSink
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: pickled in C, by each of thousands of ranks
 class SyncStats:
     """Statistics of one sync, counted by this rank at its send and receive calls."""
 
@@ -30,6 +30,16 @@ class SyncStats:
     messages: int = 0
     """Number of point-to-point messages received."""
     collectives: int = 0
+    bytes_not_received: int = 0
+    """Bytes that a whole sync would have received, and that have not changed."""
+    bytes_not_delivered: int = 0
+    """Bytes that a whole sync would have delivered to rollout engines, and that have not changed."""
+    mark_bytes: int = 0
+    """Bytes received that tell which weights have changed, contained in `bytes_received`."""
+    pieces: int = 0
+    """Number of pieces of the boxes that this rank sends or copies, if they are compared."""
+    changed_pieces: int = 0
+    """Number of these pieces that were sent or copied."""
 
     def __add__(self, after: SyncStats) -> SyncStats:
         """Combine two consecutive parts of a sync; the first frees its memory before the second begins."""
@@ -41,7 +51,22 @@ class SyncStats:
             peak_extra_bytes=max(self.peak_extra_bytes, after.peak_extra_bytes),
             messages=self.messages + after.messages,
             collectives=self.collectives + after.collectives,
+            bytes_not_received=self.bytes_not_received + after.bytes_not_received,
+            bytes_not_delivered=self.bytes_not_delivered + after.bytes_not_delivered,
+            mark_bytes=self.mark_bytes + after.mark_bytes,
+            pieces=self.pieces + after.pieces,
+            changed_pieces=self.changed_pieces + after.changed_pieces,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaUpdate:
+    """What a sync may leave out; plain data, the same on all ranks and engines that take part."""
+
+    number: int
+    """Number of this sync, unique in the run."""
+    base: int | None = None
+    """The sync that all receivers hold: send only what has changed since. None: send all weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

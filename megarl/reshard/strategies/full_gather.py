@@ -23,8 +23,15 @@ from megarl.reshard.planning.plan_cache import RoundPlan, cached_plan
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.reshard.transfer.executor import BoxExecutor
-from megarl.reshard.transfer.process_groups import destroy_group, make_group
+from megarl.reshard.transfer.process_groups import (
+    destroy_group,
+    make_group,
+    make_sync_group,
+    make_sync_transport,
+    raise_on_all_ranks,
+)
 from megarl.reshard.transfer.sink import Parameters
+from megarl.reshard.transfer.transport import Transport
 
 LAYOUT_CACHE_SIZE = 4
 """Size of the layout caches: the same model gives the same layout object, by which plans are cached."""
@@ -79,18 +86,35 @@ def _rows(box: Box, first: int, last: int) -> Box:
 class FullGather:
     """The strategies `ds_chat` and `hybridflow_v`; for the latter, `context.groups` are the training replicas."""
 
-    def __init__(self, context: SyncContext, bucket_bytes: int, method: Literal["ds_chat", "hybridflow_v"]) -> None:
+    def __init__(
+        self,
+        context: SyncContext,
+        bucket_bytes: int,
+        method: Literal["ds_chat", "hybridflow_v"],
+        timeout_seconds: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """Plan and create process groups; collective over all ranks. The last two are as for `BoxStrategy`."""
         self._rank = context.rank
         self._full_layout = full_layout(context.sources[0])
-        self._gather_plan, self._local_plan = plan_full_gather(context, bucket_bytes, method)
+        with raise_on_all_ranks():
+            self._gather_plan, self._local_plan = plan_full_gather(context, bucket_bytes, method)
         self._gather_group = make_group(context.rank, context.groups)
+        self._sync_group, self._transport = None, Transport()
+        if timeout_seconds is not None:
+            self._sync_group = make_sync_group(timeout_seconds)
+            self._transport = make_sync_transport(self._sync_group, timeout_seconds, backend)
 
     def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
         """Gather the full model, then deliver this rank's part, as `Strategy.push`."""
-        gather = BoxExecutor(self._rank, self._gather_plan.rounds, self._gather_plan.buffer_sizes, self._gather_group)
+        plan = self._gather_plan
+        gather = BoxExecutor(self._rank, plan.rounds, plan.buffer_sizes, self._gather_group, self._transport)
         gather.counter.allocate(model_bytes(self._full_layout))
         specs = self._full_layout.tensors
-        full = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        full = {
+            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for name, spec in specs.items()
+        }
         gather.run(tensors, Parameters(full))
         stats = gather.counter.stats()
         if self._local_plan is None or sinks.boxes is None:
@@ -105,8 +129,9 @@ class FullGather:
         )
 
     def close(self) -> None:
-        """Free the process group; the full model exists only during a push."""
+        """Free the process groups; the full model exists only during a push."""
         destroy_group(self._gather_group)
+        destroy_group(self._sync_group)
 
 
 def plan_full_gather(

@@ -6,223 +6,38 @@
                                           v                               v
     stage 1, which does not          r2 [a0 a1]                      r3 [a0 a1]
 
-Tensors are gathered one by one. If the parts of a tensor differ in size, they are padded to the largest; a tensor that
-every rank of a stage holds needs no all-gather. Routed experts are gathered likewise, over their own shard groups. A
-sender copies each tensor into one of two buckets; an engine reads one while the other is filled. Model replicas without
-a sender stay idle.
+All tensors of a bucket are gathered together: first all all-gathers are started, then all broadcasts; over NCCL each
+of them are one call. If the parts of a tensor differ in size, they are padded to the largest; a tensor that every rank
+of a stage holds needs no all-gather. Routed experts are gathered likewise, over their own shard groups. A sender copies
+each tensor into one of two buckets; an engine reads one while the other is filled. Model replicas without a sender stay
+idle.
 
-Peak extra memory: two buckets and one padded tensor, whatever the size of the model. Bytes received by a rank:
-(tp - 1) / tp of what its own stage holds, for equal parts, and all of what the other stages hold.
+Peak extra memory, whatever the size of the model: the packed tensors of one bucket, with their padding; on senders also
+two buckets. All of it is allocated during a push only. Bytes received by a rank: (tp - 1) / tp of what its own stage
+holds, for equal parts, and all of what the other stages hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout, intersect, slices, volume
+from megarl.reshard.layout.layout import ShardPiece, slices
 from megarl.reshard.layout.micro_dp import ModelReplica
 from megarl.reshard.planning.strategy import Sinks, SyncContext, SyncStats
-from megarl.reshard.transfer.bucket import SharedBuffer, TensorSlot, lay_out, split_into_buckets, torch_dtype
+from megarl.reshard.strategies.gather_plan import BucketPlan, TensorGather, find_replica, plan_replica
+from megarl.reshard.transfer.bucket import TensorSlot, WeightBucket, make_buffer
 from megarl.reshard.transfer.byte_counter import ByteCounter
-from megarl.reshard.transfer.process_groups import destroy_group, make_group
-
-Layouts = Sequence[Sequence[WeightLayout]]
-"""Layouts of one model replica, [shard group][rank]."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGather:
-    """How one tensor is assembled on all ranks of a model replica."""
-
-    slot: TensorSlot
-    """Location of the tensor in the bucket."""
-    kind: int
-    """Index into `SyncContext.model_replicas`: dense parameters or routed experts."""
-    shard_group: int
-    """Index of the shard group, within the replica, that holds the tensor."""
-    parts: tuple[tuple[ShardPiece, ...], ...]
-    """By rank of the shard group, the pieces it packs, in that order."""
-    is_gathered: bool
-    """Whether an all-gather is needed; if not, each of `parts` is the full tensor."""
-    part_bytes: int
-    """Bytes of the largest part, to which the others are padded."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed tensor, including padding."""
-        return self.part_bytes * (len(self.parts) if self.is_gathered else 1)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """Tensors that are delivered to engines in one bucket."""
-
-    gathers: tuple[TensorGather, ...]
-    num_bytes: int
-
-    @property
-    def slots(self) -> tuple[TensorSlot, ...]:
-        """Slots of all tensors of the bucket."""
-        return tuple(gather.slot for gather in self.gathers)
-
-
-def plan_replica(
-    rank: int, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None
-) -> list[BucketPlan]:
-    """Return the plan of the replicas that contain `rank`, for all or `only` some tensors; raises as `plan_buckets`."""
-    held = []
-    for replicas in context.model_replicas:
-        mine = find_replica(rank, replicas)
-        # which tensors are sharded as the other kind is only visible in the other replicas
-        others = [replica for replica in replicas if replica != mine] if len(context.model_replicas) > 1 else []
-        held.append([_layouts(replica, context.sources) for replica in (mine, *others)])
-    return plan_buckets([_distinct(replicas) for replicas in held], bucket_bytes, only)
-
-
-def _layouts(replica: ModelReplica, sources: Sequence[WeightLayout]) -> Layouts:
-    return [[sources[rank] for rank in shard_group] for shard_group in replica]
-
-
-def _distinct(replicas: Sequence[Layouts]) -> list[Layouts]:
-    return list(
-        {
-            tuple(id(layout) for shard_group in replica for layout in shard_group): replica for replica in replicas
-        }.values()
-    )
-
-
-def find_replica(rank: int, replicas: Sequence[ModelReplica]) -> ModelReplica:
-    """Return the replica that contains `rank`."""
-    return next(replica for replica in replicas if any(rank in shard_group for shard_group in replica))
-
-
-def plan_buckets(
-    held: Sequence[Sequence[Layouts]], bucket_bytes: int, only: Sequence[str] | None = None
-) -> list[BucketPlan]:
-    """Plan the gathers of all buckets; all ranks of a replica get the same plan.
-
-    Args:
-        held: [kind] -> layouts of the replica to plan for, then those of the replicas that differ from it. For the
-            kinds, see `model_replicas`.
-        bucket_bytes: a tensor larger than this gets a bucket of its own.
-        only: names of the tensors to plan for; None: all.
-
-    Raises:
-        WeightSyncError: no shard group holds all of a tensor, or the model has no tensor of a name in `only`.
-    """
-    layouts = {
-        id(layout): layout
-        for replicas in held
-        for replica in replicas
-        for shard_group in replica
-        for layout in shard_group
-    }
-    by_tensor = {key: _by_tensor(layout) for key, layout in layouts.items()}
-    pieces = [
-        [[[by_tensor[id(layout)] for layout in shard_group] for shard_group in replica] for replica in replicas]
-        for replicas in held
-    ]
-    tensors = _select_tensors(next(iter(layouts.values())).tensors, only)
-    holders: dict[str, list[tuple[int, int]]] = {}
-    for kind, replicas in enumerate(pieces):
-        for number, shard_group in enumerate(replicas[0]):
-            for name in dict.fromkeys(name for of_rank in shard_group for name in of_rank):
-                holders.setdefault(name, []).append((kind, number))
-    plans = []
-    for names in split_into_buckets(tensors, bucket_bytes):
-        slots, num_bytes = lay_out((n, torch_dtype(tensors[n].dtype), tensors[n].shape) for n in names)
-        gathers = (_plan_gather(slot, tensors[slot.name], pieces, holders.get(slot.name, ())) for slot in slots)
-        plans.append(BucketPlan(tuple(gathers), num_bytes))
-    return plans
-
-
-def _select_tensors(tensors: Mapping[str, TensorSpec], only: Sequence[str] | None) -> Mapping[str, TensorSpec]:
-    """Return the specs of the tensors in `only`, in the model's order."""
-    if only is None:
-        return tensors
-    for name in only:
-        if name not in tensors:
-            raise WeightSyncError(
-                f"{name}: the engine needs the full tensor, but the trainer's model has no such tensor"
-            )
-    chosen = set(only)
-    return {name: spec for name, spec in tensors.items() if name in chosen}
-
-
-def _by_tensor(layout: WeightLayout) -> dict[str, list[ShardPiece]]:
-    out: dict[str, list[ShardPiece]] = {}
-    for piece in layout.pieces:
-        out.setdefault(piece.tensor, []).append(piece)
-    return out
-
-
-def _plan_gather(
-    slot: TensorSlot,
-    spec: TensorSpec,
-    held: Sequence[Sequence[Sequence[Sequence[Mapping[str, Sequence[ShardPiece]]]]]],
-    holders: Sequence[tuple[int, int]],
-) -> TensorGather:
-    """Plan the gather over a shard group that holds the full tensor in every replica.
-
-    Of several such shard groups, prefer one whose ranks all hold some of the tensor.
-
-    Args:
-        held: [kind][replica][shard group][rank] -> pieces held, by tensor.
-        holders: (kind, shard group) of the first replicas that hold some of the tensor.
-    """
-    num_elements, max_held, candidates = volume(spec.box), 0, []
-    for kind, number in holders:
-        by_replica = [[of_rank.get(slot.name, ()) for of_rank in replica[number]] for replica in held[kind]]
-        parts = [_drop_duplicates(slot.name, of_ranks) for of_ranks in by_replica]
-        min_held = min(sum(map(_count_elements, of_replica)) for of_replica in parts)
-        max_held = max(max_held, min_held)
-        if min_held == num_elements:
-            candidates.append(_make_gather(slot, kind, number, by_replica[0], parts[0]))
-    if not candidates:
-        raise WeightSyncError(
-            f"{slot.name}: the tensor-parallel ranks of a stage hold {max_held} of {num_elements} elements"
-        )
-    return next((gather for gather in candidates if all(gather.parts)), candidates[0])
-
-
-def _make_gather(
-    slot: TensorSlot,
-    kind: int,
-    shard_group: int,
-    of_ranks: Sequence[Sequence[ShardPiece]],
-    parts: tuple[tuple[ShardPiece, ...], ...],
-) -> TensorGather:
-    is_replicated = all(_count_elements(pieces) == volume(tuple((0, n) for n in slot.shape)) for pieces in of_ranks)
-    kept = tuple(map(tuple, of_ranks)) if is_replicated else parts
-    part_bytes = max(map(_count_elements, kept)) * torch_dtype(slot.dtype).itemsize
-    return TensorGather(slot, kind, shard_group, kept, not is_replicated, part_bytes)
-
-
-def _drop_duplicates(tensor: str, of_ranks: Sequence[Sequence[ShardPiece]]) -> tuple[tuple[ShardPiece, ...], ...]:
-    """Return, by rank, the pieces that no lower rank holds."""
-    taken: list[Box] = []
-    owned = []
-    for pieces in of_ranks:
-        mine = []
-        for piece in pieces:
-            if piece.box in taken:
-                continue
-            overlap = next((box for box in taken if intersect(box, piece.box)), None)
-            assert overlap is None, f"{tensor}: boxes {overlap} and {piece.box} overlap in part"
-            taken.append(piece.box)
-            mine.append(piece)
-        owned.append(tuple(mine))
-    return tuple(owned)
-
-
-def _count_elements(pieces: Sequence[ShardPiece]) -> int:
-    return sum(volume(piece.box) for piece in pieces)
+from megarl.reshard.transfer.process_groups import destroy_group, make_group, raise_on_all_ranks
+from megarl.reshard.transfer.torch_groups import abort_group
+from megarl.reshard.transfer.transport import Deadline, InFlight, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,85 +55,201 @@ class _ReplicaPosition:
     across: dist.ProcessGroup | None
     """Process group of the ranks with the same index in all shard groups."""
 
+    def holds(self, gather: TensorGather) -> bool:
+        """Return whether the rank's shard group holds the tensor."""
+        return self.shard_group == gather.shard_group
+
+    def own_part(self, gather: TensorGather, packed: Tensor) -> Tensor:
+        """Return the region of the packed tensor that this rank fills itself."""
+        first = self.index * gather.part_bytes if gather.is_gathered else 0
+        return packed[first : first + gather.part_bytes]
+
+    def packed_parts(self, gather: TensorGather) -> Sequence[Sequence[ShardPiece]]:
+        """Return the parts that the packed tensor consists of."""
+        return gather.parts if gather.is_gathered else (gather.parts[self.index],)
+
+
+class Buffer(Protocol):
+    """Memory of a bucket of full tensors, as `SharedBuffer`."""
+
+    num_bytes: int
+
+    def view(self, slot: TensorSlot) -> Tensor:
+        """Return the slot's tensor, a view of the buffer."""
+        ...
+
+    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
+        """Return the description that engines take."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
 
 class GatherHf:
     """The strategy `gather_hf`; also used by box strategies for the tensors that engines need in full.
 
-    The constructor is collective over all ranks.
+    The constructor is collective over all ranks. After a push that failed because a rank was lost or late, the process
+    groups are unusable: create a new strategy.
     """
 
-    def __init__(self, context: SyncContext, bucket_bytes: int, only: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        context: SyncContext,
+        bucket_bytes: int,
+        only: Sequence[str] | None = None,
+        timeout_seconds: float | None = None,
+        make_buffer: Callable[[int, torch.device], Buffer] = make_buffer,
+    ) -> None:
+        """Plan and create process groups.
+
+        Args:
+            only: names of the tensors to push; None: all.
+            timeout_seconds: timeout of a push; None: that of the process groups applies to each wait.
+            make_buffer: allocates a bucket of some bytes on a device; engines in this process need no shared memory.
+        """
+        self._make_buffer = make_buffer
+        self._rank, self._timeout_seconds = context.rank, timeout_seconds
         self._is_sender = context.rank in context.senders
-        self._plans = plan_replica(context.rank, context, bucket_bytes, only)
+        with raise_on_all_ranks():
+            self._plans = plan_replica(context.rank, context, bucket_bytes, only)
         self._positions = {
             kind: _find_position(context.rank, context.model_replicas[kind], context.senders)
             for kind in sorted({gather.kind for plan in self._plans for gather in plan.gathers})
         }
-        largest = max(plan.num_bytes for plan in self._plans)
-        self._buffers = [SharedBuffer(largest) for _ in range(2)] if self._is_sender else []
+        self._kinds = [kind for kind, position in self._positions.items() if position.participates]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that stay allocated between pushes."""
-        return sum(buffer.num_bytes for buffer in self._buffers)
+    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks, deadline: Deadline | None = None) -> SyncStats:
+        """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it.
 
-    def push(self, tensors: Mapping[str, Tensor], sinks: Sinks) -> SyncStats:
-        """Push as `Strategy.push`; a rank whose engine fails still takes part to the end, as the others wait for it."""
-        counter = ByteCounter()
+        Args:
+            deadline: deadline of all waits for other ranks; None: `timeout_seconds` from now on.
+        """
+        push = _Push(tensors, ByteCounter(), deadline or Deadline(self._timeout_seconds))
+        packed_bytes = max((plan.packed_bytes(self._kinds) for plan in self._plans), default=0)
+        bucket_bytes = max(plan.num_bytes for plan in self._plans)
+        buffers: list[Buffer] = []
+        try:
+            if self._is_sender:
+                buffers = [self._make_buffer(bucket_bytes, push.device) for _ in range(2)]
+            allocated = packed_bytes + sum(buffer.num_bytes for buffer in buffers)
+            push.counter.allocate(allocated)
+            scratch = torch.empty(packed_bytes, dtype=torch.uint8, device=push.device)
+            failures = self._push_buckets(push, scratch, buffers, sinks)
+            push.counter.free(allocated)
+        finally:
+            for buffer in buffers:
+                buffer.close()
+        if failures:
+            raise failures[0]
+        return push.counter.stats()
+
+    def _push_buckets(
+        self, push: _Push, scratch: Tensor, buffers: Sequence[Buffer], sinks: Sinks
+    ) -> list[WeightSyncError]:
+        """Gather and deliver all buckets; return the failures of engines."""
         failures: list[WeightSyncError] = []
-        largest = max((g.num_bytes for plan in self._plans for g in plan.gathers if self._participates(g)), default=0)
-        scratch = torch.empty(largest, dtype=torch.uint8, device=next(iter(tensors.values())).device)
-        counter.allocate(largest + self.held_bytes)
         pending: list[list[Callable[[], None]]] = [[], []]
         for number, plan in enumerate(self._plans):
             which = number % 2
             failures += _collect_failures(pending[which])
-            for gather in filter(self._participates, plan.gathers):
-                packed = self._gather(gather, tensors, scratch, counter)
-                if self._is_sender:
-                    _unpack(
-                        self._packed_parts(gather), gather.part_bytes, packed, self._buffers[which].view(gather.slot)
-                    )
-            if self._is_sender and not failures:
-                bucket = self._buffers[which].describe(plan.slots)
-                pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
-                counter.buckets += 1
-                counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
-        failures += _collect_failures([*pending[0], *pending[1]])
-        if failures:
-            raise failures[0]
-        return counter.stats()
+            with self._abort_on_failure():
+                packed = self._gather(plan, push, scratch)
+            if not self._is_sender:
+                continue
+            for gather, region in packed:
+                parts = self._positions[gather.kind].packed_parts(gather)
+                _unpack(parts, gather.part_bytes, region, buffers[which].view(gather.slot))
+            if failures:
+                continue
+            if push.device.type == "cuda":
+                torch.cuda.current_stream(push.device).synchronize()  # the engine reads on another stream
+            bucket = buffers[which].describe(plan.slots)
+            pending[which] += [sink.load(bucket) for sink in sinks.full_tensors]
+            push.counter.buckets += 1
+            push.counter.bytes_delivered += sum(slot.num_bytes for slot in plan.slots) * len(sinks.full_tensors)
+        return failures + _collect_failures([*pending[0], *pending[1]])
 
-    def _participates(self, gather: TensorGather) -> bool:
-        return self._positions[gather.kind].participates
-
-    def _gather(
-        self, gather: TensorGather, tensors: Mapping[str, Tensor], scratch: Tensor, counter: ByteCounter
-    ) -> Tensor:
-        """Gather and broadcast the packed tensor into `scratch`; return uint8 [gather.num_bytes]."""
-        packed, position = scratch[: gather.num_bytes], self._positions[gather.kind]
-        if position.shard_group == gather.shard_group:
-            first = position.index * gather.part_bytes if gather.is_gathered else 0
-            part = packed[first : first + gather.part_bytes]
-            _pack(gather.parts[position.index], tensors, part)
-            if gather.is_gathered:
-                assert position.within is not None, gather.slot.name
-                counter.all_gather(packed, part, position.within)
-        if position.across is not None:
-            counter.broadcast(packed, position.replica[gather.shard_group][position.index], position.across)
+    def _gather(self, plan: BucketPlan, push: _Push, scratch: Tensor) -> list[tuple[TensorGather, Tensor]]:
+        """Gather the bucket's tensors into `scratch`; return each with its packed bytes, uint8 [gather.num_bytes]."""
+        packed, start = list[tuple[TensorGather, Tensor]](), 0
+        for gather in plan.gathers:
+            if gather.kind in self._kinds:
+                packed.append((gather, scratch[start : start + gather.num_bytes]))
+                start += gather.aligned_bytes
+        for gather, region in packed:
+            position = self._positions[gather.kind]
+            if position.holds(gather):
+                _pack(gather.parts[position.index], push.tensors, position.own_part(gather, region))
+        gathering: list[InFlight] = []
+        for kind in self._kinds:  # in the same order on all ranks
+            gathering += self._start_all_gathers(kind, packed, push.counter)
+        wait_for(gathering, push.deadline)
+        broadcasting: list[InFlight] = []
+        for kind in self._kinds:
+            broadcasting += self._start_broadcasts(kind, packed, push.counter)
+        wait_for(broadcasting, push.deadline)
         return packed
 
-    def _packed_parts(self, gather: TensorGather) -> Sequence[Sequence[ShardPiece]]:
-        """Return the parts that the packed tensor consists of."""
-        return gather.parts if gather.is_gathered else (gather.parts[self._positions[gather.kind].index],)
+    def _start_all_gathers(
+        self, kind: int, packed: Sequence[tuple[TensorGather, Tensor]], counter: ByteCounter
+    ) -> list[InFlight]:
+        position = self._positions[kind]
+        gathers = [
+            (region, position.own_part(gather, region))
+            for gather, region in packed
+            if gather.kind == kind and gather.is_gathered and position.holds(gather)
+        ]
+        if not gathers:
+            return []
+        assert position.within is not None
+        return counter.start_all_gathers(gathers, position.within)
+
+    def _start_broadcasts(
+        self, kind: int, packed: Sequence[tuple[TensorGather, Tensor]], counter: ByteCounter
+    ) -> list[InFlight]:
+        position = self._positions[kind]
+        if position.across is None:
+            return []
+        broadcasts = [
+            (region, position.replica[gather.shard_group][position.index])
+            for gather, region in packed
+            if gather.kind == kind
+        ]
+        return counter.start_broadcasts(broadcasts, position.across)
+
+    @contextmanager
+    def _abort_on_failure(self) -> Iterator[None]:
+        """Abort the process groups if a rank was lost or late, so that the others do not wait for this one."""
+        try:
+            yield
+        except WeightSyncError as e:
+            for position in self._positions.values():
+                for group in (position.within, position.across):
+                    if group is not None:
+                        abort_group(group)
+            raise type(e)(f"rank {self._rank}: full tensors: {e}") from e
 
     def close(self) -> None:
-        """Free the shared memory and the process groups."""
-        for buffer in self._buffers:
-            buffer.close()
+        """Free the process groups; memory is allocated during a push only."""
         for position in self._positions.values():
             destroy_group(position.within)
             destroy_group(position.across)
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    """Inputs and counts of one push."""
+
+    tensors: Mapping[str, Tensor]
+    counter: ByteCounter
+    deadline: Deadline
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
 
 
 def _find_position(rank: int, replicas: Sequence[ModelReplica], senders: Sequence[int]) -> _ReplicaPosition:

@@ -3,7 +3,7 @@
 trainer rank                          SGLang TP rank
 SharedBuffer (owner) --- WeightBucket (plain data) ---> open_bucket(): views, no copies
 SharedBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the bytes that the boxes are read from
-DeviceBuffer (owner) --- BoxBucket    (plain data) ---> map_bucket():  the same, on the GPU that both processes use
+DeviceBuffer (owner) --- either of them ---------------> the same, in the memory of the owner's GPU
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import Box, TensorSpec, volume
 
 ON_DEVICE = "cuda-ipc:"
@@ -30,7 +31,7 @@ ALIGNMENT = 64
 
 
 IPC_STORAGE = slice(6, None)
-"""Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on."""
+"""Arguments of torch's `rebuild_cuda_tensor` that the path has to carry: from `storage_device` on, which is a UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +161,48 @@ class SharedBuffer:
 
 
 class DeviceBuffer:
-    """GPU memory that another process on the same GPU maps through CUDA IPC; this process may map it too."""
+    """GPU memory that other processes on the same node map through CUDA IPC; this process may map it too."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
+        collect_released_memory()  # of earlier buffers, which another process may still have mapped when they closed
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         _, handle = reduce_tensor(self.bytes)  # type: ignore[no-untyped-call]
-        self.path = ON_DEVICE + json.dumps([_to_text(value) for value in handle[IPC_STORAGE]])
+        # processes number GPUs differently, so that the path has the GPU's UUID instead of `storage_device`
+        storage = [device_uuid(device), *(_to_text(value) for value in handle[IPC_STORAGE][1:])]
+        self.path = ON_DEVICE + json.dumps(storage)
         _OWN[self.path] = self
 
+    def view(self, slot: TensorSlot) -> Tensor:
+        """Return the slot's tensor, a view of the buffer."""
+        return _view(self.bytes, slot)
+
+    def describe(self, slots: Iterable[TensorSlot]) -> WeightBucket:
+        """Return the plain data from which `open_bucket` opens the tensors."""
+        return WeightBucket(self.path, self.num_bytes, tuple(slots))
+
     def close(self) -> None:
-        """Release the memory once the other process has dropped its view."""
-        _OWN.pop(self.path, None)
-        self.bytes = self.bytes[:0]
+        """Free the memory, also if there are still views of it in this process.
+
+        If another process has it mapped, torch frees it in the next `collect_released_memory` after that process has
+        dropped its mapping.
+        """
+        if _OWN.pop(self.path, None) is not None:
+            self.bytes.untyped_storage().resize_(0)
+            collect_released_memory()
+
+
+def collect_released_memory() -> None:
+    """Free the memory of closed device buffers that other processes no longer map; does nothing without CUDA."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def device_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU, which is the same in all processes of a node."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def make_buffer(num_bytes: int, device: torch.device) -> SharedBuffer | DeviceBuffer:
@@ -210,13 +237,26 @@ def _map_device(bucket: WeightBucket | BoxBucket) -> Tensor:
         return own.bytes
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]
-    # processes may number GPUs differently; this is the GPU that both of them use
-    kept[0] = torch.cuda.current_device()
+    uuid, *kept = [_from_text(value) for value in json.loads(bucket.path.removeprefix(ON_DEVICE))]
+    device = _find_device(uuid)
     tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, *kept
+        Tensor, (bucket.num_bytes,), (1,), 0, torch.UntypedStorage, torch.uint8, device, *kept
     )
     return tensor
+
+
+def _find_device(uuid: object) -> int:
+    """Return this process's number of the GPU.
+
+    Raises:
+        WeightSyncError: the GPU is not visible in this process.
+    """
+    visible = [device_uuid(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+    if uuid not in visible:
+        raise WeightSyncError(
+            f"the weights are on GPU {uuid}, which this process does not see; it sees {', '.join(visible) or 'none'}"
+        )
+    return visible.index(uuid)
 
 
 def _to_text(value: object) -> object:

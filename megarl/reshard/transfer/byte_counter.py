@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.errors import WeightSyncError
 from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
+from megarl.reshard.transfer.torch_groups import coalesced
+from megarl.reshard.transfer.transport import InFlight, Transport
 
 
 @dataclass(slots=True)
@@ -29,79 +29,69 @@ class ByteCounter:
     buckets: int = 0
     peak_extra_bytes: int = 0
     """Peak of the memory allocated beyond the parameters."""
+    bytes_not_received: int = 0
+    bytes_not_delivered: int = 0
+    mark_bytes: int = 0
+    pieces: int = 0
+    changed_pieces: int = 0
+    """Of a delta sync; see `SyncStats`."""
     _extra_bytes: int = field(default=0, repr=False)
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> tuple[list[InFlight], list[InFlight]]:
         """Start the messages and count them; arguments and result as for `Transport.start`."""
-        self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
-        self.bytes_received += sum(tensor.nbytes for tensor, _ in receives)
+        self.bytes_sent += sum([tensor.nbytes for tensor, _ in sends])
+        self.bytes_received += sum([tensor.nbytes for tensor, _ in receives])
         self.messages += len(receives)
         return self.transport.start(sends, receives)
 
-    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
-        """Start several all-gathers, each given as (output, this rank's share).
+    def exchange_marks(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> tuple[list[InFlight], list[InFlight]]:
+        """Start messages that tell which weights have changed, as `exchange`; counted as such, too."""
+        self.mark_bytes += sum([tensor.nbytes for tensor, _ in receives])
+        return self.exchange(sends, receives)
 
-        The output receives the shares of all members in rank order; this rank's share may be a view of it. Over gloo
-        the members exchange the shares of all gathers as messages, because torch's all-gather for gloo allocates a
-        second output and copies it.
-        """
+    def gather_marks(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> list[InFlight]:
+        """Start an all-gather that tells which weights have changed; counted as such, too."""
+        self.mark_bytes += out.nbytes - mine.nbytes
+        return self.start_all_gathers([(out, mine)], group)
+
+    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start the all-gathers and count them; arguments and result as for `Transport.start_all_gathers`."""
         for out, mine in gathers:
             self._count_gather(out, mine)
-        ranks, me = dist.get_process_group_ranks(group), group.rank()
-        others = [member for member in range(group.size()) if member != me]
-        if dist.get_backend(group) != "gloo":
-            started = [dist.all_gather_into_tensor(o, m, group=group, async_op=True) for o, m in gathers]
-            return [InFlight(work, tuple(ranks[member] for member in others), True) for work in started if work]
-        sends, receives = [], []
-        for out, mine in gathers:
-            parts = out.view(group.size(), -1)
-            if parts[me].data_ptr() != mine.data_ptr():
-                parts[me].copy_(mine)
-            sends += [(mine, member) for member in others]
-            receives += [(parts[member], member) for member in others]
-        return [
-            InFlight(message.work, tuple(ranks[member] for member in message.peers), message.is_receive)
-            for messages in Transport(group).start(sends, receives)
-            for message in messages
-        ]
-
-    def all_gather(self, out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
-        """Run one all-gather to completion; see `start_all_gathers`.
-
-        Raises:
-            WeightSyncError: another member is lost or late.
-        """
-        self._finish(lambda: self.start_all_gathers([(out, mine)], group))
-
-    def _finish(self, start: Callable[[], list[InFlight]]) -> None:
-        try:
-            wait_for(start(), Deadline(self.transport.timeout_seconds))
-        except WeightSyncError as e:
-            raise WeightSyncError(f"rank {dist.get_rank()}: {e}") from e
+        return self.transport.start_all_gathers(gathers, group)
 
     def _count_gather(self, out: Tensor, mine: Tensor) -> None:
         self.bytes_sent += out.nbytes - mine.nbytes
         self.bytes_received += out.nbytes - mine.nbytes
         self.collectives += 1
 
-    def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        """Broadcast from global rank `source` to the other members of the group; raises as `all_gather` does."""
-        is_source = dist.get_rank() == source
-        others = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != source)
-
-        def start() -> list[InFlight]:
+    def start_broadcasts(self, broadcasts: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start several broadcasts, each given as (tensor, global rank of its source); all members pass the same."""
+        if not broadcasts:
+            return []
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+        others = tuple(rank for rank in ranks if rank != me)
+        for tensor, source in broadcasts:
+            if source == me:
+                self.bytes_sent += tensor.nbytes * len(others)
+            else:
+                self.bytes_received += tensor.nbytes
+            self.collectives += 1
+        if dist.get_backend(group) != "gloo":
+            with coalesced(group, broadcasts[0][0].device) as started:
+                for tensor, source in broadcasts:
+                    dist.broadcast(tensor, source, group=group, async_op=True)
+            return [InFlight(work, others, True, is_polled=True) for work in started.works]
+        started_works = []
+        for tensor, source in broadcasts:
             work = dist.broadcast(tensor, source, group=group, async_op=True)
             assert work is not None, "this rank is not in the group"
-            return [InFlight(work, others if is_source else (source,), not is_source)]
-
-        self._finish(start)
-        if is_source:
-            self.bytes_sent += tensor.nbytes * (group.size() - 1)
-        else:
-            self.bytes_received += tensor.nbytes
-        self.collectives += 1
+            started_works.append(InFlight(work, others if source == me else (source,), source != me))
+        return started_works
 
     def allocate(self, num_bytes: int) -> None:
         """Count an allocation of temporary memory."""
@@ -122,4 +112,9 @@ class ByteCounter:
             peak_extra_bytes=self.peak_extra_bytes,
             messages=self.messages,
             collectives=self.collectives,
+            bytes_not_received=self.bytes_not_received,
+            bytes_not_delivered=self.bytes_not_delivered,
+            mark_bytes=self.mark_bytes,
+            pieces=self.pieces,
+            changed_pieces=self.changed_pieces,
         )

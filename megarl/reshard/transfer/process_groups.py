@@ -1,31 +1,77 @@
-"""Creation of process groups for weight syncs."""
+"""Creation of process groups for weight syncs; every group is connected on all ranks when its creation returns.
+
+NCCL connects the ranks of a group at its first use, in which every rank has to take part. A sync in which some rank has
+no messages would hang, and a rank that is missing would be noticed late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from megarl.errors import WeightSyncError
-from megarl.reshard.transfer.transport import Transport
+from megarl.reshard.transfer.heartbeat import HeartbeatSpec, RankHeartbeat
+from megarl.reshard.transfer.nccl_order import NcclOrderTransport
+from megarl.reshard.transfer.torch_groups import communication_device
+from megarl.reshard.transfer.transport import Transport, list_ranks
+
+NCCL_ORDER = "nccl-order"
+"""Backend of `Transport`s that is not torch's: gloo with NCCL's rules, see `megarl.reshard.transfer.nccl_order`."""
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+_ALL_HERE, _YES = "all here", "yes"
+"""Key of the store that ends the waits of connecting ranks, and its value if all have come."""
+
+_NCCL_TIMEOUT = timedelta(days=1)
+"""Torch's timeout of NCCL's works in a sync, which have a deadline of their own: see `Transport`."""
 
 
 def make_group(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Create a process group for each of `groups`, ranks ascending, and return that of `rank`.
+    """Create and connect a process group for each of `groups`, ranks ascending, and return that of `rank`.
 
     Returns None if `rank` is alone in its group or in none. Collective over all ranks, which have to pass the same
     groups: torch requires every rank to take part in creating every group.
+
+    Raises:
+        WeightSyncError: a member did not connect within the timeout of torch's default group.
     """
     mine = None
     for ranks in groups:
         if len(ranks) > 1:
-            group = dist.new_group(sorted(ranks))
+            group = _new_group(sorted(ranks))
             mine = group if rank in ranks else mine
+    if mine is not None:
+        Transport(mine).connect()
     return mine
+
+
+@contextmanager
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise a WeightSyncError that the block raises on any rank on every rank, with that rank's number. Collective.
+
+    For work before a collective call, such as the creation of groups, in which the other ranks would wait forever.
+    """
+    error: WeightSyncError | None = None
+    try:
+        yield
+    except WeightSyncError as e:
+        error = e
+    failed = torch.tensor([-1 if error is None else dist.get_rank()], device=communication_device(dist.group.WORLD))
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    rank = int(failed)
+    if rank >= 0:
+        message = [str(error)]
+        dist.broadcast_object_list(message, rank)
+        raise WeightSyncError(f"rank {rank}: {message[0]}") from error
 
 
 def destroy_group(group: dist.ProcessGroup | None) -> None:
@@ -38,10 +84,57 @@ def make_sync_group(timeout_seconds: float) -> dist.ProcessGroup:
     """Create a group of all ranks that only syncs use, so that a failed sync breaks nothing else. Collective.
 
     Args:
-        timeout_seconds: timeout of a sync.
+        timeout_seconds: timeout of the creation.
     """
-    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
+    return _new_group(None, timedelta(seconds=timeout_seconds))
+
+
+def make_sync_transport(
+    group: dist.ProcessGroup,
+    timeout_seconds: float,
+    backend: str | None = None,
+    heartbeat: HeartbeatSpec | None = None,
+) -> Transport:
+    """Connect the ranks of a `make_sync_group`; collective over all ranks.
+
+    Args:
+        timeout_seconds: timeout of connecting, and of a sync.
+        backend: `NCCL_ORDER`, or None: the backend of the group.
+        heartbeat: where the ranks leave their heartbeats; None: they give none, and no sync is aborted on all ranks.
+
+    Raises:
+        WeightSyncError: another rank did not connect in time.
+    """
+    if backend == NCCL_ORDER:
+        transport: Transport = NcclOrderTransport(group, timeout_seconds=timeout_seconds)
+    else:
+        transport = Transport(group, timeout_seconds=timeout_seconds, is_exclusive=True)
+    transport.connect()
+    if heartbeat is not None:
+        transport.start_heartbeat(partial(RankHeartbeat, heartbeat, group.rank()))
+    return transport
+
+
+def _new_group(ranks: Sequence[int] | None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    with _errors_handled_by_transport():
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
+        dist.distributed_c10d._set_pg_timeout(_NCCL_TIMEOUT, group)
     return group
+
+
+@contextmanager
+def _errors_handled_by_transport() -> Iterator[None]:
+    """Create NCCL groups in this block whose errors and timeouts do not make torch's watchdog end the process."""
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +149,18 @@ class TransferGroup:
     timeout_seconds: float
     """Timeout of connecting, and of a sync over the group."""
     backend: str = "gloo"
-    """Torch backend: `gloo` or `nccl`."""
+    """`gloo`, `nccl`, or `NCCL_ORDER`."""
+    abort_seconds: float = 10.0
+    """See `HeartbeatSpec`."""
 
-
-def open_store(host: str) -> TCPStore:
-    """Open a store in this process, on any free port, for a rendezvous; it closes with the object."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    @property
+    def heartbeat(self) -> HeartbeatSpec:
+        """Where the ranks of the group leave their heartbeats."""
+        return HeartbeatSpec(self.host, self.port, self.name, self.size, self.abort_seconds)
 
 
 def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transport:
-    """Connect to the other ranks of `transfer_group` as rank `rank` and return the transport.
+    """Connect to the other ranks of `transfer_group` as rank `rank`; return the transport once all are connected.
 
     Args:
         plan: fingerprint of the plan that this rank will execute.
@@ -74,29 +169,72 @@ def connect_group(transfer_group: TransferGroup, rank: int, plan: str) -> Transp
         WeightSyncError: the store does not answer, another rank did not connect in time, or a rank has another plan
             (not checked later: gloo aborts a process that receives more than it expects).
     """
-    timeout = timedelta(seconds=transfer_group.timeout_seconds)
+    seconds, size = transfer_group.timeout_seconds, transfer_group.size
+    timeout, store = timedelta(seconds=seconds), None
     try:
         store = PrefixStore(transfer_group.name, TCPStore(transfer_group.host, transfer_group.port, timeout=timeout))
         if store.compare_set("plan", "", plan) != plan.encode():
-            raise WeightSyncError(
-                f"rank {rank} of {transfer_group.size} has another plan than the rank that connected first"
-            )
-        if transfer_group.backend == "nccl":
-            return _connect_nccl(store, transfer_group, rank)
-        group = dist.ProcessGroupGloo(store, rank, transfer_group.size, timeout)
+            raise WeightSyncError(f"rank {rank} of {size} has another plan than the rank that connected first")
+        _wait_for_all(store, rank, size, timeout)
+        transport = _make_transport(store, transfer_group, rank, timeout)
     except (RuntimeError, ValueError) as e:
+        missing = [] if store is None else _missing_ranks(store, size)
+        reason = f"nothing from {list_ranks(missing)}" if missing else str(e).splitlines()[0]
         raise WeightSyncError(
-            f"rank {rank} of {transfer_group.size} could not connect to the other ranks at "
-            f"{transfer_group.host}:{transfer_group.port} within {transfer_group.timeout_seconds:g} s: "
-            f"{str(e).splitlines()[0]}"
+            f"rank {rank} of {size} could not connect to the other ranks at "
+            f"{transfer_group.host}:{transfer_group.port} within {seconds:g} s: {reason}"
         ) from e
-    return Transport(group, timeout_seconds=transfer_group.timeout_seconds, is_exclusive=True, coalesces=False)
+    transport.connect()
+    transport.start_heartbeat(partial(RankHeartbeat, transfer_group.heartbeat, rank))
+    return transport
 
 
-def _connect_nccl(store: Store, transfer_group: TransferGroup, rank: int) -> Transport:
+def _wait_for_all(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until every rank has called this: the connecting of NCCL itself has no timeout.
+
+    Raises:
+        WeightSyncError: the connecting was aborted.
+        RuntimeError: another rank has not called this in time, or the store does not answer.
+    """
+    store.set(f"rank {rank}", "here")
+    if store.add("count", 1) == size:
+        store.compare_set(_ALL_HERE, "", _YES)
+    store.wait([_ALL_HERE], timeout)
+    answer = store.get(_ALL_HERE).decode()
+    if answer != _YES:
+        raise WeightSyncError(f"the connecting was aborted: {answer}")
+
+
+def abort_connect(transfer_group: TransferGroup, store: Store, reason: str) -> None:
+    """End the waits of the ranks that are in `connect_group`, because another rank will not come.
+
+    Args:
+        store: that of the ranks, in the process of its owner.
+    """
+    PrefixStore(transfer_group.name, store).compare_set(_ALL_HERE, "", reason)
+
+
+def _missing_ranks(store: Store, size: int) -> list[int]:
+    """Return the ranks that have not called `_wait_for_all`; empty if the store does not answer."""
+    try:
+        return [rank for rank in range(size) if not store.check([f"rank {rank}"])]
+    except RuntimeError:
+        return []
+
+
+def _make_transport(store: Store, transfer_group: TransferGroup, rank: int, timeout: timedelta) -> Transport:
+    size, seconds = transfer_group.size, transfer_group.timeout_seconds
+    if transfer_group.backend != "nccl":
+        group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        if transfer_group.backend == NCCL_ORDER:
+            return NcclOrderTransport(group, timeout_seconds=seconds)
+        return Transport(group, timeout_seconds=seconds, is_exclusive=True, coalesces=False)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=transfer_group.timeout_seconds)
-    group = dist.ProcessGroup(store, rank, transfer_group.size)
-    backend = dist.ProcessGroupNCCL(store, rank, transfer_group.size, options)
-    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
-    return Transport(group, timeout_seconds=transfer_group.timeout_seconds, is_exclusive=True, coalesces=True)
+    options._timeout = _NCCL_TIMEOUT
+    device = torch.device("cuda", torch.cuda.current_device())
+    with _errors_handled_by_transport():
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    nccl_group = dist.ProcessGroup(store, rank, size)
+    nccl_group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    backend.eager_connect_single_device(device)
+    return Transport(nccl_group, timeout_seconds=seconds, is_exclusive=True, coalesces=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from megarl.reshard.layout.boxes import Ints
 from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
 
 
@@ -24,10 +26,10 @@ class WeightSink(Protocol):
 
 
 class ShardSink(Protocol):
-    """One tensor-parallel rank of an engine in another process, to which its trainer rank delivers boxes."""
+    """A destination outside of this process's parameters, to which a trainer rank delivers the boxes of its rounds."""
 
     def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """Start writing the boxes of round `index` into the engine's parameters.
+        """Start to write the boxes of round `index`, once per round and in order.
 
         Args:
             bucket: the boxes; None if the round has none.
@@ -38,9 +40,41 @@ class ShardSink(Protocol):
         ...
 
 
+@runtime_checkable
+class SelectingSink(ShardSink, Protocol):
+    """A `ShardSink` that has to know before a sync which boxes come; others read that from the slots of each bucket."""
+
+    def select_boxes(self, rounds: Sequence[Ints]) -> None:
+        """Expect a part of the boxes only, in the sync that begins.
+
+        Args:
+            rounds: by round, `megarl.reshard.planning.delta.SelectedRound.slots`.
+        """
+        ...
+
+
+class DiscardSink:
+    """A `ShardSink` that drops the boxes: this rank takes part in the rounds for the sake of the others."""
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Drop the boxes; the returned function does not wait."""
+        del index, bucket
+        return lambda: None
+
+
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters of a tensor-parallel engine rank that this process writes directly, without a shared bucket."""
 
     tensors: Mapping[str, Tensor]
-    """Name in the rank's layout -> tensor, viewed with as many dimensions as its boxes have."""
+    """Name in the rank's layout -> tensor, viewed with as many dimensions as its boxes have. Tensors that are received
+    in full only are not among them."""
+    model_device: torch.device | None = None
+    """Device of the model; None: that of `tensors`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; the CPU if there are none."""
+        if self.model_device is not None:
+            return self.model_device
+        return next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))

@@ -3,26 +3,38 @@
     trainer ranks only              torch's default group, or one of `make_sync_group`
     trainer ranks and engine ranks  a group of otherwise unrelated processes, see `connect_group`
 
-A failed wait leaves the group unusable: gloo closes all connections of a rank whose wait failed, which notifies the
-other ranks; they would otherwise keep waiting.
+A failed wait leaves the group unusable. Over gloo, a rank whose sync failed closes its connections, which ends the
+waits of the other ranks. Over NCCL an abort is local: the other ranks wait until they are aborted or time out.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import LostRankError, WeightSyncError
+from megarl.reshard.transfer.torch_groups import AT_ONCE, abort_group, close_gloo_connections, coalesced
 
-_AT_ONCE = timedelta(milliseconds=1)
+Message = tuple[Tensor, int]
+"""The data of a point-to-point message, and the rank at the other end."""
+
+
+MAX_NAMED = 8
+"""Ranks that a heartbeat names."""
+
+
+_POLL_SECONDS = 2e-5, 1e-3
+"""First and longest pause between two looks at a work; the pauses double."""
 
 _GLOO_NOISE = re.compile(r"^\[\S+\] |\. This is typically caused by .*$")
 """Parts of gloo's messages that are removed: the source line and generic advice."""
@@ -44,19 +56,56 @@ class Deadline:
     @property
     def remaining(self) -> timedelta | None:
         """Time left, at least one millisecond so that messages that have already arrived are still received."""
-        return None if self._end is None else max(timedelta(seconds=self._end - time.monotonic()), _AT_ONCE)
+        return None if self._end is None else max(timedelta(seconds=self._end - time.monotonic()), AT_ONCE)
+
+
+@dataclass(slots=True)
+class SyncActivity:
+    """What a rank does, for the other ranks and the controller; see `megarl.reshard.transfer.heartbeat`."""
+
+    num_syncs: int = 0
+    """Number of syncs that the rank has begun."""
+    is_active: bool = False
+    """Whether a sync is running."""
+    progress: int = 0
+    """Number of works that have completed."""
+    waits_for: tuple[int, ...] = ()
+    """Ranks that the rank waits for, at most `MAX_NAMED`; empty while it waits for none."""
 
 
 @dataclass(slots=True)
 class InFlight:
     """A started message, or several that complete together."""
 
-    work: dist.Work
+    work: Any
+    """A torch work, or an object with the same methods."""
     peers: tuple[int, ...]
     """Ranks at the other end, numbered as in the plan."""
     is_receive: bool
     arrived: bool = False
     """Set once waited for: a second wait on a gloo work would wait for another message."""
+    is_polled: bool = False
+    """Ask the work whether it has completed, instead of waiting for it: a wait with a timeout, which torch counts from
+    the start of NCCL's work, marks the work as failed, for which torch's watchdog may end the process."""
+    transport: Transport | None = None
+    """The transport that started the message; None in tests of single messages."""
+
+
+class Heartbeat(Protocol):
+    """Signs of life of one rank, see `megarl.reshard.transfer.heartbeat.RankHeartbeat`."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether an abort of the sync would not be noticed."""
+        ...
+
+    def report_failure(self, reason: str) -> None:
+        """Abort the sync on all ranks; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """End the heartbeat, after it has passed on a failure."""
+        ...
 
 
 class Transport:
@@ -81,10 +130,75 @@ class Transport:
         """
         self._group, self._is_exclusive, self._coalesces = group, is_exclusive, coalesces
         self.timeout_seconds, self._closed = timeout_seconds, False
+        self.activity = SyncActivity()
+        self.abort_reason = ""
+        """Why the sync was aborted on all ranks; empty if it was not."""
+        self._heartbeat: Heartbeat | None = None
+        self._gather_groups: set[Any] = set()
+        self._ending = threading.Lock()
 
-    def start(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> tuple[list[InFlight], list[InFlight]]:
+    def start_heartbeat(self, start: Callable[[SyncActivity, Callable[[str], None]], Heartbeat]) -> None:
+        """Give signs of life with `start(activity, abort)` until the transport is closed.
+
+        Raises:
+            WeightSyncError: the store does not answer; the transport is closed.
+        """
+        try:
+            self._heartbeat = start(self.activity, self.abort)
+        except WeightSyncError:
+            self.close()
+            raise
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Mark a sync as running; if it fails, abort it on all ranks."""
+        self.activity.num_syncs += 1
+        self.activity.is_active = True
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as e:
+            error = e
+            raise
+        finally:
+            self.activity.is_active, self.activity.waits_for = False, ()
+            if error is not None:
+                if self._heartbeat is not None:
+                    self._heartbeat.report_failure(str(error) or type(error).__name__)
+                self.close()
+
+    def abort(self, reason: str) -> None:
+        """End all works of this rank with the error `reason`; other threads than the one that waits may call it."""
+        with self._ending:
+            if self._closed or self.abort_reason:
+                return
+            self.abort_reason = reason
+            self._end_works(gathers=True)
+
+    def raise_if_aborted(self) -> None:
+        """Raise LostRankError if the sync was aborted, or if an abort could not be noticed."""
+        if self.abort_reason:
+            raise LostRankError(f"the sync was aborted: {self.abort_reason}")
+        if self._heartbeat is not None and self._heartbeat.is_cut_off:
+            raise LostRankError("the store of the sync does not answer")
+
+    def connect(self) -> None:
+        """Connect all ranks, in which every rank has to take part; returns when all have.
+
+        Raises:
+            WeightSyncError: another rank did not connect within `timeout_seconds`; the transport is closed.
+        """
+        group: Any = dist.group.WORLD if self._group is None else self._group
+        others = tuple(rank for rank in range(group.size()) if rank != group.rank())
+        device = torch.device("cuda", torch.cuda.current_device()) if self._is_coalescing() else torch.device("cpu")
+        try:
+            work = group.allreduce([torch.zeros(1, dtype=torch.uint8, device=device)])
+            wait_for([InFlight(work, others, True, is_polled=self._is_coalescing())], Deadline(self.timeout_seconds))
+        except (RuntimeError, WeightSyncError) as e:
+            self.close()
+            raise WeightSyncError(f"rank {group.rank()} could not connect to the other ranks: {e}") from e
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[InFlight], list[InFlight]]:
         """Start all messages together.
 
         Args:
@@ -99,80 +213,164 @@ class Transport:
         """
         if self._closed:
             raise WeightSyncError("the connections were closed when a sync failed: the ranks have to connect again")
+        self.raise_if_aborted()
         if not sends and not receives:
             return [], []
         group: Any = dist.group.WORLD if self._group is None else self._group
-        if self._coalesces is None:
-            self._coalesces = dist.get_backend(group) == "nccl"
-        if self._coalesces:
+        if self._is_coalescing():
             return self._start_coalesced(group, sends, receives)
-        received = [InFlight(_begin(group.recv, tensor, rank), (rank,), True) for tensor, rank in receives]
-        sent = [InFlight(_begin(group.send, tensor, rank), (rank,), False) for tensor, rank in sends]
+        received = [self._begin(group.recv, tensor, rank, is_receive=True) for tensor, rank in receives]
+        sent = [self._begin(group.send, tensor, rank, is_receive=False) for tensor, rank in sends]
         return received, sent
 
+    def _begin(
+        self, call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int, *, is_receive: bool
+    ) -> InFlight:
+        try:
+            return InFlight(call([tensor], rank, 0), (rank,), is_receive, transport=self)
+        except RuntimeError as e:
+            self.raise_if_aborted()
+            raise _lost((rank,), e) from e
+
+    def _is_coalescing(self) -> bool:
+        if self._coalesces is None:
+            self._coalesces = dist.get_backend(self._group) == "nccl"
+        return self._coalesces
+
     def _start_coalesced(
-        self, group: Any, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+        self, group: Any, sends: Sequence[Message], receives: Sequence[Message]
     ) -> tuple[list[InFlight], list[InFlight]]:
         device: torch.device = (*receives, *sends)[0][0].device
-        group._start_coalescing(device)
-        for tensor, rank in receives:
-            _begin(group.recv, tensor, rank)
-        for tensor, rank in sends:
-            _begin(group.send, tensor, rank)
-        work = group._end_coalescing(device)
-        combined = InFlight(work, tuple(sorted({rank for _, rank in (*receives, *sends)})), bool(receives))
+        peers = tuple(sorted({rank for _, rank in (*receives, *sends)}))
+        try:
+            group._start_coalescing(device)
+            for tensor, rank in receives:
+                group.recv([tensor], rank, 0)
+            for tensor, rank in sends:
+                group.send([tensor], rank, 0)
+            work = group._end_coalescing(device)
+        except RuntimeError as e:
+            self.raise_if_aborted()
+            raise _lost(peers, e) from e
+        combined = InFlight(work, peers, bool(receives), is_polled=True, transport=self)
         return [combined], [combined]
+
+    def start_all_gathers(self, gathers: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[InFlight]:
+        """Start several all-gathers, each given as (output, this rank's share).
+
+        The output receives the shares of all members in rank order; this rank's share may be a view of it. Over gloo
+        the members exchange the shares of all gathers as messages, because torch's all-gather for gloo allocates a
+        second output and copies it. Over NCCL they are one call.
+        """
+        self._gather_groups.add(group)
+        ranks, me = dist.get_process_group_ranks(group), group.rank()
+        others = [member for member in range(group.size()) if member != me]
+        if dist.get_backend(group) != "gloo":
+            peers = tuple(ranks[member] for member in others)
+            with coalesced(group) as started:
+                for out, mine in gathers:
+                    dist.all_gather_into_tensor(out, mine, group=group, async_op=True)
+            return [InFlight(work, peers, True, is_polled=True, transport=self) for work in started.works]
+        sends, receives = [], []
+        for out, mine in gathers:
+            parts = out.view(group.size(), -1)
+            if parts[me].data_ptr() != mine.data_ptr():
+                parts[me].copy_(mine)
+            sends += [(mine, member) for member in others]
+            receives += [(parts[member], member) for member in others]
+        messages = [self._begin(group.recv, tensor, member, is_receive=True) for tensor, member in receives]
+        messages += [self._begin(group.send, tensor, member, is_receive=False) for tensor, member in sends]
+        return [replace(message, peers=tuple(ranks[member] for member in message.peers)) for message in messages]
 
     @property
     def is_closed(self) -> bool:
-        """Whether the transport has been closed."""
-        return self._closed
+        """Whether the transport has been closed or aborted."""
+        return self._closed or bool(self.abort_reason)
 
     def close(self) -> None:
-        """Close the transport. An exclusive group is aborted, which ends the waits of the other ranks."""
-        if self._is_exclusive and not self._closed:
-            self._group.abort()
-        self._group, self._closed = None, True
+        """Close the transport, and abort an exclusive group: over gloo, that ends the waits of the other ranks."""
+        with self._ending:
+            if not self._closed and not self.abort_reason:
+                self._end_works(gathers=False)
+            if self._heartbeat is not None and not self.activity.is_active:  # else `syncing` has to report a failure
+                self._heartbeat.close()
+            self._group, self._closed = None, True
+
+    def _end_works(self, *, gathers: bool) -> None:
+        """End the works of this rank, if nothing else uses the group."""
+        if not self._is_exclusive:
+            return
+        for group in (self._group, *(self._gather_groups if gathers else ())):
+            if self._is_coalescing():
+                group.abort()
+            else:
+                close_gloo_connections(group)
+
+
+@contextmanager
+def closed_on_failure(transport: Transport, gather_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Close the transport, and abort the group of all-gathers, if the block raises: both are unusable then."""
+    try:
+        yield
+    except BaseException:
+        transport.close()
+        if gather_group is not None:
+            abort_group(gather_group)
+        raise
 
 
 def wait_for(messages: Iterable[InFlight], deadline: Deadline) -> None:
     """Wait until all messages have completed.
 
     Raises:
-        WeightSyncError: a connection broke or the deadline passed; names the ranks waited for.
+        WeightSyncError: a connection broke, the deadline passed or the sync was aborted; names the ranks waited for.
     """
     late: list[InFlight] = []
     for message in messages:
         if message.arrived:
             continue
-        left = deadline.remaining
+        activity = SyncActivity() if message.transport is None else message.transport.activity
+        activity.waits_for = message.peers[:MAX_NAMED]
         try:
-            message.arrived = message.work.wait() if left is None else message.work.wait(left)
+            message.arrived = _wait(message, deadline)
         except RuntimeError as e:
+            if message.transport is not None:
+                message.transport.raise_if_aborted()
             if not deadline.is_expired:
                 raise _lost(message.peers, e) from e
-        if not message.arrived:
+        if message.arrived:
+            activity.progress, activity.waits_for = activity.progress + 1, ()
+        else:
             late.append(message)
     if late:
         silent = [message for message in late if message.is_receive]
-        ranks = _ranks({rank for message in silent or late for rank in message.peers})
+        ranks = list_ranks({rank for message in silent or late for rank in message.peers})
         limit = f"within {deadline.seconds:g} s"
         raise WeightSyncError(f"nothing from {ranks} {limit}" if silent else f"{ranks} took nothing {limit}")
 
 
-def _begin(call: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, rank: int) -> dist.Work:
-    try:
-        work: dist.Work = call([tensor], rank, 0)
-    except RuntimeError as e:
-        raise _lost((rank,), e) from e
-    return work
+def _wait(message: InFlight, deadline: Deadline) -> bool:
+    """Return whether the message completed before the deadline; raises RuntimeError if it failed."""
+    if not message.is_polled:
+        left = deadline.remaining
+        return bool(message.work.wait() if left is None else message.work.wait(left))
+    pause, longest = _POLL_SECONDS
+    while not message.work.is_completed():
+        if message.transport is not None:
+            message.transport.raise_if_aborted()
+        if deadline.is_expired:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return bool(message.work.wait(AT_ONCE))  # with a timeout, as NCCL's wait does not report failures without one
 
 
 def _lost(peers: Iterable[int], error: RuntimeError) -> LostRankError:
     words = _GLOO_NOISE.sub("", str(error).splitlines()[0])
-    return LostRankError(f"lost the connection to {_ranks(peers)} ({words})")
+    return LostRankError(f"lost the connection to {list_ranks(peers)} ({words})")
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks as text: `rank 3`, `ranks 1, 2`."""
     listed = sorted(set(ranks))
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

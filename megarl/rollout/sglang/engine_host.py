@@ -1,9 +1,11 @@
-"""Hosts an SGLang engine: the thread that owns it, and the monitoring of its scheduler processes.
+"""Hosts an SGLang engine, or the part of one node: the thread that owns it, and the scheduler processes.
 
 caller's event loop            engine thread (its own event loop)         scheduler processes
 call(coroutine) -------------> tokenizer manager ---- zmq -------------->  one per TP rank
      <------------------------ result                                      (they die with this process)
      <------------------------ LostEngineError, once one of them has exited
+
+Only the first node of an engine has a tokenizer manager; `multi_node_host` asks the hosts of the other nodes.
 
 The thread is needed for two reasons. SGLang installs signal handlers if it runs in the main thread, and spawned
 schedulers live only as long as the *thread* that started them.
@@ -16,11 +18,9 @@ import atexit
 import concurrent.futures
 import re
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Coroutine
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -33,21 +33,18 @@ from megarl.process.ports import is_port_free
 from megarl.process.startup_trace import record_imports
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang import shm_cleanup
+from megarl.rollout.sglang.hosted_engine import make_engine_class, set_node_variables, temporary_files_in
+from megarl.rollout.sglang.model_modules import skip_other_models
 from megarl.rollout.sglang.private_dir import PrivateFolder
-from megarl.rollout.sglang.scheduler_process import (
-    SchedulerProcess,
-    forking_schedulers,
-    ignore_sigquit,
-    log_file,
-    start_fork_server,
-    stop_fork_server,
-)
+from megarl.rollout.sglang.scheduler_process import ignore_sigquit, log_file, start_fork_server, stop_fork_server
 from megarl.rollout.sglang.server_args import make_engine_arguments
+from megarl.rollout.sglang.start_gate import PROCESS_GATE
+from megarl.rollout.sglang.weight_update.messages import Reply
+from megarl.rollout.sglang.weight_update.rank_files import RankFiles, ReplyState
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-    from sglang.srt.server_args import PortArgs, ServerArgs
 
 T = TypeVar("T")
 
@@ -59,12 +56,12 @@ MAX_BUSY_SECONDS = 300.0
 
 
 class EngineHost:
-    """Starts, monitors and stops one `sglang.Engine`."""
+    """Starts, monitors and stops one `sglang.Engine`, or the schedulers of one node of an engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.directory = ""
-        """Private folder of this engine, for sockets and other files; created at launch, removed by `stop`."""
+        """Private folder of this engine, for sockets and other files; created at launch, removed by `shutdown`."""
         self.failure: LostEngineError | None = None
         self._pending_ping: asyncio.Task[object] | None = None
         """The last ping to the schedulers, until they reply."""
@@ -74,6 +71,7 @@ class EngineHost:
         self._log_dir = spec.log_dir or ""
         self._engine: Engine | None = None
         self._load_snapshot: Path | None = None
+        """File in shared memory that SGLang's processes map and do not remove."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._calls: set[asyncio.Task[object]] = set()
@@ -90,12 +88,14 @@ class EngineHost:
     async def start(self) -> None:
         """Start the engine and return once it is ready.
 
+        The timeout counts from when device memory may be allocated, if the engine waits for that.
+
         Raises:
             ConfigError: the port is in use, or SGLang does not know an argument.
             WorkerError: the engine did not start; the message has the last lines of its log. A LostEngineError if its
                 schedulers were killed.
         """
-        if self.spec.port is not None:
+        if self.spec.port is not None and self.spec.node_rank == 0:
             check_port(self.spec.port)
         ignore_sigquit()
         if self._log_dir:
@@ -103,12 +103,18 @@ class EngineHost:
         ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True, name="megarl-engine")
         self._thread.start()
+        started = asyncio.wrap_future(ready)
+        if self.spec.waits_for_memory:
+            opened = asyncio.ensure_future(PROCESS_GATE.wait_open())
+            await asyncio.wait([started, opened], return_when=asyncio.FIRST_COMPLETED)
+            opened.cancel()
         try:
-            await asyncio.wait_for(asyncio.wrap_future(ready), self.spec.start_timeout_seconds)
+            await asyncio.wait_for(started, self.spec.start_timeout_seconds)
         except TimeoutError as e:
             log_tail = self._log_tail()
-            await self.stop()
-            raise WorkerError(f"the engine did not start within {self.spec.start_timeout_seconds} s{log_tail}") from e
+            await self.shutdown()
+            seconds = self.spec.start_timeout_seconds
+            raise WorkerError(f"the engine did not start{self._where} within {seconds} s{log_tail}") from e
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's thread and return its result.
@@ -141,17 +147,51 @@ class EngineHost:
         """
         await self.call(self._ping())
 
-    def describe(self, rank: int) -> str:
+    async def describe(self, rank: int) -> str:
         """Return the TP rank, pid and OS process state of a scheduler process as text, for error messages."""
-        pid = self.processes[rank].pid
+        pid = self.processes[rank - self.spec.node_ranks[0]].pid
         try:
             status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
-            return f"TP rank {rank} (pid {pid}, ended)"
+            return f"TP rank {rank} (pid {pid}, ended){self._where}"
         (state,) = re.findall(r"^State:\t\w \((.*)\)$", status, re.MULTILINE)
-        return f"TP rank {rank} (pid {pid}, {state})"
+        return f"TP rank {rank} (pid {pid}, {state}){self._where}"
 
-    async def stop(self) -> None:
+    async def scheduler_pids(self) -> list[int]:
+        """Return the pid of each scheduler process, by TP rank."""
+        return [process.pid or 0 for process in self.processes]
+
+    async def processor_seconds(self) -> list[float]:
+        """Return the CPU seconds that each scheduler process has used, by TP rank."""
+        spent = []
+        for process in self.processes:
+            try:
+                spent.append(sum(psutil.Process(process.pid).cpu_times()[:2]))
+            except psutil.NoSuchProcess:
+                spent.append(0.0)  # `_on_exit` will report it
+        return spent
+
+    async def share_file(self, name: str, content: bytes) -> list[str]:
+        """Write a file for the TP ranks; return the path at which each of them can read it."""
+        return [self._files.share(name, content)] * len(self.spec.node_ranks)
+
+    async def remove_file(self, name: str) -> None:
+        """Remove a shared file."""
+        self._files.remove(name)
+
+    async def folders(self) -> list[str]:
+        """Return for each TP rank the folder on its node in which it exchanges files with the host."""
+        return [self.directory] * len(self.spec.node_ranks)
+
+    async def reply_states(self, number: int) -> list[ReplyState]:
+        """Return the state of each TP rank for command `number`."""
+        return self._files.states(number)
+
+    async def take_replies(self, number: int) -> list[Reply | None]:
+        """Return each TP rank's reply to command `number`, None for a missing one, and remove the files."""
+        return self._files.take_replies(number)
+
+    async def shutdown(self) -> None:
         """Stop the engine's processes and thread; calls in progress raise LostEngineError."""
         if not self._stopping:
             self._stopping = True
@@ -173,7 +213,7 @@ class EngineHost:
             codes = [process.exitcode or 0 for process in self.processes]
             # ended by a signal, and none by its own error: not caused by the model or the configuration
             kind = LostEngineError if min(codes, default=0) < 0 and max(codes) <= 0 else WorkerError
-            error = kind(f"the engine did not start: {type(e).__name__}: {e}{self._log_tail()}")
+            error = kind(f"the engine did not start{self._where}: {type(e).__name__}: {e}{self._log_tail()}")
             error.__cause__ = e
             ready.set_exception(error)
         else:
@@ -187,45 +227,41 @@ class EngineHost:
         self._folder = PrivateFolder("megarl-engine-")
         self.directory = self._folder.path
         self._log_dir = self._log_dir or self.directory
+        gate = PROCESS_GATE.close(self.directory) if self.spec.waits_for_memory else None
+        if self.spec.nnodes > 1:
+            set_node_variables(self.spec.node_address)
+        skip_other_models(self.spec.model_path)
         if forks:
             self._started_fork_server = start_fork_server(self.directory)
         with record_imports():
-            from sglang.srt.entrypoints.engine import Engine
-
-        host = self
+            engine_class = make_engine_class(
+                self._log_dir,
+                gate=gate,
+                forks=forks,
+                before_launch=self._before_launch,
+                on_launch=self.processes.extend,
+            )
         if self._stopping:  # during the import of SGLang, which takes seconds
             raise WorkerError("the engine was stopped during startup")
         shm_cleanup.remove_abandoned_queues()
-
-        class HostedEngine(Engine):  # type: ignore[misc]
-            run_scheduler_process_func = SchedulerProcess(host._log_dir)
-
-            @classmethod
-            def _launch_scheduler_processes(cls, *args: object, **kwargs: object) -> tuple[object, list[BaseProcess]]:
-                if host._stopping:
-                    raise WorkerError("the engine was stopped during startup")
-                host._load_snapshot = _find_load_snapshot(*args, **kwargs)
-                with forking_schedulers() if forks else nullcontext():
-                    result, processes = super()._launch_scheduler_processes(*args, **kwargs)
-                host.processes.extend(processes)
-                return result, processes
-
-            @classmethod
-            def _launch_detokenizer_subprocesses(cls, **_: object) -> tuple[list[BaseProcess], list[str]]:
-                return [], []  # the schedulers send token ids directly to the tokenizer manager
-
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
-        with _temporary_files_in(self.directory):
-            self._engine = HostedEngine(**make_engine_arguments(self.spec))
+        with temporary_files_in(self.directory):
+            self._engine = engine_class(**make_engine_arguments(self.spec))
         self._remove_load_snapshot()  # every process has mapped the file; without a name it cannot be left behind
-        self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
-        # a full garbage collection over all SGLang modules takes 0.4 s, and flushing the cache triggers one
-        loop.run_until_complete(self.tokenizer_manager.freeze_gc())
-        for rank, process in enumerate(self.processes):
+        if self.spec.node_rank == 0:
+            self.tokenizer_manager._subprocess_watchdog.stop()  # it would send this process a SIGQUIT
+            # a full garbage collection over all SGLang modules takes 0.4 s, and flushing the cache triggers one
+            loop.run_until_complete(self.tokenizer_manager.freeze_gc())
+        for rank, process in zip(self.spec.node_ranks, self.processes, strict=True):
             loop.add_reader(process.sentinel, self._on_exit, rank, process)
         if not self._stopping:
             self._loop = loop
+
+    def _before_launch(self, load_snapshot: Path) -> None:
+        if self._stopping:
+            raise WorkerError("the engine was stopped during startup")
+        self._load_snapshot = load_snapshot
 
     async def _ping(self) -> None:
         if self._pending_ping is None or self._pending_ping.done():
@@ -233,23 +269,13 @@ class EngineHost:
             self._calls.add(self._pending_ping)
             self._pending_ping.add_done_callback(self._calls.discard)
             self._pinged_at = time.monotonic()
-        before = self._processor_seconds()
+        before = await self.processor_seconds()
         while not self._pending_ping.done():
             await asyncio.wait([self._pending_ping], timeout=PING_POLL_SECONDS)
-            now = self._processor_seconds()
+            now = await self.processor_seconds()
             is_busy = all(spent > earlier for spent, earlier in zip(now, before, strict=True))
             if is_busy and time.monotonic() - self._pinged_at <= MAX_BUSY_SECONDS:
                 return
-
-    def _processor_seconds(self) -> list[float]:
-        """Return the CPU seconds that each scheduler process has used, by TP rank."""
-        spent = []
-        for process in self.processes:
-            try:
-                spent.append(sum(psutil.Process(process.pid).cpu_times()[:2]))
-            except psutil.NoSuchProcess:
-                spent.append(0.0)  # `_on_exit` will report it
-        return spent
 
     async def _shut_down(self) -> None:
         self.failure = self.failure or LostEngineError("the engine was shut down")
@@ -280,17 +306,28 @@ class EngineHost:
     def _on_exit(self, rank: int, process: BaseProcess) -> None:
         assert self._loop is not None
         self._loop.remove_reader(process.sentinel)
-        if self._stopping or self.failure:
-            return
         process.join()
         code = process.exitcode or 0
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        self.failure = LostEngineError(
-            f"the engine's scheduler process of TP rank {rank} {how}{self._log_tail(process)}"
-        )
+        what = f"the engine's scheduler process of TP rank {rank}{self._where}"
+        self._fail(LostEngineError(f"{what} {how}{self._log_tail(process)}"))
+
+    def _fail(self, error: LostEngineError) -> None:
+        """End the engine because of `error`, unless it has ended; must run in the engine's thread."""
+        if self._stopping or self.failure:
+            return
+        self.failure = error
         self._kill()
         for call in list(self._calls):
             call.cancel()
+
+    @property
+    def _where(self) -> str:
+        return f" on {self.spec.node_name}" if self.spec.node_name else ""
+
+    @property
+    def _files(self) -> RankFiles:
+        return RankFiles(self.directory, self.spec.node_ranks)
 
     def _log_tail(self, process: BaseProcess | None = None) -> str:
         for candidate in [process] if process else self.processes:
@@ -322,22 +359,6 @@ class EngineHost:
     def _remove_load_snapshot(self) -> None:
         if self._load_snapshot is not None:
             self._load_snapshot.unlink(missing_ok=True)
-
-
-def _find_load_snapshot(server_args: ServerArgs, port_args: PortArgs, *_: object, **__: object) -> Path:
-    """Return the shared-memory file in which SGLang's processes publish their load, and which they do not remove."""
-    from sglang.srt.managers.load_snapshot import shm_path_for
-
-    return Path(shm_path_for(port_args.instance_id))
-
-
-@contextmanager
-def _temporary_files_in(directory: str) -> Iterator[None]:
-    before, tempfile.tempdir = tempfile.tempdir, directory
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def check_port(port: int) -> None:

@@ -27,7 +27,7 @@ set_parent_death_signal(signal.SIGKILL, parent=host)  # before the imports, whic
 with fast_imports():
     import sglang.srt.managers.scheduler  # noqa: F401 -- imported for the schedulers
 
-    from megarl.rollout.sglang import cpu_determinism, cpu_mla  # noqa: F401
+    from megarl.rollout.sglang import cpu_attention_backend, cpu_determinism, cpu_mla, cpu_shared_prefill  # noqa: F401
 
 scheduler_process.ignore_sigquit()  # a failing scheduler sends it to its parent
 scheduler_process.mark_as_fork_server()

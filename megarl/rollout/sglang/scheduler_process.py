@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megarl.process.prctl import set_parent_death_signal
+from megarl.rollout.sglang.start_gate import wait_at_gate
 
 FORK_SERVER_MODULES = ["megarl.rollout.sglang.fork_server"]
 """Modules that multiprocessing imports in the server."""
@@ -67,7 +68,8 @@ def stop_fork_server() -> None:
     """Kill the server process; its schedulers must have ended."""
     server: Any = forkserver._forkserver
     os.kill(server._forkserver_pid, signal.SIGKILL)  # it may still be importing
-    server._stop()
+    with suppress(FileNotFoundError):  # the folder of its socket is removed before, if the start was aborted
+        server._stop()
 
 
 def mark_as_fork_server() -> None:
@@ -90,21 +92,30 @@ def forking_schedulers() -> Iterator[None]:
 class SchedulerProcess:
     """Main function of a scheduler process; takes the arguments of SGLang's `run_scheduler_process`."""
 
-    def __init__(self, log_dir: str) -> None:
-        self.log_dir = log_dir
+    def __init__(self, log_dir: str, gate: str | None = None) -> None:
+        """`gate`: the file at which to wait after the imports, before any device memory is allocated; None: none."""
+        self.log_dir, self.gate = log_dir, gate
 
-    def __reduce__(self) -> tuple[Callable[..., SchedulerProcess], tuple[int, dict[str, str], str]]:
-        return _enter_scheduler_process, (os.getpid(), dict(os.environ), self.log_dir)
+    def __reduce__(self) -> tuple[Callable[..., SchedulerProcess], tuple[int, dict[str, str], str, str | None]]:
+        return _enter_scheduler_process, (os.getpid(), dict(os.environ), self.log_dir, self.gate)
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         """Run the scheduler until it fails; does not return."""
         from sglang.srt.managers.scheduler import run_scheduler_process
 
+        from megarl.rollout.sglang.cpu_attention_backend import use_batched_attention_on_cpu
         from megarl.rollout.sglang.cpu_determinism import install_cpu_kernels
         from megarl.rollout.sglang.cpu_mla import use_absorbed_mla_on_cpu
+        from megarl.rollout.sglang.cpu_shared_prefill import use_shared_prefill_on_cpu
 
         install_cpu_kernels()
         use_absorbed_mla_on_cpu()
+        use_batched_attention_on_cpu()
+        use_shared_prefill_on_cpu()
+        if self.gate is not None:
+            import sglang.srt.models.registry  # noqa: F401 -- imports the models, which loading one would do
+
+            wait_at_gate(self.gate)
         run_scheduler_process(*args, **kwargs)
         # SGLang swallows the exception that ended the loop, and its open sockets may keep the process from exiting
         sys.stdout.flush()
@@ -129,7 +140,9 @@ def ignore_sigquit() -> None:
     libc.signal(signal.SIGQUIT, int(signal.SIG_IGN))
 
 
-def _enter_scheduler_process(host: int, environment: Mapping[str, str], log_dir: str) -> SchedulerProcess:
+def _enter_scheduler_process(
+    host: int, environment: Mapping[str, str], log_dir: str, gate: str | None
+) -> SchedulerProcess:
     set_parent_death_signal(signal.SIGKILL, parent=_fork_server or host)
     # SGLang has set variables since the server was started. The others keep their place in memory, because the process
     # title is written there.
@@ -140,4 +153,4 @@ def _enter_scheduler_process(host: int, environment: Mapping[str, str], log_dir:
     os.close(log)
     # a progress bar otherwise creates a multiprocessing lock, which stays in shared memory if this process is killed
     tqdm.set_lock(threading.RLock())
-    return SchedulerProcess(log_dir)
+    return SchedulerProcess(log_dir, gate)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
+import os
 
+from megarl.config.engine_options import find_option_problems, find_variable_problems
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.cpu_attention import PAGE_SIZE
 from megarl.rollout.sglang.cpu_determinism import allow_determinism_on_cpu
 from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
@@ -16,6 +17,7 @@ CPU_ARGUMENTS = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
+    "page_size": PAGE_SIZE,
 }
 """Arguments for the CPU engine: SGLang's defaults need CUDA, and an idle scheduler would keep a core busy."""
 
@@ -27,20 +29,26 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
     """Return the keyword arguments of `sglang.Engine`, without those that the spec leaves to SGLang.
 
     Raises:
-        ConfigError: `extra_args` has a name that SGLang does not know, or one that megarl sets.
+        ConfigError: `extra_args` or the environment has an option that engines cannot have.
     """
+    _check_options(spec)
     optional = {
         "context_length": spec.context_length,
         "max_total_tokens": spec.max_total_tokens,
         "max_running_requests": spec.max_running_requests,
         "mem_fraction_static": spec.mem_fraction,
-        "nccl_port": spec.port,
+        "enable_memory_saver": True if spec.releases_memory and spec.device == "cuda" else None,
+        "nccl_port": spec.port if spec.nnodes == 1 else None,  # else it is that of `dist_init_addr`
+        "dist_init_addr": spec.dist_init_addr,
     }
     fixed = {
         "model_path": spec.model_path,
         "device": spec.device,
         "dtype": spec.dtype,
+        "enable_fp32_lm_head": spec.fp32_lm_head,
         "tp_size": spec.tp,
+        "nnodes": spec.nnodes,
+        "node_rank": spec.node_rank,
         "random_seed": spec.seed,
         "weight_version": str(spec.policy_version),
         "custom_weight_loader": [IMPORT_PATH],
@@ -62,18 +70,11 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
                 "disable_radix_cache": True,
                 "mem_fraction_static": CPU_MEM_FRACTION,
             }
-    _check_names(spec, fixed)
     return {**defaults, **spec.extra_args, **fixed}
 
 
-def _check_names(spec: EngineSpec, fixed: Mapping[str, object]) -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    known = ServerArgs.__struct_fields__
-    for name in spec.extra_args:
-        if name in fixed:
-            raise ConfigError(f"rollout.engine.extra_args.{name}: megarl sets this argument itself")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"rollout.engine.extra_args.{name}: SGLang has no such argument{hint}")
+def _check_options(spec: EngineSpec) -> None:
+    problems = [f"rollout.engine.extra_args: {problem}" for problem in find_option_problems(spec.extra_args)]
+    problems += find_variable_problems(os.environ)
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -22,16 +22,29 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import LostEngineError, WorkerError
-from megarl.reshard.layout.layout import Box, WeightLayout
+from megarl.reshard.layout.layout import Box, WeightLayout, WeightNeeds, share_tensors
+from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+from megarl.reshard.transfer.box_channel import BoxOffer
+from megarl.reshard.transfer.bucket import WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
-from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.reshard.transfer.sample_digests import ExpectedBox
+from megarl.rollout.engine import (
+    EngineMemory,
+    EngineUpdate,
+    FinishedRequest,
+    Generation,
+    GenerationRequest,
+    UpdateReport,
+)
 from megarl.rollout.engine_spec import EngineSpec, make_engine_spec, read_stop_token_ids
+from megarl.rollout.request_batches import RequestBatches
 from megarl.rollout.sglang.engine_host import EngineHost
+from megarl.rollout.sglang.multi_node_host import EngineNode, MultiNodeHost
+from megarl.rollout.sglang.released_memory import ReleasedMemory
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace
 from megarl.rollout.sglang.weight_update.update_session import WeightSession, full_tensors
+from megarl.rollout.sglang.weight_update.whole_update import WholeUpdate
 
 __all__ = ["EngineHealth", "EngineSpec", "SglangEngine", "make_engine_spec", "read_stop_token_ids"]
 
@@ -44,16 +57,22 @@ class EngineHealth:
     num_requests: int
     """Number of requests in flight."""
     scheduler_pids: tuple[int, ...]
-    """Pids of the scheduler processes, one per TP rank."""
+    """Pids of the scheduler processes on their nodes, one per TP rank."""
 
 
 class SglangEngine:
     """Implements `RolloutEngine`. Every method may raise LostEngineError: the engine's processes have exited."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, nodes: Sequence[EngineNode] = ()) -> None:
+        """Args:
+        nodes: the other nodes that the engine spans, in the order of their TP ranks.
+        """
         self._spec = spec
-        self._host = EngineHost(spec)
+        self._host = MultiNodeHost(spec, nodes) if nodes else EngineHost(spec)
         self._weights = WeightSession(self._host)
+        self._update = WholeUpdate(self._weights)
+        self._released = ReleasedMemory(self._host)
+        self._batches = RequestBatches(self._complete)
         self._num_requests = 0
         self._num_attempts = 0
         self._in_flight: dict[str, str] = {}
@@ -74,19 +93,35 @@ class SglangEngine:
 
         Raises:
             WorkerError: SGLang rejected the request (for example, it is too long), or a newer request has the same id.
-            WeightSyncError: the engine holds a mixture of weights after a failed weight update.
+            WeightSyncError: the engine holds no weights, or a mixture of weights after a failed weight update.
         """
         (generation,) = await self.generate_many([request])
         return generation
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Return one completion per request, in order, once all are done; raises as `generate`."""
-        self._weights.check_consistent()
+        self._check_can_generate()
         self._num_requests += len(requests)
         try:
             return await self._host.call(self._complete_all(requests))
         finally:
             self._num_requests -= len(requests)
+
+    async def begin_requests(self, batch_id: str, requests: Sequence[GenerationRequest]) -> list[FinishedRequest]:
+        """Begin a batch of requests; return its first completions, see `RequestBatches`; raises as `generate`."""
+        self._check_can_generate()
+        return await self._host.call(self._batches.begin(batch_id, requests))
+
+    def _check_can_generate(self) -> None:
+        """Raise if a request would fail now; while requests are held, new ones wait with them."""
+        if self._weights.holds_requests:
+            return
+        self._released.check_allocated()
+        self._weights.check_consistent()
+
+    async def finished_requests(self, batch_id: str) -> list[FinishedRequest]:
+        """Return the next completions of a batch."""
+        return await self._host.call(self._batches.collect(batch_id))
 
     async def abort(self, request_id: str) -> None:
         """End a request early: it returns the tokens so far with finish_reason `abort`. Unknown ids are ignored."""
@@ -95,6 +130,19 @@ class SglangEngine:
     async def abort_all(self) -> None:
         """End all requests in flight early."""
         await self._host.call(self._abort(None))
+
+    async def release(self, memory: Sequence[EngineMemory]) -> None:
+        """Free device memory, whose contents are lost; see `RolloutEngine.release`."""
+        if self._spec.holds_requests:
+            await self._weights.hold_requests()
+        if await self._released.release(memory, is_paused=self._weights.holds_requests):
+            self._weights.mark_lost()
+
+    async def resume(self, memory: Sequence[EngineMemory]) -> None:
+        """Allocate device memory again; see `RolloutEngine.resume`."""
+        await self._released.resume(memory)
+        if self._released.is_allocated:
+            await self._weights.resume_requests()
 
     async def begin_weights(self) -> None:
         """Stop decoding and open a weight update; requests in flight wait and resume with the new weights.
@@ -123,29 +171,39 @@ class SglangEngine:
         """Return the tensors that every update must send through `load_weights`; raises as `layouts`."""
         return full_tensors(await self.traces())
 
-    async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
-        """Write one TP rank's part of round `index`; see `RolloutEngine.load_boxes`."""
-        await self._weights.load_boxes(tp_rank, index, bucket)
+    async def weight_needs(self) -> WeightNeeds:
+        """Return `layouts` and `full_tensors` together, to be sent; raises as `layouts`."""
+        layouts = share_tensors(await self.layouts())
+        return WeightNeeds(layouts=tuple(layouts), full_tensors=await self.full_tensors())
 
-    async def prepare_receive(self, transfer_spec: TransferSpec, engine: int) -> None:
-        """Plan what the TP ranks receive; see `RolloutEngine.prepare_receive`."""
+    async def weight_needs_digest(self) -> bytes:
+        """Return the digest of `weight_needs`; raises as `layouts`."""
+        return (await self.weight_needs()).digest
+
+    async def update_weights(self, update: EngineUpdate) -> UpdateReport:
+        """Run a whole weight update; see `RolloutEngine.update_weights`."""
+        return await self._update.run(update)
+
+    async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
+        """Connect the TP ranks with the trainer ranks on their slots; see `RolloutEngine.prepare_boxes`."""
+        await self._weights.prepare_boxes(offers)
+
+    async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
+        """Plan what the TP ranks receive, and connect them to the trainer's ranks; see `RolloutEngine.join_trainer`."""
         await self._weights.prepare(transfer_spec, engine)
-
-    async def join_trainer(self, transfer_group: TransferGroup) -> None:
-        """Connect the TP ranks to the trainer's ranks; see `RolloutEngine.join_trainer`."""
         await self._weights.connect(transfer_group)
-
-    async def receive_weights(self) -> list[SyncStats]:
-        """Receive the weights on all TP ranks; see `RolloutEngine.receive_weights`."""
-        return await self._weights.receive()
 
     async def piece_hashes(self) -> list[dict[tuple[str, Box], bytes]]:
         """Return for each TP rank: (tensor, box) of each piece of its layout -> `digest` of the parameter's values."""
         return await self._weights.piece_hashes()
 
-    async def end_weights(self, policy_version: int) -> None:
-        """Set the policy version and resume decoding; see `RolloutEngine.end_weights`."""
-        await self._weights.end(policy_version)
+    async def sample_boxes(self, policy_version: int, count: int) -> list[SampledBox]:
+        """Return boxes of the weights to compare in one sync; see `RolloutEngine.sample_boxes`."""
+        return await self._weights.sample(policy_version, count)
+
+    async def verify_weights(self, expected: Sequence[ExpectedBox]) -> str | None:
+        """Compare boxes of the weights with the trainer's; see `RolloutEngine.verify_weights`."""
+        return await self._weights.verify(expected)
 
     async def read_weights(self, directory: str) -> None:
         """Save the parameters and the buffers of every TP rank as torch files (name -> tensor).
@@ -158,9 +216,10 @@ class SglangEngine:
     async def health(self) -> EngineHealth:
         """Return the engine's state; waits until the schedulers have finished their current step."""
         await self._host.call(self._host.tokenizer_manager.get_internal_state())
-        pids = tuple(p.pid or 0 for p in self._host.processes)
         return EngineHealth(
-            policy_version=self._weights.policy_version, num_requests=self._num_requests, scheduler_pids=pids
+            policy_version=self._weights.policy_version,
+            num_requests=self._num_requests + self._batches.num_unfinished,
+            scheduler_pids=tuple(await self._host.scheduler_pids()),
         )
 
     async def watch(self) -> LostEngineError:
@@ -184,7 +243,7 @@ class SglangEngine:
 
     async def shutdown(self) -> None:
         """Stop the engine's processes; requests in flight are lost. May be called twice."""
-        await self._host.stop()
+        await self._host.shutdown()
 
     async def _complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         if len(requests) == 1:

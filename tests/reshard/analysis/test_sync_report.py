@@ -5,8 +5,11 @@ from dataclasses import fields
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.reshard.analysis.scenario import arrange, even_nodes
-from megarl.reshard.analysis.sync_report import SyncReport, explain, explain_auto
+from megarl.reshard.analysis import forecast as forecast_module
+from megarl.reshard.analysis import plan_agreement
+from megarl.reshard.analysis.nccl_progress import Stall
+from megarl.reshard.analysis.scenario import STRATEGIES, arrange, even_nodes
+from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain, explain_auto
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.engine_stages import split_stages
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout
@@ -15,8 +18,9 @@ from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
 
 FIELDS = """strategy world train gen model bytes_total bytes_in_max bytes_in_mean bytes_in_bound_max bytes_cross_node
-peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold plan_seconds_cached sync_seconds_p50
-sync_seconds_max mismatched_bytes"""
+peak_extra_bytes redundant_bytes_after messages collectives plan_seconds_cold plan_seconds_cached hand_over
+sync_seconds_p50 sync_seconds_min sync_seconds_max cpu_seconds_p50 mismatched_bytes trained_layers bytes_unchanged
+mark_bytes changed_share"""
 
 
 def test_report_fields():
@@ -108,9 +112,31 @@ def test_auto_reuses_known_explanations():
 
 def test_json_omits_fields_that_need_a_run():
     found = explain("exact", scenario(1, 4, 2, 1, 2)).as_json()
-    assert set(FIELDS.split()) - set(found) == {"sync_seconds_p50", "sync_seconds_max", "mismatched_bytes"}
+    assert set(FIELDS.split()) - set(found) == set(RUN_ONLY_FIELDS)
     assert found["fraction_in_max"] == 0.25
     assert found["model_bytes"] == MODEL_BYTES
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_progress_under_nccl_is_proved_for_every_strategy(strategy, monkeypatch):
+    case = scenario(2, 2, 2, 1, 2, nodes=2)
+    assert explain(strategy, case).as_json()["nccl_progress"] is True
+    if strategy != "gather_hf":
+        monkeypatch.setattr(forecast_module, "find_stalls", lambda _: [Stall(3, 0, "hop 1 of round 2", (1,))])
+        stalled = explain(strategy, case)
+        assert stalled.stalls == ("rank 3 waits in hop 1 of round 2 for rank 1",)
+        assert stalled.as_json()["nccl_progress"] is False
+
+
+@pytest.mark.parametrize(("found", "progress"), [([], True), (["ranks 0 and 1 disagree"], False), (None, None)])
+def test_progress_of_too_many_ranks_to_plan_follows_from_some(found, progress, monkeypatch):
+    case = scenario(1, 4, 2, 1, 2)
+    monkeypatch.setattr(forecast_module, "MAX_PLANNED_PIECES", 0)
+    assert explain("micro_dp", case).as_json()["nccl_progress"] is True
+    monkeypatch.setattr(forecast_module, "find_disagreements", lambda _: found)
+    if found is None:
+        monkeypatch.setattr(plan_agreement, "MAX_REPRESENTATIVES", 1)
+    assert explain("micro_dp", case).as_json()["nccl_progress"] is progress
 
 
 def test_error_for_non_dividing_nodes_shows_the_arithmetic():

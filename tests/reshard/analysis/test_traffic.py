@@ -36,7 +36,7 @@ def test_traffic_equals_sum_of_all_plans(strategy, layout, nodes):
 
 
 @given(worlds(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_traffic_equals_simulated_messages(case, relay):
     sources, needs, topology = case
     _, held, targets = make_tensors(sources, needs)

@@ -4,6 +4,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,9 +17,11 @@ from megarl.reshard.layout.layout import (
     contains,
     extent,
     intersect,
+    share_tensors,
     slices,
     volume,
 )
+from megarl.reshard.layout.model_tensors import ModelTensors
 
 INTERVALS = [(0, 2), (1, 4), (3, 3), (2, 5), (4, 6)]
 BOXES: list[Box] = list(itertools.product(INTERVALS, INTERVALS))
@@ -72,8 +75,43 @@ def test_piece_table_round_trip() -> None:
     )
     assert tuple(concatenated) == PIECES
     assert concatenated == table
-    assert table == PIECES
     assert table != PieceTable.pack(PIECES[:2])
+
+
+def test_piece_table_equals_only_tables_with_its_hash() -> None:
+    table = PieceTable.pack(PIECES)
+    assert table != PIECES
+    assert {table: 1, PieceTable.pack(list(PIECES)): 2} == {table: 2}
+    renamed = PieceTable.pack([replace(piece, local="other") for piece in PIECES])
+    assert table != renamed
+    assert table.box_digest != renamed.box_digest  # two local tensors have become one
+    prefixed = PieceTable.pack([replace(piece, local=f"x.{piece.local}") for piece in PIECES])
+    assert (table == prefixed, table.box_digest == prefixed.box_digest) == (False, True)
+
+
+@pytest.mark.parametrize("pieces", [PIECES, (), PIECES[1:2]])
+def test_piece_table_survives_pickling_and_bytes(pieces: tuple[ShardPiece, ...]) -> None:
+    table = PieceTable.pack(pieces)
+    copy = pickle.loads(pickle.dumps(table))
+    assert len(copy) == len(pieces)
+    assert tuple(copy) == pieces
+    assert copy == table
+    nameless = PieceTable.from_bytes(table.to_bytes(), table.tensors)
+    assert (len(nameless), nameless.box_digest) == (len(pieces), table.box_digest)
+    assert tuple(nameless) == tuple(replace(piece, local="") for piece in pieces)
+
+
+def test_layouts_of_a_model_share_its_tensors_when_pickled_together() -> None:
+    tensors = ModelTensors({f"layers.{i}.weight": TensorSpec((i + 1, 2), "float32") for i in range(1000)})
+    piece = ShardPiece("layers.7.weight", ((0, 8), (0, 2)), "a", ((0, 8), (0, 2)))
+    layouts = [WeightLayout(tensors, [replace(piece, local=f"rank {rank}")]) for rank in range(50)]
+    copies = pickle.loads(pickle.dumps(layouts))
+    assert len(pickle.dumps(layouts)) < 2 * len(pickle.dumps(layouts[0]))
+    assert copies == layouts
+    assert len({id(copy.tensors) for copy in copies}) == 1
+    assert dict(copies[0].tensors) == dict(tensors)
+    apart = [pickle.loads(pickle.dumps(layout)) for layout in layouts]
+    assert len({id(copy.tensors) for copy in share_tensors(apart)}) == 1
 
 
 def test_layout_equality_and_hash_survive_pickling() -> None:

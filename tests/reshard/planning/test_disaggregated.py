@@ -13,17 +13,23 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import GenerationPlace
 from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
-from megarl.reshard.transfer.process_groups import TransferGroup, connect_group, open_store
+from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+from megarl.reshard.transfer.process_groups import NCCL_ORDER, TransferGroup, connect_group
+from megarl.reshard.transfer.sink import Parameters
+from megarl.reshard.transfer.sync_store import open_store
+from megarl.reshard.transfer.transport import Transport
 from tests.reshard import synthetic
 from tests.reshard.rank_process import RankProcess, TransferMember, call
 from tests.reshard.transfer.test_executor import value
+from tests.time_limits import HANG_SECONDS
 
 BUCKET_BYTES = 16_384
-TIMEOUT = 4.0
-SLACK = 1.5
+TIMEOUT = 6.0
+SLACK = 30.0
 """Extra seconds that a process on a busy machine may take to notice a failure."""
 
 SENDERS, RECEIVERS = (0, 1), (2, 3)
+NO_STATS = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
 
 
 def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
@@ -40,8 +46,9 @@ def arrangement(nodes=(0, 0, 1, 1), bucket_bytes=BUCKET_BYTES):
 class Ranks:
     """Processes of all ranks, and the store through which they connect."""
 
-    def __init__(self, transfer_spec):
-        self.transfer_spec = transfer_spec
+    def __init__(self, transfer_spec, backend="gloo", timeout_seconds=TIMEOUT, abort_seconds=10.0):
+        self.transfer_spec, self.backend = transfer_spec, backend
+        self._timeout_seconds, self._abort_seconds = timeout_seconds, abort_seconds
         self.store = open_store("127.0.0.1")
         self.ranks = [self.start(rank) for rank in range(self.transfer_spec.size)]
         self.num_connects = 0
@@ -58,16 +65,25 @@ class Ranks:
 
     def connect_all(self):
         self.num_connects += 1
-        name = f"group {self.num_connects}"
-        call(self.ranks, "connect", TransferGroup("127.0.0.1", self.store.port, name, self.transfer_spec.size, TIMEOUT))
+        group = TransferGroup(
+            host="127.0.0.1",
+            port=self.store.port,
+            name=f"group {self.num_connects}",
+            size=self.transfer_spec.size,
+            timeout_seconds=self._timeout_seconds,
+            backend=self.backend,
+            abort_seconds=self._abort_seconds,
+        )
+        self.heartbeat = group.heartbeat
+        call(self.ranks, "connect", group)
 
-    def sync(self, number, fault=None):
-        return call(self.ranks, "sync", number, fault)
+    def sync(self, number, fault=None, delta=None):
+        return call(self.ranks, "sync", number, fault, delta)
 
-    def failing_sync(self, number, fault):
+    def failing_sync(self, number, fault, delta=None):
         """Run a sync with a fault; return the outcomes of the other ranks, by rank."""
         for rank in self.ranks:
-            rank.begin("sync", number, fault)
+            rank.begin("sync", number, fault, delta)
         return {rank.rank: rank.result() for rank in self.ranks if rank.rank != fault[1]}
 
     def close(self):
@@ -83,7 +99,23 @@ def ranks():
     ranks.close()
 
 
-def test_three_syncs_are_bitwise_exact_and_match_planned_counts(ranks):
+@pytest.fixture(scope="module")
+def ordered_ranks():
+    """The same ranks over gloo in NCCL's order."""
+    ranks = Ranks(arrangement(), NCCL_ORDER)
+    ranks.connect_all()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(params=["gloo", NCCL_ORDER])
+def sound_ranks(request):
+    """Ranks without a fault, over either transport."""
+    return request.getfixturevalue("ranks" if request.param == "gloo" else "ordered_ranks")
+
+
+def test_three_syncs_are_bitwise_exact_and_match_planned_counts(sound_ranks):
+    ranks = sound_ranks
     for number in range(3):
         results = ranks.sync(number)
         assert [mismatched for _, mismatched in results] == [0] * 4
@@ -99,7 +131,8 @@ def test_three_syncs_are_bitwise_exact_and_match_planned_counts(ranks):
             assert stats.buckets == (len(planned) if receives else 0)
 
 
-def test_full_tensors_are_sent_within_bounded_memory(ranks):
+def test_full_tensors_are_sent_within_bounded_memory(sound_ranks):
+    ranks = sound_ranks
     whole = ("layers.3", "layers.4", *(f"layers.{i}" for i in range(30, 40)))
     transfer_spec = replace(ranks.transfer_spec, full_tensors=whole)
     assert [len(part.tensors) for part in transfer_spec.plan_full_tensors(0)] == [5, 5, 2]
@@ -116,6 +149,19 @@ def test_full_tensors_are_sent_within_bounded_memory(ranks):
     finally:
         call(ranks.ranks, "prepare", ranks.transfer_spec)
         ranks.connect_all()
+
+
+def test_all_tensors_may_be_sent_in_full(monkeypatch):
+    """No box is received then, so that the engine rank has no parameters to receive into."""
+    whole = tuple(synthetic.TENSORS)
+    rank = TransferRank(replace(arrangement(nodes=(0, 1, 1)), full_tensors=whole), 1)
+    monkeypatch.setattr(rank, "_transport", Transport())
+    monkeypatch.setattr(rank, "_execute", lambda *_: NO_STATS)
+    loaded = []
+    rank.run({}, Parameters({}), loaded.append)
+    assert {name: tuple(tensor.shape) for part in loaded for name, tensor in part.items()} == {
+        name: spec.shape for name, spec in synthetic.TENSORS.items()
+    }
 
 
 @pytest.mark.parametrize("whole", [(), ("layers.1", "layers.40")])
@@ -144,9 +190,10 @@ def test_each_missing_byte_enters_a_node_once(whole):
     assert sent == received == 3 * (synthetic.MODEL_BYTES + twice)
 
 
-def test_relayed_boxes_reach_a_slow_rank():
+@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
+def test_relayed_boxes_reach_a_slow_rank(backend):
     """With one tensor per round, relayed in one direction, the fast rank is a round ahead of the slow one."""
-    ranks = Ranks(arrangement(nodes=(0, 1, 1), bucket_bytes=8192))
+    ranks = Ranks(arrangement(nodes=(0, 1, 1), bucket_bytes=8192), backend, timeout_seconds=HANG_SECONDS)
     ranks.connect_all()
     for slow in (1, 2):
         assert [mismatched for _, mismatched in ranks.sync(slow, (0.01, slow))] == [0] * 3
@@ -193,6 +240,32 @@ def test_error_names_dead_rank_and_replacement_connects(ranks, killed):
     assert_next_sync_succeeds(ranks, 7)
 
 
+def check_delta_sync(ranks, number, delta, changes):
+    results = ranks.sync(number, delta=delta)
+    assert [mismatched for _, mismatched in results] == [0] * 4
+    received = [stats.bytes_received - stats.mark_bytes for stats, _ in results]
+    assert received == [0, 0, *[synthetic.MODEL_BYTES if changes else 0] * 2]
+    assert [stats.mark_bytes > 0 for stats, _ in results] == [False, False, *[delta.base is not None] * 2]
+
+
+def test_all_weights_are_sent_after_a_rank_has_died_in_a_delta_sync(ranks):
+    """The rank dies while it computes digests, before the others have its marks."""
+    check_delta_sync(ranks, 8, DeltaUpdate(number=1), changes=True)
+    check_delta_sync(ranks, 8, DeltaUpdate(number=2, base=1), changes=False)
+    outcomes = ranks.failing_sync(9, (signal.SIGKILL, 1), DeltaUpdate(number=3, base=2))
+    for rank in RECEIVERS:
+        assert outcomes[rank].error.startswith(f"rank {rank}: marks of changed weights: lost the connection to rank ")
+    assert outcomes[0].error.startswith("rank 0: ")
+    ranks.replace(1)
+    ranks.connect_all()
+    outcomes = ranks.failing_sync(9, (None, 1), DeltaUpdate(number=4, base=2))
+    assert outcomes[0].error == "rank 0 has no digests of sync 2"
+    assert ranks.ranks[1].result().error == "rank 1 has no digests of sync 2"
+    ranks.connect_all()
+    check_delta_sync(ranks, 9, DeltaUpdate(number=5), changes=True)
+    check_delta_sync(ranks, 10, DeltaUpdate(number=6, base=5), changes=True)
+
+
 def test_connect_times_out_without_the_other_ranks():
     store = open_store("127.0.0.1")
     with pytest.raises(
@@ -231,7 +304,7 @@ def test_different_dtypes_are_rejected():
     transfer_spec = arrangement()
     half = {name: replace(spec, dtype="bfloat16") for name, spec in synthetic.TENSORS.items()}
     needs = tuple(WeightLayout(half, layout.pieces) for layout in transfer_spec.needs)
-    with pytest.raises(WeightSyncError, match=r"layers\.0: the engines hold bfloat16, the trainer float32"):
+    with pytest.raises(WeightSyncError, match=r"layers\.0: the engines hold bfloat16, the trainer ranks float32"):
         replace(transfer_spec, needs=needs).plan(0)
 
 

@@ -23,6 +23,7 @@ from megarl.reshard.planning.lower_bounds import node_bounds, rank_bounds
 from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout.trace_file import read_traces
 from tests.reshard import simulate, traced
+from tests.time_limits import HANG_SECONDS
 
 BUCKET = 12_000
 ELEMENTS = {"bfloat16": np.uint16, "float32": np.uint32}
@@ -156,7 +157,7 @@ def engines(folders):
         [sys.executable, str(Path(traced.__file__)), json.dumps(request)],
         env=os.environ | make_engine_environment("cpu", 4),
         capture_output=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         text=True,
     )
     assert child.returncode == 0, child.stderr[-3000:]

@@ -5,66 +5,42 @@ Times are CPU times, the better of two, since the machine may be busy.
 
 import time
 
-import numpy as np
 import pytest
 
+from benchmarks.reshard.published import DEEPSEEK_V3, engine_layouts
 from megarl.megatron.families.load_architecture import load_architecture
 from megarl.megatron.families.pipeline_stages import PipelineSplit
 from megarl.megatron.families.trainer_layouts import trainer_layouts
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import PieceTable, WeightLayout, intersect, volume
+from megarl.reshard.layout.layout import intersect, volume
+from megarl.reshard.layout.remote_traffic import MAX_REMOTE_PEERS
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.lower_bounds import rank_bounds
 from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
 from megarl.reshard.transfer.bucket import torch_dtype
-from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
 GEN_RANKS, GEN_TP, RANKS_OF_A_MACHINE = 1024, 32, 8
 BUCKET = 1 << 28
 SLACK = 3
 """Factor by which a core may be slower while others use its hyperthread and memory."""
-BY_COLUMNS = ("o_proj", "down_proj")
-ON_EVERY_RANK = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 
 
 @pytest.fixture(scope="module")
 def sources():
     grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
     assert grid.size == 2048
-    return trainer_layouts(
-        load_architecture(PUBLISHED_DEEPSEEK_V3, origin="test"), grid, "bfloat16", PipelineSplit(last=1)
-    )
+    return trainer_layouts(load_architecture(DEEPSEEK_V3, origin="test"), grid, "bfloat16", PipelineSplit(last=1))
 
 
 @pytest.fixture(scope="module")
 def needs(sources):
-    engine = engine_layouts(sources[0].tensors)
+    engine = engine_layouts(sources[0].tensors, GEN_TP)
     return {rank: engine[rank % GEN_TP] for rank in range(GEN_RANKS)}
 
 
 @pytest.fixture(scope="module")
 def topology(sources):
     return Topology(tuple(rank // RANKS_OF_A_MACHINE for rank in range(len(sources))))
-
-
-def engine_layouts(specs):
-    """Return layouts by tensor rank; norms, routers and down projections into a latent are replicated, not split."""
-    names = [name for name in specs if not name.startswith("model.layers.61.")]
-    shapes = np.array([(*specs[name].shape, 1)[:2] for name in names])
-    dims = np.array([len(specs[name].shape) for name in names], np.int8)
-    kinds = [name.split(".")[-2] for name in names]
-    whole = np.array([kind in ON_EVERY_RANK for kind in kinds]) | (dims == 1)
-    dim = np.array([kind in BY_COLUMNS for kind in kinds]).astype(int)
-    rows, every = np.arange(len(names)), np.arange(len(names), dtype=np.int32)
-    layouts = []
-    for rank in range(GEN_TP):
-        part = shapes[rows, dim] // GEN_TP
-        boxes = np.stack([np.zeros_like(shapes), shapes], axis=-1)
-        boxes[rows, dim] = np.stack([part * rank, part * (rank + 1)], axis=-1)
-        boxes[whole] = np.stack([np.zeros_like(shapes), shapes], axis=-1)[whole]
-        boxes = boxes.astype(np.int32)
-        layouts.append(WeightLayout(specs, PieceTable(names, names, every, every, dims, boxes, boxes - boxes[..., :1])))
-    return layouts
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +83,24 @@ def missing_bytes(held, need):
     return missing
 
 
+def test_ranks_have_few_peers_on_other_machines(plan, topology):
+    """Without limits, each of these ranks would exchange messages with 2,039 others."""
+    for rank in (5, 700, 1500):
+        peers = {send.to for this in plan(rank) for hop in this.hops for send in hop.sends}
+        peers |= {message.source for this in plan(rank) for hop in this.hops for message in hop.receives}
+        assert sum(not topology.same_node(rank, peer) for peer in peers) <= MAX_REMOTE_PEERS
+
+
 def test_sends_match_receives(plan):
     """Both ends derive the same messages independently."""
     for rank in (5, 1023):
         receiver = plan(rank)
-        peers = [sorted({m.source for this in receiver for m in this.hops[hop].receives}) for hop in (0, 1)]
-        first_hop, second_hop = peers
-        sampled = {first_hop[0], first_hop[len(first_hop) // 2], first_hop[-1], second_hop[0]}
+        num_hops = len(receiver[0].hops)
+        peers = [sorted({m.source for this in receiver for m in this.hops[hop].receives}) for hop in range(num_hops)]
+        first_hop = peers[0]
+        sampled = {first_hop[len(first_hop) // 2], first_hop[-1], *(ranks[0] for ranks in peers if ranks)}
         assert max(sampled) >= GEN_RANKS  # a rank that only trains
+        assert len(sampled) > 3  # relays of several hops
         for source in sampled:
             sent = [[m.num_bytes for m in hop.sends if m.to == rank] for this in plan(source) for hop in this.hops]
             got = [[m.num_bytes for m in hop.receives if m.source == source] for this in receiver for hop in this.hops]

@@ -20,6 +20,7 @@ from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import map_bucket, open_bucket, torch_dtype
 from tests.megatron.ranks import run_ranks
 from tests.reshard.strategies.test_gather_hf import TENSORS, make_sources, shard_group_layouts, split, value
+from tests.time_limits import HANG_SECONDS
 
 BUCKET_BYTES = 4000
 DERIVED = ("columns", "norm", "expert.1")
@@ -148,12 +149,26 @@ def test_full_tensors_are_excluded_from_boxes() -> None:
     assert without(layout, ()) is layout
 
 
-def test_error_names_tensor_that_the_trainer_lacks() -> None:
-    context = make_context(RankGrid(), 1, micro_dp=False, rank=0, full_tensors=("norm", "nobody.has.it"))
-    with pytest.raises(
-        WeightSyncError, match=r"^nobody\.has\.it: the engine needs the full tensor, but the trainer's model"
-    ):
+def fail_to_plan(full_tensors: list[tuple[str, ...]]):
+    """Create a strategy whose rank r needs `full_tensors[r]` in full; return the errors of all ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    context = make_context(RankGrid(tp=2), 1, micro_dp=True, rank=rank, full_tensors=full_tensors[rank])
+    with pytest.raises(WeightSyncError) as error:
         BoxStrategy(context, BUCKET_BYTES)
+    errors: list[str] = [""] * len(full_tensors)
+    dist.all_gather_object(errors, str(error.value))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_all_ranks_raise_if_one_cannot_plan(tmp_path) -> None:
+    """The others would wait in the creation of groups."""
+    errors = run_ranks(fail_to_plan, 2, tmp_path, [("norm",), ("norm", "nobody.has.it")], timeout=HANG_SECONDS)
+    text = "rank 1: nobody.has.it: the engine needs the full tensor, but the trainer's model has no such tensor"
+    assert errors == [text, text]
 
 
 def test_stats_of_two_parts_add_up() -> None:

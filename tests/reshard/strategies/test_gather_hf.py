@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +18,15 @@ from megarl.reshard.analysis.scenario import Scenario, arrange, even_nodes
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, slices
 from megarl.reshard.layout.micro_dp import model_replicas
 from megarl.reshard.planning.strategy import Sinks, SyncContext
-from megarl.reshard.strategies.gather_hf import GatherHf, plan_buckets
+from megarl.reshard.strategies.gather_hf import GatherHf
+from megarl.reshard.strategies.gather_plan import plan_buckets
+from megarl.reshard.transfer import transport
 from megarl.reshard.transfer.bucket import lay_out, open_bucket, torch_dtype
+from megarl.reshard.transfer.byte_counter import ByteCounter
 from tests.megatron.ranks import run_ranks
 from tests.reshard.scenarios import scenario
 from tests.reshard.synthetic import MODEL_BYTES
+from tests.time_limits import HANG_SECONDS
 
 TENSORS = {
     "rows": TensorSpec((8, 6), "float32"),
@@ -111,7 +117,8 @@ def test_received_bytes_match_closed_form(p, t, d):
     assert {of_rank.bytes_received for of_rank in stats} == {fraction * MODEL_BYTES}
     assert {of_rank.bytes_delivered for of_rank in stats} == {MODEL_BYTES}
     one_tensor = MODEL_BYTES // 48
-    assert {of_rank.peak_extra_bytes for of_rank in stats} == {2 * (8192 // one_tensor) * one_tensor + one_tensor}
+    # two buckets, and the tensors that are gathered for one of them
+    assert {of_rank.peak_extra_bytes for of_rank in stats} == {3 * (8192 // one_tensor) * one_tensor}
 
 
 def test_replicas_without_sender_stay_idle():
@@ -174,10 +181,7 @@ def push_on_rank(grid: RankGrid, senders: list[int]):
         if rank in senders:
             wrong += [name for name in TENSORS if not torch.equal(sink.tensors[name], value(name, sync))]
     strategy.close()
-    out = [None] * grid.size
-    dist.all_gather_object(out, (wrong, all_stats))
-    dist.destroy_process_group()
-    return out
+    return gather_results((wrong, all_stats))
 
 
 @pytest.mark.parametrize(
@@ -208,4 +212,169 @@ def test_real_ranks_are_bitwise_exact_and_match_planned_counts(sizes, senders, t
     for rank, (wrong, all_stats) in enumerate(run_ranks(push_on_rank, grid.size, tmp_path, grid, senders)):
         assert wrong == []
         assert all_stats == [planned[rank]] * 2
+        # the largest tensor, which has a bucket of its own, takes up to 3 * 2720 bytes with its padding
         assert all_stats[0].peak_extra_bytes <= 2 * max(mmap.PAGESIZE, 8192) + 3 * 2720
+
+
+def count_waits_on_rank(grid: RankGrid, bucket_bytes: int):
+    """Return the number of buckets, and of the times that this rank waited for others in one push."""
+    import torch.distributed as dist
+
+    from megarl.reshard.strategies import gather_hf
+
+    dist.init_process_group("gloo")
+    strategy, held = make_strategy_on_rank(grid, bucket_bytes, timeout_seconds=None)
+    waits = []
+
+    def wait_for(messages, deadline):
+        waits.append(len(messages))
+        transport.wait_for(messages, deadline)
+
+    gather_hf.wait_for = wait_for
+    strategy.push(held, Sinks())
+    strategy.close()
+    return gather_results((len(strategy._plans), waits))
+
+
+def gather_results(mine):
+    """Return the results of all ranks, by rank."""
+    import torch.distributed as dist
+
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, mine)
+    dist.destroy_process_group()
+    return out
+
+
+def make_strategy_on_rank(grid: RankGrid, bucket_bytes: int, timeout_seconds):
+    """Return the strategy of this rank, with rank 0 as the only sender, and the tensors that the rank holds."""
+    import torch.distributed as dist
+
+    rank, sources = dist.get_rank(), make_sources(grid)
+    context = SyncContext(
+        rank=rank,
+        sources=sources,
+        topology=even_nodes(grid.size, 1),
+        senders=[0],
+        model_replicas=model_replicas(grid),
+    )
+    held = {p.local: value(p.tensor, 0)[slices(p.box)].clone() for p in sources[rank].pieces}
+    return GatherHf(context, bucket_bytes, timeout_seconds=timeout_seconds), held
+
+
+def test_all_tensors_of_a_bucket_are_gathered_together(tmp_path):
+    """A rank waits once for the all-gathers and once for the broadcasts of a bucket, however many tensors it has."""
+    for num_buckets, waits in run_ranks(count_waits_on_rank, 4, tmp_path, RankGrid(tp=2, pp=2), 10**9):
+        assert num_buckets == 1
+        assert len(waits) == 2
+        assert waits[1] == len(TENSORS)
+
+
+STALLED, TIMEOUT_SECONDS = 1, 2.0
+
+
+def push_with_stalled_rank(grid: RankGrid):
+    """Push without rank `STALLED`; return the error of each rank and the seconds until it was raised."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    strategy, held = make_strategy_on_rank(grid, 10**9, TIMEOUT_SECONDS)
+    if dist.get_rank() == STALLED:
+        time.sleep(3 * TIMEOUT_SECONDS)
+        return gather_results((None, 0.0))
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError) as error:
+        strategy.push(held, Sinks())
+    seconds = time.monotonic() - started
+    strategy.close()
+    return gather_results((str(error.value), seconds))
+
+
+def test_push_ends_at_its_deadline(tmp_path):
+    grid = RankGrid(tp=2, pp=2)
+    for rank, (error, seconds) in enumerate(run_ranks(push_with_stalled_rank, grid.size, tmp_path, grid)):
+        if rank != STALLED:
+            assert error is not None
+            assert error.startswith(f"rank {rank}: full tensors: "), error
+            assert seconds < HANG_SECONDS
+        if rank == 0:
+            assert "nothing from rank 1 within 2 s" in error
+
+
+def record_on_rank(grid: RankGrid, bucket_bytes: int):
+    """Push on every rank, rank 0 delivers; return what each rank did: groups of collectives, and waits for all so far.
+
+    A group of collectives is (kind of collective, name and ranks of the process group, sizes in bytes).
+    """
+    import torch.distributed as dist
+
+    from megarl.reshard.strategies import gather_hf
+
+    dist.init_process_group("gloo")
+    strategy, held = make_strategy_on_rank(grid, bucket_bytes, timeout_seconds=None)
+    events = []
+
+    def wait_for(messages, deadline):
+        events.append("wait")
+        transport.wait_for(messages, deadline)
+
+    def identify(group):
+        return group.group_name, tuple(dist.get_process_group_ranks(group))
+
+    class Recorder(ByteCounter):
+        def start_all_gathers(self, gathers, group):
+            sizes = tuple(out.nbytes for out, _ in gathers)
+            events.append(("all_gather", identify(group), sizes))
+            return super().start_all_gathers(gathers, group)
+
+        def start_broadcasts(self, broadcasts, group):
+            sizes = tuple((tensor.nbytes, source) for tensor, source in broadcasts)
+            if sizes:
+                events.append(("broadcast", identify(group), sizes))
+            return super().start_broadcasts(broadcasts, group)
+
+    gather_hf.wait_for, gather_hf.ByteCounter = wait_for, Recorder
+    strategy.push(held, Sinks())
+    strategy.close()
+    return gather_results(events)
+
+
+def run_in_nccl_order(by_rank):
+    """Replay the events of all ranks by NCCL's rules; return the ranks that never end.
+
+    Each process group is a communicator with a stream on every rank. A group of collectives is one kernel: it runs once
+    it is the first that has not ended on the streams of all members. A rank that waits posts nothing.
+    """
+    posted = [{} for _ in by_rank]  # communicator -> groups of collectives, in order
+    ended = Counter()  # groups that have ended, by communicator
+    at, is_moving = [0] * len(by_rank), True
+    while is_moving:
+        is_moving = False
+        for rank, events in enumerate(by_rank):
+            while at[rank] < len(events):
+                event = events[at[rank]]
+                if event == "wait":
+                    if any(len(stream) > ended[c] for c, stream in posted[rank].items()):
+                        break
+                else:
+                    posted[rank].setdefault(event[1], []).append(event)
+                at[rank], is_moving = at[rank] + 1, True
+        for communicator in {each for streams in posted for each in streams}:
+            streams = [posted[member].get(communicator, []) for member in communicator[1]]
+            while all(len(stream) > ended[communicator] for stream in streams):
+                calls = {stream[ended[communicator]] for stream in streams}
+                assert len(calls) == 1, "members call different collectives"
+                ended[communicator] += 1
+                is_moving = True
+    return [rank for rank, events in enumerate(by_rank) if at[rank] < len(events)]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 1}], ids=str)
+def test_collectives_progress_by_the_rules_of_nccl(sizes, tmp_path):
+    grid = RankGrid(**sizes)
+    by_rank = run_ranks(record_on_rank, grid.size, tmp_path, grid, 4000)
+    assert all(events for events in by_rank[:2])
+    assert run_in_nccl_order(by_rank) == []
+    # a rank that leaves the last group of collectives out stops others
+    missing = max(i for i, event in enumerate(by_rank[1]) if event != "wait")
+    assert run_in_nccl_order([by_rank[0], by_rank[1][:missing], *by_rank[2:]]) != []

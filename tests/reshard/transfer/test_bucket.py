@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.multiprocessing.reductions
 
+from megarl.errors import WeightSyncError
+from megarl.reshard.transfer import bucket as bucket_module
 from megarl.reshard.transfer.bucket import (
     ALIGNMENT,
     IPC_STORAGE,
@@ -108,9 +110,25 @@ def test_device_memory_is_read_without_a_copy() -> None:
     buffer.close()
 
 
-def test_device_memory_is_identified_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's IPC handles are faked, without a device: the test checks what is passed between processes."""
+@pytest.mark.gpu
+def test_closing_device_memory_frees_it_also_where_a_view_is_left() -> None:
+    before = torch.cuda.memory_allocated()
+    buffer = DeviceBuffer(2**22, torch.device("cuda"))
+    view = buffer.bytes[:8]
+    assert torch.cuda.memory_allocated() == before + 2**22
+    buffer.close()
+    assert torch.cuda.memory_allocated() == before
+    del view
+
+
+UUIDS = ["GPU-a", "GPU-b"]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fake torch's IPC handles without a device; return the list of calls that release memory."""
     made: dict[bytes, torch.Tensor] = {}
+    calls: list[str] = []
 
     def reduce_tensor(tensor: torch.Tensor) -> tuple[None, tuple[object, ...]]:
         made[b"\x00handle\xff"] = tensor
@@ -119,7 +137,7 @@ def test_device_memory_is_identified_by_its_handle(monkeypatch: pytest.MonkeyPat
 
     def rebuild_cuda_tensor(*arguments: object) -> torch.Tensor:
         assert len(arguments) == len(inspect.signature(torch.multiprocessing.reductions.rebuild_cuda_tensor).parameters)
-        assert arguments[1:7] == ((4096,), (1,), 0, torch.UntypedStorage, torch.uint8, 0)
+        assert arguments[1:7] == ((4096,), (1,), 0, torch.UntypedStorage, torch.uint8, 1)
         assert arguments[8:] == (4096, 0, False, b"count", 16, b"event", True)
         return made[arguments[7]]
 
@@ -130,10 +148,44 @@ def test_device_memory_is_identified_by_its_handle(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         reductions, "rebuild_cuda_tensor", functools.wraps(reductions.rebuild_cuda_tensor)(rebuild_cuda_tensor)
     )
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append("ipc_collect"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(UUIDS))
+    monkeypatch.setattr(bucket_module, "device_uuid", lambda device: UUIDS[device.index or 0])
+    return calls
+
+
+def test_device_memory_is_identified_by_its_handle(fake_cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader sees the owner's GPU under another number."""
     buffer = DeviceBuffer(10, torch.device("cpu"))
     bucket = BoxBucket(buffer.path, buffer.num_bytes, ())
     buffer.bytes[:3] = torch.tensor([7, 8, 9])
     assert map_bucket(bucket)[:3].tolist() == [7, 8, 9]
     assert identify_memory(bucket) == ((buffer.path,), 4096)
     assert isinstance(make_buffer(10, torch.device("cpu")), SharedBuffer)
+    del buffer  # as in another process
+    monkeypatch.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-a"][device.index or 0])
+    assert map_bucket(bucket)[:3].tolist() == [7, 8, 9]
+    monkeypatch.setattr(bucket_module, "device_uuid", lambda device: ["GPU-c", "GPU-d"][device.index or 0])
+    with pytest.raises(WeightSyncError, match=r"the weights are on GPU GPU-a, .* it sees GPU-c, GPU-d"):
+        map_bucket(bucket)
+
+
+def test_full_tensors_are_opened_in_device_memory(fake_cuda: list[str]) -> None:
+    slots, num_bytes = lay_out(SHAPES)
+    buffer = DeviceBuffer(num_bytes, torch.device("cpu"))
+    opened = open_bucket(buffer.describe(slots))
+    for slot in slots:
+        buffer.view(slot).fill_(3)
+        assert (opened[slot.name] == 3).all()
+
+
+def test_closing_device_memory_frees_the_storage_and_collects_what_others_have_released(fake_cuda: list[str]) -> None:
+    buffer = DeviceBuffer(10, torch.device("cpu"))
+    assert fake_cuda == ["ipc_collect"]  # of the buffers of the last push
+    view = buffer.bytes[:4]
+    buffer.close()
+    assert view.untyped_storage().nbytes() == 0
+    assert fake_cuda == ["ipc_collect"] * 2
+    buffer.close()
+    assert fake_cuda == ["ipc_collect"] * 2

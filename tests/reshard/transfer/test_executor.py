@@ -10,11 +10,15 @@ from megarl.reshard.layout.micro_dp import consecutive_places, micro_dp_groups, 
 from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.plan import plan_rank
 from megarl.reshard.planning.plan_cache import cached_index
+from megarl.reshard.planning.strategy import DeltaUpdate, Sinks, SyncContext
 from megarl.reshard.transfer.bucket import map_bucket, torch_dtype
+from megarl.reshard.transfer.process_groups import NCCL_ORDER
 from tests.megatron.ranks import run_ranks
 from tests.reshard import synthetic
+from tests.time_limits import HANG_SECONDS
 
 BUCKET_BYTES = 16_384
+TIMEOUT = HANG_SECONDS
 
 
 class MemorySink:
@@ -32,11 +36,15 @@ class MemorySink:
             tensor.fill_(float("nan"))
 
     def load_boxes(self, index, bucket):
+        del index
         data = map_bucket(bucket) if bucket else None
         for slot in bucket.slots if bucket else ():
             flat = data[slot.offset : slot.offset + slot.num_bytes].view(torch_dtype(slot.dtype))
             self.tensors[slot.local][slices(slot.local_box)] = flat.view(extent(slot.local_box))
         return lambda: None
+
+
+CHANGED = ("layers.0", "layers.1", "layers.25", "layers.47")
 
 
 def value(tensor, sync):
@@ -45,18 +53,20 @@ def value(tensor, sync):
     return torch.from_numpy(rng.random(synthetic.TENSORS[tensor].shape, dtype=np.float32))
 
 
-def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes):
-    """Run three syncs with changed weights on every rank; return each rank's statistics and number of wrong elements.
+def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes, backend):
+    """Run three syncs with changed weights on every rank, then `push_deltas`.
+
+    Return the number of wrong elements and the statistics of each rank.
 
     Args:
         nodes: by rank, its node; with several nodes any rank sends to any rank, else micro-DP groups are used.
         direct: whether the engine's parameters are in this process.
         large_bytes: size from which a box is a message of its own.
+        backend: as for `make_sync_transport`.
     """
     import torch.distributed as dist
 
     from megarl.reshard.planning import rounds
-    from megarl.reshard.planning.strategy import Sinks, SyncContext
     from megarl.reshard.strategies.box_strategy import BoxStrategy
     from megarl.reshard.transfer.sink import Parameters
 
@@ -67,20 +77,50 @@ def reshard(grid, gen_pp, gen_tp, nodes, direct, large_bytes):
     sources = synthetic.trainers(grid)
     needs, groups = arrangement(grid, gen_pp, gen_tp, nodes)
     context = SyncContext(rank=rank, sources=sources, needs=needs, topology=Topology(nodes), groups=groups)
-    strategy, sink = BoxStrategy(context, BUCKET_BYTES), MemorySink(needs[rank], device)
+    strategy, sink = BoxStrategy(context, BUCKET_BYTES, TIMEOUT, backend), MemorySink(needs[rank], device)
     mismatched, all_stats = 0, []
     for sync in range(3):
         mine = {p.local: value(p.tensor, sync)[slices(p.box)].to(device, copy=True) for p in sources[rank].pieces}
         sink.fill_nan()
         all_stats.append(strategy.push(mine, Sinks(boxes=Parameters(sink.tensors) if direct else sink)))
-        for piece in needs[rank].pieces:
-            got, want = sink.tensors[piece.local][slices(piece.local_box)], value(piece.tensor, sync)[slices(piece.box)]
-            mismatched += int((got.cpu() != want).sum())
+        mismatched += wrong_elements(needs[rank], sink, sync)
+    all_stats += push_deltas(strategy, sources[rank], needs[rank], sink, Parameters(sink.tensors) if direct else sink)
+    mismatched += wrong_elements(needs[rank], sink, 5)
     strategy.close()
     out = [None] * grid.size
     dist.all_gather_object(out, (mismatched, all_stats))
     dist.destroy_process_group()
     return out
+
+
+def wrong_elements(need, sink, sync):
+    got = [sink.tensors[piece.local][slices(piece.local_box)] for piece in need.pieces]
+    return sum(
+        int((box.cpu() != value(piece.tensor, sync)[slices(piece.box)]).sum())
+        for piece, box in zip(need.pieces, got, strict=True)
+    )
+
+
+def push_deltas(strategy, source, need, sink, boxes):
+    """Run a whole sync that can be a base, one in which nothing has changed, and one in which four layers have.
+
+    The other layers have the values of sync 5 before. Return the statistics of each.
+    """
+    device = next(iter(sink.tensors.values())).device
+    mine = {p.local: value(p.tensor, 5)[slices(p.box)].to(device, copy=True) for p in source.pieces}
+    for piece in source.pieces:
+        if piece.tensor in CHANGED:
+            mine[piece.local].zero_()
+    sink.fill_nan()
+    stats = [strategy.push(mine, Sinks(boxes=boxes), DeltaUpdate(number=7))]
+    stats.append(strategy.push(mine, Sinks(boxes=boxes), DeltaUpdate(number=8, base=7)))
+    for piece in source.pieces:
+        mine[piece.local].copy_(value(piece.tensor, 5)[slices(piece.box)])
+    for piece in need.pieces:
+        if piece.tensor in CHANGED:
+            sink.tensors[piece.local][slices(piece.local_box)] = float("nan")
+    stats.append(strategy.push(mine, Sinks(boxes=boxes), DeltaUpdate(number=9, base=8)))
+    return stats
 
 
 def arrangement(grid, gen_pp, gen_tp, nodes):
@@ -102,32 +142,61 @@ def arrangement(grid, gen_pp, gen_tp, nodes):
         ((1, 4, 1, 1, 1), 2, True, 512),
     ],
 )
-def test_three_syncs_are_bitwise_exact_and_match_planned_counts(layout, nodes, direct, large_bytes, tmp_path):
-    check_syncs(layout, nodes, direct, large_bytes, tmp_path, device="cpu")
+@pytest.mark.parametrize("backend", ["gloo", NCCL_ORDER])
+def test_three_syncs_are_bitwise_exact_and_match_planned_counts(layout, nodes, direct, large_bytes, backend, tmp_path):
+    check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device="cpu")
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize(("layout", "nodes"), [((1, 2, 1, 1, 1), 1), ((2, 1, 1, 1, 1), 1), ((1, 2, 1, 1, 1), 2)])
 @pytest.mark.parametrize("direct", [False, True])
 def test_three_syncs_over_nccl_are_bitwise_exact(layout, nodes, direct, tmp_path):
-    check_syncs(layout, nodes, direct, 512, tmp_path, device="cuda")
+    check_syncs(layout, nodes, direct, 512, "nccl", tmp_path, device="cuda")
 
 
-def check_syncs(layout, nodes, direct, large_bytes, tmp_path, device):
+def check_syncs(layout, nodes, direct, large_bytes, backend, tmp_path, device):
     p, t, d, pg, tg = layout
     grid = RankGrid(tp=t, dp=d, pp=p)
     node_of_rank = tuple(rank * nodes // grid.size for rank in range(grid.size))
-    arguments = (grid, pg, tg, node_of_rank, direct, large_bytes)
+    arguments = (grid, pg, tg, node_of_rank, direct, large_bytes, backend)
     results = run_ranks(reshard, grid.size, tmp_path, *arguments, device=device)
     assert [mismatched for mismatched, _ in results] == [0] * grid.size
     needs, groups = arrangement(grid, pg, tg, node_of_rank)
     index = cached_index(synthetic.trainers(grid), needs, Topology(node_of_rank), BUCKET_BYTES, groups=groups)
     closed_form = (t * p - tg * pg) / (tg * pg * t * p) * synthetic.MODEL_BYTES
-    sent = [stats.bytes_sent for _, all_stats in results for stats in all_stats]
-    assert sum(sent) == 3 * grid.size * closed_form
+    sent = [stats.bytes_sent for _, all_stats in results for stats in all_stats[:4]]
+    assert sum(sent) == 4 * grid.size * closed_form
+    for _, (*_, whole, unchanged, changed) in results:
+        assert whole.bytes_not_received == whole.mark_bytes == 0
+        assert unchanged.bytes_received == unchanged.mark_bytes == unchanged.bytes_received
+        assert (unchanged.bytes_delivered, unchanged.changed_pieces, unchanged.buckets) == (0, 0, 0)
+        assert unchanged.bytes_not_delivered == whole.bytes_delivered
+        for stats in (unchanged, changed):
+            assert stats.pieces == whole.pieces == whole.changed_pieces
+            assert stats.bytes_received - stats.mark_bytes + stats.bytes_not_received == whole.bytes_received
+            assert stats.bytes_delivered + stats.bytes_not_delivered == whole.bytes_delivered
+        assert changed.bytes_delivered < whole.bytes_delivered / 2
+    check_changed_bytes(results, has_gathers=bool(groups))
     for rank, (_, all_stats) in enumerate(results):
-        for stats in all_stats:
+        for stats in all_stats[:4]:
             assert stats.bytes_received == plan_rank(index, rank).bytes_received == closed_form
             assert stats.bytes_delivered == synthetic.MODEL_BYTES / (tg * pg)
             assert stats.peak_extra_bytes <= 2 * BUCKET_BYTES
             assert stats.buckets > 2
+
+
+def check_changed_bytes(results, *, has_gathers):
+    """Four of 48 layers have changed. Without all-gathers, which bundle small layers, no other layer is sent."""
+    received, delivered, of_whole = (
+        sum(getattr(each, name) for _, all_stats in results for each in (all_stats[index],))
+        for name, index in (("bytes_received", 5), ("bytes_delivered", 5), ("bytes_delivered", 3))
+    )
+    marks = sum(all_stats[5].mark_bytes for _, all_stats in results)
+    share = len(CHANGED) / synthetic.LAYERS
+    whole = sum(all_stats[3].bytes_received for _, all_stats in results)
+    if has_gathers:
+        assert received - marks >= whole * share
+        assert delivered >= of_whole * share
+    else:
+        assert received - marks == whole * share
+        assert delivered == of_whole * share

@@ -8,6 +8,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.transport import Deadline, InFlight, Transport, wait_for
+from tests.time_limits import HANG_SECONDS
 
 
 class Work:
@@ -47,7 +48,7 @@ def test_broken_connection_fails_at_once():
     with pytest.raises(
         WeightSyncError, match=r"^lost the connection to rank 3 \(Connection closed by peer \[::1\]:80\)$"
     ):
-        wait_for(messages, Deadline(60))
+        wait_for(messages, Deadline(HANG_SECONDS))
 
 
 def test_one_deadline_covers_all_waits():
@@ -120,7 +121,7 @@ def test_error_for_broken_connection_names_the_rank():
 @pytest.mark.parametrize("is_exclusive", [True, False])
 def test_closed_transport_rejects_messages_and_aborts_an_exclusive_group(is_exclusive):
     group = Group()
-    transport = Transport(group, coalesces=False, is_exclusive=is_exclusive)
+    transport = Transport(group, coalesces=True, is_exclusive=is_exclusive)
     for _ in range(2):
         transport.close()
     assert group.calls == ["abort"] * is_exclusive

@@ -1,4 +1,4 @@
-"""SGLang on one CUDA device: log-probabilities, and weights that arrive in the memory of the device."""
+"""SGLang on one CUDA device: log-probabilities, the mismatch with the trainer, weights in the memory of the device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.config.limits import AUTO_LIMITS
 from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, dtype_name, lay_out, make_buffer, torch_dtype
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from tests.megatron.fidelity.measure import measure
 from tests.rollout import reference
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import RemoteEngine
+from tests.rollout.remote import RemoteEngine, sync
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +27,7 @@ MEAN_TOLERANCE = 0.03
 @pytest.fixture(scope="module")
 def engine(model_dir):
     pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
+    pytest.importorskip("torch_memory_saver", reason="needs SGLang's memory saver: make setup-gpu")
     stop = read_stop_token_ids(model_dir)
     engine = RemoteEngine(
         EngineSpec(
@@ -31,6 +35,7 @@ def engine(model_dir):
             device="cuda",
             dtype="bfloat16",
             mem_fraction=0.3,
+            releases_memory=True,
             stop_token_ids=stop,
             extra_args={"attention_backend": "triton"},  # the default has no kernels for heads of this size
         )
@@ -53,6 +58,18 @@ def test_logprobs_match_transformers(engine, model_dir):
         assert EOS not in generation.token_ids[:-1]
 
 
+def test_mismatch_with_the_trainer_is_within_the_limits(engine, model_dir, tmp_path):
+    """Log-probabilities of the trainer's ranks on the same GPU, also in bfloat16."""
+    generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=64)
+    sequences = tuple((*p, *g.token_ids.tolist()) for p, g in zip(PROMPTS, generations, strict=True))
+    scored = measure(model_dir, sequences, tmp_path, dtype="bfloat16", device="cuda").logprobs
+    pairs = [(scored[i].numpy()[-len(g.logprobs) :], g.logprobs) for i, g in enumerate(generations)]
+    difference = np.concatenate([trainer - engine for trainer, engine in pairs])
+    limits = AUTO_LIMITS["bfloat16"]
+    assert 0 < np.mean(np.exp(difference) - 1 - difference) < limits["logprob_kl"].limit
+    assert np.quantile(np.abs(difference), 0.99) < limits["logprob_abs_p99"].limit
+
+
 def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path):
     """The bucket is opened by the engine's scheduler through CUDA IPC."""
     changed = reference.changed(model_dir, seed=1)
@@ -70,9 +87,15 @@ def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path)
         for slot, (local, box, t) in zip(slots, boxes, strict=True)
     )
     engine.call("begin_weights")
-    engine.call("load_boxes", 0, 0, BoxBucket(buffer.path, buffer.num_bytes, box_slots))
+    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [box_slots], 30.0)
+    engine.call("prepare_boxes", [sender.offer])
+    receiving = engine.submit("receive_weights")
+    sender.begin()
+    sender.load_boxes(0, BoxBucket(buffer.path, buffer.num_bytes, box_slots))()
     buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
     buffer.close()
+    assert receiving.result(30) == []
+    sender.close()
     engine.call("end_weights", 1)
     generations = engine.generate(PROMPTS, temperature=1.0, max_new_tokens=24)
     assert {int(v) for g in generations for v in g.policy_versions} == {1}
@@ -80,3 +103,27 @@ def test_boxes_in_device_memory_are_written_bitwise(engine, model_dir, tmp_path)
     assert mean_difference(reference.load(model_dir), generations) > 10 * MEAN_TOLERANCE
     before = load_file(f"{model_dir}/model.safetensors")
     assert not torch.equal(before["lm_head.weight"].to(torch.bfloat16), weights["lm_head.weight"])
+
+
+def test_released_memory_is_free_on_the_device_until_it_is_resumed(engine, model_dir):
+    """The KV cache takes most of `mem_fraction`; after a resume, a push of the weights restores the engine."""
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in reference.load(model_dir).state_dict().items()}
+    sync(engine, weights, 2)
+    before = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8)
+    used, total = free_bytes()
+    engine.call("release", ("weights", "kv_cache"))
+    released, _ = free_bytes()
+    assert released - used > 0.1 * total
+    engine.call("resume", ("weights",))
+    assert free_bytes()[0] > used  # the KV cache is still free
+    engine.call("resume", ("kv_cache",))
+    sync(engine, weights, 3)
+    after = engine.generate(PROMPTS, temperature=0.0, max_new_tokens=8)
+    assert [g.token_ids.tolist() for g in after] == [g.token_ids.tolist() for g in before]
+    assert free_bytes()[0] < used + 0.02 * total
+
+
+def free_bytes():
+    """Return the free and the total memory of the device, over all processes."""
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()

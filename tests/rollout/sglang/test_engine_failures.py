@@ -10,16 +10,11 @@ import pytest
 
 from megarl.errors import ConfigError, LostEngineError, WorkerError
 from megarl.rollout.sglang.sglang_engine import SglangEngine
+from tests.end_to_end.launched import wait_until
 from tests.rollout.remote import RemoteEngine, requests
+from tests.time_limits import HANG_SECONDS
 
 PROMPT = [1, 2, 3]
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
 
 
 def has_exited(process):
@@ -37,7 +32,7 @@ def test_killed_scheduler_fails_current_and_later_calls(spec):
         pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
         scheduler.kill()
         with pytest.raises(WorkerError, match=r"scheduler process of TP rank 0 was ended by SIGKILL"):
-            pending.result(10)
+            pending.result(HANG_SECONDS)
         for method in ("health", "begin_weights", "abort_all"):
             with pytest.raises(WorkerError, match="SIGKILL"):
                 engine.call(method)
@@ -72,11 +67,11 @@ def test_scheduler_killed_during_startup_is_a_lost_engine(spec):
 
     try:
         start = engine.submit("start")
-        assert wait_until(schedulers, 60)
+        assert wait_until(schedulers)
         for process in schedulers():
             process.kill()
         with pytest.raises(LostEngineError, match="the engine did not start: "):
-            start.result(60)
+            start.result(HANG_SECONDS)
     finally:
         engine.close()
 
@@ -98,9 +93,9 @@ def test_schedulers_die_with_a_killed_host(spec, moment):
     host = psutil.Process(engine.process.pid)
     start = engine.submit("start")
     if moment == "while it starts":
-        assert wait_until(lambda: len(host.children()) > 1, 30)
+        assert wait_until(lambda: len(host.children()) > 1)
     else:
-        start.result(60)
+        start.result(HANG_SECONDS)
         pending = engine.submit("generate_many", requests([PROMPT] * 4, max_new_tokens=480))
         time.sleep(0.2)
         assert not pending.done()
@@ -108,7 +103,7 @@ def test_schedulers_die_with_a_killed_host(spec, moment):
     assert children
     engine.process.send_signal(signal.SIGKILL)
     engine.process.wait()
-    assert wait_until(lambda: all(has_exited(c) for c in children), 5), [c for c in children if not has_exited(c)]
+    assert wait_until(lambda: all(has_exited(c) for c in children)), [c for c in children if not has_exited(c)]
     engine.close()
 
 

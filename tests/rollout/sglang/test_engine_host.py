@@ -7,6 +7,7 @@ import pytest
 
 from megarl.rollout.sglang import engine_host
 from megarl.rollout.sglang.engine_host import EngineHost
+from tests.time_limits import HANG_SECONDS
 
 
 class FakeTokenizerManager:
@@ -27,7 +28,11 @@ def host(monkeypatch):
     host = EngineHost(SimpleNamespace(log_dir=None))
     host._engine = SimpleNamespace(tokenizer_manager=FakeTokenizerManager())
     host.spent = [1.0, 1.0]
-    monkeypatch.setattr(host, "_processor_seconds", lambda: list(host.spent))
+
+    async def processor_seconds():
+        return list(host.spent)
+
+    monkeypatch.setattr(host, "processor_seconds", processor_seconds)
     return host
 
 
@@ -54,7 +59,7 @@ def test_ping_returns_if_all_schedulers_use_cpu_time(host):
         await asyncio.sleep(0.05)
         assert not ping.done()
         host.spent = [2.0, 1.5]
-        await asyncio.wait_for(ping, 5)
+        await asyncio.wait_for(ping, HANG_SECONDS)
 
     asyncio.run(main())
 

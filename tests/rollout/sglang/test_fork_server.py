@@ -7,6 +7,8 @@ import sys
 
 import psutil
 
+from tests.time_limits import HANG_SECONDS
+
 HOST = """
 import json, os, signal, sys
 from multiprocessing import forkserver
@@ -31,7 +33,10 @@ def run_host(end, tmp_path):
         folder.mkdir()
     variables = os.environ | {"TMPDIR": str(folders[2]), "END": end}
     run = subprocess.run(
-        [sys.executable, "-c", HOST, *map(str, folders[:2])], env=variables, stdout=subprocess.PIPE, timeout=60
+        [sys.executable, "-c", HOST, *map(str, folders[:2])],
+        env=variables,
+        stdout=subprocess.PIPE,
+        timeout=HANG_SECONDS,
     )
     return [json.loads(line) for line in run.stdout.splitlines()]
 

@@ -3,10 +3,11 @@ import time
 import numpy as np
 import pytest
 
-from megarl.errors import WorkerError
+from megarl.errors import WeightSyncError, WorkerError
 from tests.rollout import reference
 from tests.rollout.conftest import EOS
-from tests.rollout.remote import requests
+from tests.rollout.remote import requests, sync
+from tests.time_limits import HANG_SECONDS
 
 PROMPTS = [[(7 * i + 3 * j) % 240 for j in range(5 + 4 * i)] for i in range(6)]
 
@@ -21,8 +22,6 @@ def original_weights(engine, model_dir):
     """Restore the model's original weights, which tests of other modules change."""
     health = engine.call("health")
     if health.policy_version != 0:
-        from tests.rollout.remote import sync
-
         sync(engine, reference.load(model_dir).state_dict(), 0)
 
 
@@ -99,3 +98,55 @@ def test_request_that_exceeds_the_context_is_named(engine):
     with pytest.raises(WorkerError, match=rf"{request.request_id}: .*context length"):
         engine.call("generate", request)
     assert len(engine.generate([PROMPTS[0]])) == 1
+
+
+def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engine, model):
+    long, short = requests([PROMPTS[0]], max_new_tokens=60), requests([PROMPTS[1]], temperature=0.0)
+    running = engine.submit("generate", *long)
+    time.sleep(0.2)
+    engine.call("release", ("kv_cache",))  # waits for requests in flight
+    assert len(running.result(1).token_ids) > 0
+    with pytest.raises(WorkerError, match="the engine has released its KV cache; it cannot generate before resume"):
+        engine.call("generate", *short)
+    engine.call("resume", ("weights", "kv_cache"))
+    before = engine.call("generate", *short)
+
+    engine.call("release", ("weights", "kv_cache"))
+    engine.call("release", ("weights",))  # is released
+    with pytest.raises(WorkerError, match="released its KV cache and weights"):
+        engine.call("generate", *short)
+    engine.call("resume", ("weights",))
+    engine.call("randomize_weights")  # the memory of the weights has any contents now
+    engine.call("resume", ("kv_cache",))
+    with pytest.raises(WeightSyncError, match="the engine has released its weights; it needs an update"):
+        engine.call("generate", *short)
+    sync(engine, model.state_dict(), 0)
+    after = engine.call("generate", *requests([PROMPTS[1]], temperature=0.0))
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert after.logprobs.tolist() == before.logprobs.tolist()
+
+
+def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model):
+    (long,), (late,) = requests([PROMPTS[0]], max_new_tokens=60), requests([PROMPTS[1]], temperature=0.0)
+    engine.call("set_holds_requests", True)
+    try:
+        running = engine.submit("generate", long)
+        time.sleep(0.1)
+        engine.call("release", ("kv_cache",))
+        engine.call("release", ("weights",))
+        waiting = engine.submit("generate", late)
+        engine.call("resume", ("weights",))
+        engine.call("randomize_weights")
+        sync(engine, model.state_dict(), 5)
+        time.sleep(0.2)
+        assert not running.done()
+        assert not waiting.done()
+        engine.call("resume", ("weights", "kv_cache"))
+        versions = running.result(HANG_SECONDS).policy_versions.tolist()
+        assert versions == sorted(versions)
+        assert versions[-1] == 5
+        assert set(waiting.result(HANG_SECONDS).policy_versions.tolist()) == {5}
+    finally:
+        engine.call("set_holds_requests", False)
+    sync(engine, model.state_dict(), 0)
+    assert engine.call("generate", *requests([PROMPTS[1]], temperature=0.0)).policy_versions.tolist()[-1] == 0

@@ -11,7 +11,8 @@ from megarl.rollout.sglang.engine_host import check_port
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
-from tests.rollout.remote import RemoteEngine, box_bucket, boxes_of, requests, send_bucket, send_round, sync, sync_boxes
+from tests.rollout.remote import RemoteEngine, Senders, boxes_of, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.rollout.sglang.test_in_flight import Versions, check_spans, generate_during_pushes, prompts
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_engine_holds
 
 
@@ -47,6 +48,14 @@ def test_each_rank_holds_its_shard(engine, uneven_dir, tmp_path):
         generations = engine.generate(PROMPTS)
         assert reference.worst_difference(reference.load(uneven_dir, weights), PROMPTS, generations) <= 1e-4
         assert {v for g in generations for v in g.policy_versions} == {version}
+
+
+def test_tokens_name_the_version_that_sampled_them(engine, uneven_dir):
+    versions, batch = Versions(uneven_dir, 4), prompts(12)
+    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=400, seconds=0.3)
+    boundaries, noticed = check_spans(versions, batch, generations)
+    assert boundaries >= 12
+    assert noticed >= 0.9 * boundaries
 
 
 def test_each_rank_rejects_an_invalid_bucket(engine):
@@ -98,51 +107,24 @@ def test_rank_without_boxes_sends_none(engine, layouts, uneven_dir, tmp_path):
     weights = reference.changed(uneven_dir, seed=11)
     first, second = (boxes_of(layout, weights) for layout in layouts)
     engine.call("begin_weights")
-    send_round(engine, 0, [first, None])
-    send_round(engine, 1, [None, second])
+    send_rounds(engine, [[first, None], [None, second]])
     engine.call("end_weights", 11)
     assert_serves(engine, uneven_dir, weights, 11, tmp_path)
 
 
-def test_rounds_may_overlap(engine, layouts, uneven_dir, tmp_path):
-    weights = reference.changed(uneven_dir, seed=12)
-    engine.call("begin_weights")
-    calls, buffers = [], []
-    for rank, layout in enumerate(layouts):
-        for index in range(2):
-            buffer, bucket = box_bucket(boxes_of(layout, weights)[index::2])
-            buffers.append(buffer)
-            calls.append(engine.submit("load_boxes", rank, index, bucket))
-    for call in calls:
-        call.result(30)
-    for buffer in buffers:
-        buffer.close()
-    engine.call("end_weights", 12)
-    assert_serves(engine, uneven_dir, weights, 12, tmp_path)
-
-
 def test_rank_whose_boxes_are_missing_is_named(engine, layouts, uneven_dir, served, tmp_path):
     engine.call("begin_weights")
-    buffer, bucket = box_bucket(boxes_of(layouts[0], served))
-    with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from TP rank 1 of 2 within 1 s"):
-        engine.call("load_boxes", 0, 0, bucket)
-    with pytest.raises(WeightSyncError, match=r"needs begin_weights first; .* round 0 .* did not come from TP rank 1"):
-        engine.call("load_boxes", 1, 0, bucket)
-    buffer.close()
-    assert_serves(engine, uneven_dir, served, 5, tmp_path)
-
-
-def test_end_weights_fails_while_a_round_is_incomplete(engine, layouts, uneven_dir, served, tmp_path):
-    """Even if all of the model's weights have arrived."""
-    weights = reference.changed(uneven_dir, seed=15)
-    engine.call("begin_weights")
-    send_round(engine, 0, [boxes_of(layout, weights) for layout in layouts])
-    waiting = engine.submit("load_boxes", 0, 1, None)
-    with pytest.raises(WeightSyncError, match="ended before the round's boxes of all TP ranks had arrived"):
-        engine.call("end_weights", 6)
-    with pytest.raises(WeightSyncError, match="ended before the round's boxes of all TP ranks had arrived"):
-        waiting.result(30)
-    assert engine.call("health").policy_version == 5
+    with Senders(engine, [[boxes_of(layout, served) for layout in layouts]]) as senders:
+        senders.prepare()
+        receiving = engine.submit("receive_weights")
+        senders.begin()
+        first, _ = senders.ranks
+        first.load_boxes(0, senders.buckets[0][0])()
+        with pytest.raises(
+            WeightSyncError,
+            match=r"^TP rank 1: .*round 0 of the weights did not come from trainer rank 1 in 1 s$",
+        ):
+            receiving.result(30)
     with pytest.raises(WeightSyncError, match="parts of version 5"):
         engine.generate(PROMPTS)
     sync_boxes(engine, layouts, served, 5)
@@ -151,44 +133,22 @@ def test_end_weights_fails_while_a_round_is_incomplete(engine, layouts, uneven_d
 
 BAD_BOX = {
     "a parameter that is none": (("nonsense", ((0, 1),), torch.zeros(1)), "nonsense is no parameter of the engine"),
-    "a box twice": (("model.norm.weight", ((0, 8),), torch.zeros(8)), r"\[0:8\] was written before, as part of"),
+    "a box twice": (("model.norm.weight", ((0, 8),), torch.zeros(8)), r"\[0:8\] is also written as part of"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_BOX)
-def test_box_that_one_rank_rejects_is_written_by_no_rank(engine, layouts, uneven_dir, served, tmp_path, case):
+def test_box_that_one_rank_rejects_ends_the_preparation(engine, layouts, uneven_dir, served, tmp_path, case):
     bad, message = BAD_BOX[case]
     weights = reference.changed(uneven_dir, seed=13)
     first, second = (boxes_of(layout, weights) for layout in layouts)
-    engine.call("begin_weights")
-    with pytest.raises(WeightSyncError, match=rf"^TP rank 1: [^;]*{message}[^;]*$"):
-        send_round(engine, 0, [first, [*second, bad]])
+    with Senders(engine, [[first, [*second, bad]]]) as senders:
+        with pytest.raises(WeightSyncError, match=rf"^TP rank 1: [^;]*{message}[^;]*$"):
+            senders.prepare()
+        engine.call("begin_weights")
+        with pytest.raises(WeightSyncError, match=r"^TP rank 1: .* does not know which boxes it receives"):
+            engine.call("receive_weights")
     assert_serves(engine, uneven_dir, served, 5, tmp_path)
-    sync_boxes(engine, layouts, weights, 13)
-    assert_serves(engine, uneven_dir, weights, 13, tmp_path)
-
-
-def test_buffer_that_one_rank_cannot_open_is_written_by_no_rank(engine, layouts, uneven_dir, served, tmp_path):
-    first, second = (box_bucket(boxes_of(layout, reference.changed(uneven_dir, seed=13))) for layout in layouts)
-    second[0].close()
-    engine.call("begin_weights")
-    calls = [engine.submit("load_boxes", rank, 0, bucket) for rank, (_, bucket) in enumerate((first, second))]
-    for call in calls:
-        with pytest.raises(WeightSyncError, match=r"^TP rank 1: FileNotFoundError"):
-            call.result(30)
-    first[0].close()
-    assert_serves(engine, uneven_dir, served, 5, tmp_path)
-
-
-def test_rejected_round_after_a_written_one_stops_serving(engine, layouts, uneven_dir, served, tmp_path):
-    weights = reference.changed(uneven_dir, seed=13)
-    first, second = (boxes_of(layout, weights) for layout in layouts)
-    engine.call("begin_weights")
-    send_round(engine, 0, [first[:1], None])
-    with pytest.raises(WeightSyncError, match=r"^TP rank 0: .* was written before"):
-        send_round(engine, 1, [first, second])
-    with pytest.raises(WeightSyncError, match="parts of version 5"):
-        engine.generate(PROMPTS)
     sync_boxes(engine, layouts, weights, 13)
     assert_serves(engine, uneven_dir, weights, 13, tmp_path)
 
@@ -199,7 +159,7 @@ def test_unwritten_region_of_one_rank_is_named(engine, layouts, uneven_dir, tmp_
     first, second = (boxes_of(layout, weights) for layout in layouts)
     short = [box for box in second if box[0] != "model.layers.1.mlp.down_proj.weight"]
     engine.call("begin_weights")
-    send_round(engine, 0, [first, short])
+    send_rounds(engine, [[first, short]])
     unwritten = r"TP rank 1: .*model\.layers\.1\.mlp\.down_proj\.weight was not written at \[0:64, 0:64\]"
     with pytest.raises(WeightSyncError, match=unwritten):
         engine.call("end_weights", 14)

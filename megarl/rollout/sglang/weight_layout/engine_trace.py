@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 MAX_NAMES_SHOWN = 8
 
+CONSTANT_PARAMETERS = (".k_scale", ".v_scale")
+"""Ends of the names of scalars that SGLang sets to 1 if a folder lacks them: scales of an FP8 KV cache."""
+
 
 @dataclass(frozen=True, slots=True)
 class Padding:
@@ -117,7 +120,7 @@ def _read(
             else:
                 derived.add(source.cause or source.tensor or AFTER_LAST_TENSOR)
         hole = contents.covered.first_gap(tuple((0, n) for n in contents.shape)) if prod(contents.shape) else None
-        if hole is not None and local in parameters:
+        if hole is not None and local in parameters and not (hole == () and local.endswith(CONSTANT_PARAMETERS)):
             uncovered.append(f"{local} {list(contents.shape)} at {box_text(hole)}")
     if uncovered:
         raise WeightSyncError(

@@ -18,9 +18,13 @@ import torch
 from torch import nn
 
 from megarl.errors import MegarlError
-from megarl.reshard.layout.layout import TensorSpec, WeightLayout
+from megarl.model_files.block_fp8 import is_quantized
+from megarl.model_files.json_object import read_json_object
+from megarl.reshard.layout.layout import TensorSpec
+from megarl.reshard.layout.quantized_layout import quantize_specs
 from megarl.reshard.transfer.bucket import torch_dtype
 from megarl.rollout.engine_spec import EngineSpec
+from megarl.rollout.sglang.model_modules import skip_other_models
 from megarl.rollout.sglang.server_args import make_engine_arguments
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, trace_live
 from megarl.rollout.sglang.weight_layout.layer_dedup import group_identical_layers, trace_deduplicated
@@ -50,7 +54,7 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish, reset_context
     from sglang.srt.server_args import ServerArgs
@@ -72,8 +76,9 @@ def build_model(spec: EngineSpec, rank: int, device: str = "meta") -> nn.Module:
     config = ModelConfig.from_server_args(arguments)
     if spec.device == "cpu":
         config = adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), spec.tp)
+    quantization = _get_quantization_config(config, LoadConfig())
     with set_default_torch_dtype(torch_dtype(spec.dtype)), torch.device(device):
-        model = _initialize_model(config, LoadConfig(), None)
+        model = _initialize_model(config, LoadConfig(), quantization)
     assert isinstance(model, nn.Module)
     return model
 
@@ -88,8 +93,10 @@ def checkpoint_tensors(model_path: str, dtype: str) -> dict[str, TensorSpec]:
         model = AutoModelForCausalLM.from_config(config)
     # transformers stacks experts, published checkpoints store them separately
     state = revert_weight_conversion(model, model.state_dict())
+    stated = read_json_object(Path(model_path) / "config.json")
     tied = set(model.all_tied_weights_keys) if getattr(config, "tie_word_embeddings", False) else set()
-    return {name: TensorSpec(tuple(t.shape), dtype) for name, t in state.items() if name not in tied}
+    specs = {name: TensorSpec(tuple(t.shape), dtype) for name, t in state.items() if name not in tied}
+    return quantize_specs(specs, {name for name in specs if is_quantized(name, stated)})
 
 
 def trace_ranks(spec: EngineSpec, tensors: Mapping[str, TensorSpec] | None = None) -> list[EngineTrace]:
@@ -114,19 +121,14 @@ def _trace_fully_and_deduplicated(
 ) -> tuple[EngineTrace, bool]:
     """Return the full trace, and whether deduplicated tracing gives the same."""
     model = build_model(spec, rank)
-    full_trace = pack_trace(trace_live(model, tensors))
+    full_trace = trace_live(model, tensors)
     return full_trace, trace_deduplicated(model, tensors, group_identical_layers(model, tensors)) == full_trace
 
 
 def _trace_inner_rank(spec: EngineSpec, rank: int, tensors: Mapping[str, TensorSpec], *, in_full: bool) -> EngineTrace:
     model = build_model(spec, rank)
     trace = None if in_full else trace_deduplicated(model, tensors, group_identical_layers(model, tensors))
-    return trace or pack_trace(trace_live(model, tensors))
-
-
-def pack_trace(trace: EngineTrace) -> EngineTrace:
-    """Return the same trace with its pieces as a `PieceTable`."""
-    return replace(trace, layout=WeightLayout(trace.layout.tensors, trace.layout.table))
+    return trace or trace_live(model, tensors)
 
 
 def main(request_file: str, traces_file: str, error_file: str) -> None:
@@ -134,6 +136,7 @@ def main(request_file: str, traces_file: str, error_file: str) -> None:
     request = json.loads(Path(request_file).read_text())
     tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in request["tensors"]}
     try:
+        skip_other_models(request["spec"]["model_path"])
         write_traces(Path(traces_file), trace_ranks(EngineSpec(**request["spec"]), tensors))
     except MegarlError as e:
         Path(error_file).write_text(str(e))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.reshard.layout.layout import PieceTable, TensorSpec, WeightLayout
+from megarl.reshard.layout.layout import Columns, PieceTable, TensorSpec, WeightLayout, share_tensors
+from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 ARRAYS = ("tensor", "local", "dims", "boxes", "local_boxes")
@@ -27,7 +29,7 @@ def write_traces(file: Path, traces: Sequence[EngineTrace]) -> None:
     locals_: dict[str, int] = {}
     arrays: dict[str, NDArray[Any]] = {}
     for rank, trace in enumerate(traces):
-        table = PieceTable.pack(trace.layout.pieces)
+        table = trace.layout.pieces
         arrays |= {f"{rank}.{array}": getattr(table, array) for array in ARRAYS}
         arrays[f"{rank}.tensors"] = np.array([names[name] for name in table.tensors], np.int32)
         arrays[f"{rank}.locals"] = np.array([locals_.setdefault(n, len(locals_)) for n in table.locals], np.int32)
@@ -53,17 +55,14 @@ def read_traces(file: Path) -> list[EngineTrace] | None:
 
 def _decode(arrays: Mapping[str, NDArray[Any]]) -> list[EngineTrace]:
     header = json.loads(arrays["header"].tobytes())
-    tensors = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]}
-    names, traces = list(tensors), []
-    shared: dict[tuple[str, ...], tuple[str, ...]] = {}
+    tensors = ModelTensors({name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in header["tensors"]})
+    traces: list[EngineTrace] = []
     for rank, (padding, derived) in enumerate(zip(header["padding"], header["derived"], strict=True)):
-        of_tensors = tuple(names[i] for i in arrays[f"{rank}.tensors"])
-        of_locals = tuple(header["locals"][i] for i in arrays[f"{rank}.locals"])
-        table = PieceTable(
-            shared.setdefault(of_tensors, of_tensors),
-            shared.setdefault(of_locals, of_locals),
-            *(arrays[f"{rank}.{array}"] for array in ARRAYS),
-        )
+        of_tensors = [tensors.names[i] for i in arrays[f"{rank}.tensors"]]
+        of_locals = [header["locals"][i] for i in arrays[f"{rank}.locals"]]
+        columns = Columns(*(arrays[f"{rank}.{array}"] for array in ARRAYS))
+        table = PieceTable(of_tensors, of_locals, columns)
         pads = tuple(Padding(local, tuple(map(tuple, box)), value) for local, box, value in padding)
         traces.append(EngineTrace(WeightLayout(tensors, table), pads, tuple(derived)))
-    return traces
+    layouts = share_tensors([trace.layout for trace in traces])
+    return [replace(trace, layout=layout) for trace, layout in zip(traces, layouts, strict=True)]

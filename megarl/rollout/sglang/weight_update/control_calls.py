@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.sglang.weight_update.messages import Command
@@ -36,6 +36,10 @@ class _PendingCall:
     task: asyncio.Task[object]
 
 
+PauseReason = Literal["update", "memory"]
+"""A weight update, or memory that the engine has released."""
+
+
 class ControlCalls:
     """Calls to SGLang. The caller must make one call at a time.
 
@@ -47,6 +51,8 @@ class ControlCalls:
         self._host = host
         self._seconds = host.spec.answer_timeout_seconds
         self._pending: _PendingCall | None = None
+        self._holds: set[PauseReason] = set()
+        """Why decoding is paused."""
         self._begun = False
         """SGLang is in a weight update (between `begin_weight_update` and `end_weight_update`)."""
 
@@ -55,19 +61,32 @@ class ControlCalls:
         """A previous call has not been answered yet."""
         return self._pending is not None and not self._pending.task.done()
 
-    async def pause(self) -> None:
-        """Pause decoding; requests in flight are kept."""
-        await self._call("pause_generation", self._pause)
+    def is_paused_for(self, reason: PauseReason) -> bool:
+        """Return whether `pause` was called for this reason and `resume` was not."""
+        return reason in self._holds
 
-    async def resume(self) -> None:
-        """Resume decoding after `pause`."""
-        await self._call("continue_generation", self._resume)
+    async def pause(self, reason: PauseReason = "update") -> None:
+        """Pause decoding; requests in flight are kept, and new ones wait."""
+        if not self._holds - {"update"}:  # an update that has failed may have been resumed or not
+            await self._call("pause_generation", self._pause)
+        self._holds.add(reason)
 
-    async def begin(self) -> None:
-        """Begin a weight update in SGLang; an update that is still open is ended first."""
+    async def resume(self, reason: PauseReason = "update") -> None:
+        """Resume decoding after `pause`, unless it is also paused for another reason."""
+        if not self._holds - {reason}:
+            await self._call("continue_generation", self._resume)
+        self._holds.discard(reason)
+
+    async def begin(self, *, reads_only: bool = False) -> None:
+        """Begin a weight update in SGLang; an update that is still open is ended first.
+
+        SGLang executes commands only within an update, whose end processes the weights of the models that the update
+        was begun for. An update that only reads is begun for the draft model, which engines do not have: its begin and
+        end change nothing.
+        """
         if self._pending is not None or self._begun:
             await self.end()
-        await self._call("begin_weight_update", self._begin)
+        await self._call("begin_weight_update", lambda: self._begin("draft" if reads_only else "target"))
 
     async def end(self) -> None:
         """End the weight update in SGLang; does nothing if none is open."""
@@ -86,7 +105,7 @@ class ControlCalls:
         commands: Sequence[Command],
         *,
         what: str,
-        unresponsive: Callable[[], list[int]],
+        unresponsive: Callable[[], Awaitable[list[int]]],
         extra_seconds: float,
     ) -> str | None:
         """Have every TP rank execute its command.
@@ -101,8 +120,8 @@ class ControlCalls:
             SGLang's error message; None if it reports success.
         """
 
-        def who() -> str:
-            return ", ".join(self._host.describe(rank) for rank in unresponsive()) or "the engine"
+        async def who() -> str:
+            return ", ".join([await self._host.describe(rank) for rank in await unresponsive()]) or "the engine"
 
         return await self._call(what, lambda: self._send(commands), who, extra_seconds)
 
@@ -110,7 +129,7 @@ class ControlCalls:
         self,
         what: str,
         work: Callable[[], Coroutine[Any, Any, T]],
-        who: Callable[[], str] = lambda: "the engine",
+        who: Callable[[], Awaitable[str]] | None = None,
         extra_seconds: float = 0.0,
     ) -> T:
         seconds = self._seconds + extra_seconds
@@ -121,7 +140,8 @@ class ControlCalls:
         )  # kept until it is answered, even if the caller is cancelled
         await asyncio.wait([task], timeout=seconds)
         if not task.done():
-            raise WeightSyncError(f"{who()} did not answer {what} within {seconds:g} s")
+            late = "the engine" if who is None else await who()
+            raise WeightSyncError(f"{late} did not answer {what} within {seconds:g} s")
         self._pending = None
         return task.result()
 
@@ -147,7 +167,7 @@ class ControlCalls:
         payloads = [MultiprocessingSerializer.serialize([(dict(command), torch.empty(0))]) for command in commands]
         ok, message = await self._host.tokenizer_manager.update_weights_from_tensor(
             UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=payloads, load_format=IMPORT_PATH, flush_cache=False
+                serialized_named_tensors=payloads, load_format=IMPORT_PATH, flush_cache=False, selector="target"
             )
         )
         return None if ok else str(message)
@@ -166,10 +186,11 @@ class ControlCalls:
             ContinueGenerationReqInput(torch_empty_cache=empty_cache)
         )
 
-    async def _begin(self) -> None:
+    async def _begin(self, selector: Literal["target", "draft"]) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        _raise_if_refused(await self._host.tokenizer_manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        request = BeginWeightUpdateReqInput(selector=selector)
+        _raise_if_refused(await self._host.tokenizer_manager.begin_weight_update(request))
         self._begun = True
 
     async def _end(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megarl.model_files.block_fp8 import VALUES_DTYPE
 from megarl.model_files.json_object import read_json_object
 from megarl.model_files.weight_index import derived_tensor_patterns, read_headers
 from megarl.reshard.transfer.bucket import TensorSlot
@@ -47,7 +48,8 @@ def find_bucket_problems(
     """Return one message for each invalid tensor of a bucket of `num_bytes` bytes.
 
     Args:
-        dtype: dtype of the engine; a tensor may have this dtype or that of the folder.
+        dtype: dtype of the engine; a tensor may have this dtype or that of the folder. Weights in FP8 need to be sent
+            so, because their scales are.
     """
     found, seen = [], set()
     for slot in slots:
@@ -56,8 +58,8 @@ def find_bucket_problems(
             found.append(f"{slot.name} is no tensor of the model")
         elif slot.shape != wanted.shape:
             found.append(f"{slot.name} needs shape {list(wanted.shape)}, got {list(slot.shape)}")
-        elif slot.dtype not in (dtype, wanted.dtype):
-            needs = " or ".join(dict.fromkeys((dtype, wanted.dtype)))
+        elif slot.dtype not in (allowed := _allowed_dtypes(dtype, wanted.dtype)):
+            needs = " or ".join(dict.fromkeys(allowed))
             found.append(f"{slot.name} needs dtype {needs}, got {slot.dtype}")
         elif slot.name in seen:
             found.append(f"{slot.name} is contained twice")
@@ -68,3 +70,7 @@ def find_bucket_problems(
             )
         seen.add(slot.name)
     return found
+
+
+def _allowed_dtypes(of_engine: str, of_folder: str) -> tuple[str, ...]:
+    return (of_folder,) if of_folder == VALUES_DTYPE else (of_engine, of_folder)

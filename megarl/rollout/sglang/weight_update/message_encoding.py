@@ -1,4 +1,4 @@
-"""Plain-data encoding of traces and box buckets: names are listed once and referred to by index."""
+"""Plain-data encoding of traces: names are listed once and referred to by index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megarl.model_files.json_object import JsonMapping, JsonObject
 from megarl.reshard.layout.layout import Box, ShardPiece, TensorSpec, WeightLayout
-from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace, Padding
 
 
@@ -24,9 +23,10 @@ def encode_traces(traces: Sequence[EngineTrace]) -> JsonObject:
     ranks = [
         {
             "pieces": [
-                [names[p.tensor], _flat(p.box), local_index(p.local), _flat(p.local_box)] for p in trace.layout.pieces
+                [names[p.tensor], encode_box(p.box), local_index(p.local), encode_box(p.local_box)]
+                for p in trace.layout.pieces
             ],
-            "padding": [[local_index(p.local), _flat(p.local_box), p.value] for p in trace.padding],
+            "padding": [[local_index(p.local), encode_box(p.local_box), p.value] for p in trace.padding],
             "derived": [names[name] for name in trace.derived],
         }
         for trace in traces
@@ -43,30 +43,23 @@ def decode_traces(data: JsonMapping) -> list[EngineTrace]:
         EngineTrace(
             WeightLayout(
                 tensors,
-                tuple(ShardPiece(names[t], _box(box), locals_[n], _box(there)) for t, box, n, there in rank["pieces"]),
+                tuple(
+                    ShardPiece(names[t], decode_box(box), locals_[n], decode_box(there))
+                    for t, box, n, there in rank["pieces"]
+                ),
             ),
-            tuple(Padding(locals_[n], _box(box), value) for n, box, value in rank["padding"]),
+            tuple(Padding(locals_[n], decode_box(box), value) for n, box, value in rank["padding"]),
             tuple(names[t] for t in rank["derived"]),
         )
         for rank in data["ranks"]
     ]
 
 
-def encode_boxes(bucket: BoxBucket) -> JsonObject:
-    """Encode a bucket as JSON data."""
-    slots = [[s.local, _flat(s.local_box), s.dtype, s.offset] for s in bucket.slots]
-    return {"path": bucket.path, "num_bytes": bucket.num_bytes, "slots": slots}
-
-
-def decode_boxes(data: JsonMapping) -> BoxBucket:
-    """Decode the data of `encode_boxes`."""
-    slots = tuple(BoxSlot(local, _box(box), dtype, offset) for local, box, dtype, offset in data["slots"])
-    return BoxBucket(data["path"], data["num_bytes"], slots)
-
-
-def _flat(box: Box) -> list[int]:
+def encode_box(box: Box) -> list[int]:
+    """Encode a box as a flat list of its edges."""
     return [edge for side in box for edge in side]
 
 
-def _box(flat: list[int]) -> Box:
+def decode_box(flat: list[int]) -> Box:
+    """Decode the list of `encode_box`."""
     return tuple(zip(flat[::2], flat[1::2], strict=True))

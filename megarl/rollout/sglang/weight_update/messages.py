@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,9 +11,12 @@ from typing import Any
 
 from megarl.model_files.json_object import JsonMapping
 from megarl.process.atomic_files import atomic_write
-from megarl.reshard.transfer.bucket import BoxBucket, TensorSlot, WeightBucket
+from megarl.reshard.layout.layout import Box
+from megarl.reshard.planning.strategy import DeltaUpdate
+from megarl.reshard.transfer.box_channel import BoxOffer
+from megarl.reshard.transfer.bucket import TensorSlot, WeightBucket
 from megarl.reshard.transfer.process_groups import TransferGroup
-from megarl.rollout.sglang.weight_update.message_encoding import encode_boxes
+from megarl.rollout.sglang.weight_update.message_encoding import encode_box
 
 Command = Mapping[str, Any]
 """A command: `op`, `reply` (a path prefix; the rank is appended) and the arguments of the operation.
@@ -21,7 +24,7 @@ Command = Mapping[str, Any]
 Values are strings, numbers, lists and dicts only: SGLang unpickles nothing else.
 """
 
-WRITING = frozenset({"write", "write_boxes", "receive", "finish"})
+WRITING = frozenset({"write", "receive", "receive_boxes", "finish"})
 """Operations that may write parameters: if one rank cannot execute its command, no rank does."""
 
 
@@ -43,19 +46,20 @@ def write_command(bucket: WeightBucket, model_path: str, dtype: str) -> Command:
     return {"op": "write", "bucket": asdict(bucket), "model_path": model_path, "dtype": dtype}
 
 
-def write_boxes_command(bucket: BoxBucket | None, session: int) -> Command:
-    """Make the command to write one rank's boxes; boxes of a session must not overlap."""
-    return {"op": "write_boxes", "bucket": None if bucket is None else encode_boxes(bucket), "session": session}
-
-
-def prepare_command(transfer_spec: Path, engine: int) -> Command:
+def prepare_command(transfer_spec: Sequence[str], engine: int, model_path: str, dtype: str) -> Command:
     """Make the command to plan what the rank receives in later syncs.
 
     Args:
-        transfer_spec: file with a pickled `TransferSpec`, written by the engine's host.
+        transfer_spec: for each TP rank the path of a pickled `TransferSpec`, written by the host of its node.
         engine: index of the engine in it.
     """
-    return {"op": "prepare", "transfer_spec": str(transfer_spec), "engine": engine}
+    return {
+        "op": "prepare",
+        "transfer_spec": list(transfer_spec),
+        "engine": engine,
+        "model_path": model_path,
+        "dtype": dtype,
+    }
 
 
 def connect_command(transfer_group: TransferGroup) -> Command:
@@ -63,9 +67,26 @@ def connect_command(transfer_group: TransferGroup) -> Command:
     return {"op": "connect", "transfer_group": asdict(transfer_group)}
 
 
-def receive_command(session: int) -> Command:
-    """Make the command to receive the model as planned with `prepare`."""
-    return {"op": "receive", "session": session}
+def receive_command(session: int, delta: DeltaUpdate | None) -> Command:
+    """Make the command to receive the model as planned with `prepare`, or what `delta` does not leave out of it."""
+    return {"op": "receive", "session": session, "delta": None if delta is None else asdict(delta)}
+
+
+def prepare_boxes_command(offer: BoxOffer, model_path: str, dtype: str) -> Command:
+    """Make the command to connect with the trainer rank on the same slot, which offers boxes."""
+    return {"op": "prepare_boxes", "offer": asdict(offer), "model_path": model_path, "dtype": dtype}
+
+
+def receive_boxes_command(session: int, abort_file: Path, seconds: float, *, selected: bool) -> Command:
+    """Make the command to copy the boxes of all rounds, as planned with `prepare_boxes`.
+
+    Args:
+        abort_file: the rank stops waiting once the host has created it; it contains the reason.
+        seconds: longest wait for a round.
+        selected: the trainer rank lists the boxes that come; False: all of them come.
+    """
+    command = {"op": "receive_boxes", "session": session, "abort_file": str(abort_file), "seconds": seconds}
+    return command | {"selected": selected}
 
 
 def finish_command(session: int, arrived: Iterable[str], model_path: str, dtype: str) -> Command:
@@ -81,6 +102,25 @@ def trace_command(model_path: str, dtype: str) -> Command:
 def hash_command(model_path: str, dtype: str) -> Command:
     """Make the command to return the hexadecimal digest of each piece of the layout, in order."""
     return {"op": "hash", "model_path": model_path, "dtype": dtype}
+
+
+def hash_parts_command(parts: Iterable[tuple[str, Box]], model_path: str, dtype: str) -> Command:
+    """Make the command to return the hexadecimal digests of some boxes, (tensor, box), that the rank holds.
+
+    The result lists for each box the digests of all places where the rank holds it.
+    """
+    encoded = [[tensor, encode_box(box)] for tensor, box in parts]
+    return {"op": "hash_parts", "parts": encoded, "model_path": model_path, "dtype": dtype}
+
+
+def repacking_command() -> Command:
+    """Make the command to return the modules whose weights SGLang changes after loading them."""
+    return {"op": "repacking"}
+
+
+def release_command() -> Command:
+    """Make the command to drop what is left of an aborted update, such as mapped buckets."""
+    return {"op": "release"}
 
 
 def dump_command(directory: str) -> Command:

@@ -12,7 +12,6 @@ command names the file for the reply, and `load` never raises.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.reshard.transfer.bucket import open_bucket
-from megarl.rollout.sglang.weight_update import box_writer, network_receive
+from megarl.errors import WeightSyncError
+from megarl.reshard.transfer.bucket import identify_memory, open_bucket
+from megarl.rollout.sglang.weight_update import finish_update, network_receive, shared_receive
 from megarl.rollout.sglang.weight_update.commit_vote import CommitVote
 from megarl.rollout.sglang.weight_update.expected_tensors import find_bucket_problems, read_expected_tensors
 from megarl.rollout.sglang.weight_update.messages import WRITING, Command, Reply, checked_path, read_bucket, send_reply
+from megarl.rollout.sglang.weight_update.repacking import find_repacked_modules
 
 IMPORT_PATH = "megarl.rollout.sglang.weight_update.weight_loader.load"
 """Import path of `load`, for SGLang's options `custom_weight_loader` and `load_format`."""
@@ -38,6 +39,8 @@ def load(model: nn.Module, named_tensors: list[tuple[Command, Tensor]]) -> None:
         try:
             with torch.no_grad():
                 _execute(model, command, reply)
+        except WeightSyncError as e:
+            reply.error = str(e)
         except Exception as e:  # noqa: BLE001 -- an uncaught error kills the engine and its host process
             reply.error = f"{type(e).__name__}: {e}"
         send_reply(reply, command)
@@ -60,7 +63,7 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
     found = find_bucket_problems(
         bucket.slots, bucket.num_bytes, read_expected_tensors(command["model_path"]), command["dtype"]
     )
-    size = os.path.getsize(bucket.path)
+    _, size = identify_memory(bucket)
     if size < bucket.num_bytes:  # reading past the end of a mapping is a SIGBUS
         found.append(f"{bucket.path} needs {bucket.num_bytes} bytes, got {size}")
     if found:
@@ -75,6 +78,10 @@ def _write(model: Any, command: Command, reply: Reply, vote: CommitVote) -> None
         torch.cuda.synchronize()  # the sender reuses the bucket once it has the reply
 
 
+def _report_repacking(model: nn.Module, _: Command, reply: Reply) -> None:
+    reply.result = find_repacked_modules(model)
+
+
 def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
     parameters = {name: p.detach().cpu() for name, p in model.named_parameters(remove_duplicate=False)}
     torch.save(parameters, Path(command["directory"]) / f"rank{reply.rank}.pt")
@@ -84,9 +91,9 @@ def _dump(model: nn.Module, command: Command, reply: Reply) -> None:
 
 WRITERS: dict[str, Callable[[nn.Module, Command, Reply, CommitVote], None]] = {
     "write": _write,
-    "write_boxes": box_writer.write_boxes,
     "receive": network_receive.receive,
-    "finish": box_writer.finish,
+    "receive_boxes": shared_receive.receive_boxes,
+    "finish": finish_update.finish,
 }
 """Operations that write. Each checks first and writes only if all ranks are ready.
 
@@ -96,8 +103,12 @@ A rank that found no problem itself replies without an error, even if the vote f
 READERS: dict[str, Callable[[nn.Module, Command, Reply], None]] = {
     "prepare": network_receive.prepare,
     "connect": network_receive.connect,
-    "trace": box_writer.report_trace,
-    "hash": box_writer.hash_boxes,
+    "prepare_boxes": shared_receive.prepare_boxes,
+    "trace": finish_update.report_trace,
+    "hash": finish_update.hash_boxes,
+    "hash_parts": finish_update.hash_parts,
+    "repacking": _report_repacking,
+    "release": finish_update.release,
     "dump": _dump,
 }
 """Operations that do not write weights."""

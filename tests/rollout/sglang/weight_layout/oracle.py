@@ -13,7 +13,7 @@ from megarl.reshard.layout.layout import slices
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.weight_layout.engine_trace import fold, model_tensors, trace_live
 from megarl.rollout.sglang.weight_layout.layer_dedup import group_identical_layers, trace_deduplicated
-from megarl.rollout.sglang.weight_layout.trace_child import build_model, checkpoint_tensors, pack_trace
+from megarl.rollout.sglang.weight_layout.trace_child import build_model, checkpoint_tensors
 
 UNTOUCHED = -7.0
 
@@ -31,7 +31,7 @@ def compare(folder, device, tp, ep):
     for rank in range(tp):
         meta_model = build_model(spec, rank)
         trace = trace_live(meta_model, tensors)
-        assert trace_deduplicated(meta_model, tensors, group_identical_layers(meta_model, tensors)) == pack_trace(trace)
+        assert trace_deduplicated(meta_model, tensors, group_identical_layers(meta_model, tensors)) == trace
         model = build_model(spec, rank, device="cpu")
         for p in model.parameters():
             p.data = torch.full_like(p.data, UNTOUCHED, dtype=torch.float64)

@@ -6,7 +6,6 @@ from torch import nn
 from megarl.reshard.layout.layout import TensorSpec
 from megarl.rollout.sglang.weight_layout.engine_trace import trace_live
 from megarl.rollout.sglang.weight_layout.layer_dedup import group_identical_layers, trace_deduplicated
-from megarl.rollout.sglang.weight_layout.trace_child import pack_trace
 from megarl.rollout.sglang.weight_layout.trace_file import read_traces, write_traces
 
 
@@ -40,7 +39,7 @@ def tensors(heights):
 
 
 def trace_both_ways(model, parts):
-    return pack_trace(trace_live(model, parts)), trace_deduplicated(model, parts, group_identical_layers(model, parts))
+    return trace_live(model, parts), trace_deduplicated(model, parts, group_identical_layers(model, parts))
 
 
 def test_identical_layers_get_the_pieces_and_padding_of_the_first():
@@ -70,7 +69,7 @@ def test_layer_loaded_into_another_cannot_be_deduplicated():
 
 def test_trace_file_round_trip_and_truncated_file(tmp_path):
     parts = tensors([4, 4])
-    traces = [trace_live(Layers([5, 5]), parts), pack_trace(trace_live(Layers([4, 6]), parts))]
+    traces = [trace_live(Layers([5, 5]), parts), trace_live(Layers([4, 6]), parts)]
     file = tmp_path / "traces"
     write_traces(file, traces)
     assert read_traces(file) == traces

@@ -15,6 +15,7 @@ from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
+from tests.time_limits import HANG_SECONDS
 
 SIZES = {
     "vocab_size": 500,
@@ -103,7 +104,7 @@ def comparisons(folders):
         [sys.executable, str(script), json.dumps(cases)],
         env=os.environ | make_engine_environment("cpu", 4),
         capture_output=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         text=True,
     )
     assert child.returncode == 0, child.stderr[-3000:]

@@ -7,6 +7,7 @@ import pytest
 from megarl.errors import WeightSyncError
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.weight_update.control_calls import ControlCalls
+from tests.time_limits import HANG_SECONDS
 
 SECONDS = 0.1
 
@@ -37,7 +38,7 @@ class Calls(ControlCalls):
         await self._wait_for_answer("flush")
         raise WeightSyncError("requests were still running")
 
-    async def _begin(self):
+    async def _begin(self, selector):
         await self._wait_for_answer("begin")
         self._begun = True
 
@@ -49,7 +50,7 @@ class Calls(ControlCalls):
 
 def run(main):
     async def start():
-        return await asyncio.wait_for(main(Calls()), 5)
+        return await asyncio.wait_for(main(Calls()), HANG_SECONDS)
 
     return asyncio.run(start())
 

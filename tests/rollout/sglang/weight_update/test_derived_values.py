@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from megarl.errors import WeightSyncError
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.transfer.process_groups import TransferGroup, open_store
+from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.sync_store import open_store
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine
 from megarl.rollout.sglang.weight_update.update_session import full_tensors
 from tests.reshard.rank_process import RankProcess, TransferMember, call
 from tests.rollout import reference
-from tests.rollout.remote import RemoteEngine, send_bucket, send_round
+from tests.rollout.remote import RemoteEngine, Senders, send_bucket, send_rounds
 from tests.rollout.sglang.weight_update.test_network_receive import Versions, trainer_layouts
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
@@ -94,13 +95,12 @@ def rank_boxes(engine, weights, without):
 
 
 def update(engine, model, full_names, version):
-    """Send derived tensors in full between two rounds, and everything else as boxes."""
+    """Send derived tensors in full, and everything else as boxes in two rounds."""
     weights = dict(model.named_parameters())
     boxes = rank_boxes(engine, weights, full_names)
     engine.call("begin_weights")
-    send_round(engine, 0, [boxes_of_rank[::2] for boxes_of_rank in boxes])
     send_bucket(engine, {name: weights[name].detach() for name in full_names})
-    send_round(engine, 1, [boxes_of_rank[1::2] for boxes_of_rank in boxes])
+    send_rounds(engine, [[boxes_of_rank[part::2] for boxes_of_rank in boxes] for part in range(2)])
     engine.call("end_weights", version)
 
 
@@ -169,9 +169,8 @@ def test_engine_receives_derived_tensors_in_full_over_the_network(engine, full_n
     try:
         for trainer in trainers:
             trainer.wait_started()
-        engine.call("prepare_receive", transfer_spec, 0)
         transfer_group = TransferGroup("127.0.0.1", store.port, "gemma", transfer_spec.size, 30.0)
-        connecting = engine.submit("join_trainer", transfer_group)
+        connecting = engine.submit("join_trainer", transfer_spec, 0, transfer_group)
         call(trainers, "connect", transfer_group)
         connecting.result(30)
         for version, model in models.items():
@@ -194,22 +193,29 @@ def test_engine_receives_derived_tensors_in_full_over_the_network(engine, full_n
             trainer.close()
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("full tensor", rf"computes values from 1 tensors, which need load_weights: {NORM}"),
-        ("nothing", rf"{NORM}, which needs load_weights only, got also box \[0:64\]"),
-    ],
-)
-def test_boxes_of_derived_tensors_are_rejected(engine, full_names, gemma_dir, missing, message):
-    """Also if the tensor was sent in full as well: the engine does not know which was written last."""
+def test_boxes_of_derived_tensors_are_rejected(engine, full_names, gemma_dir):
+    """The engine does not recompute the values for boxes."""
+    weights = {name: p.detach() for name, p in changed(gemma_dir, seed=9).named_parameters()}
+    with Senders(engine, [rank_boxes(engine, weights, set(full_names) - {NORM})]) as senders:
+        message = rf"{NORM}, which needs load_weights only, got also box \[0:64\]"
+        with pytest.raises(WeightSyncError, match=message):
+            senders.prepare()
+
+
+def test_boxes_wait_for_the_tensors_that_come_in_full(engine, full_names, gemma_dir):
     model = changed(gemma_dir, seed=9)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     engine.call("begin_weights")
-    send_bucket(engine, {name: weights[name] for name in full_names if missing == "nothing" or name != NORM})
-    send_round(engine, 0, rank_boxes(engine, weights, set(full_names) - {NORM}))
-    with pytest.raises(WeightSyncError, match=message):
-        engine.call("end_weights", 9)
+    with Senders(engine, [rank_boxes(engine, weights, full_names)]) as senders:
+        senders.prepare()
+        receiving = engine.submit("receive_weights")
+        senders.begin()
+        send_bucket(engine, {name: weights[name] for name in full_names if name != NORM})
+        assert not receiving.done()
+        with pytest.raises(WeightSyncError, match=rf"computes values from 1 tensors, .*: {NORM}|did not arrive"):
+            engine.call("end_weights", 9)
+        with pytest.raises(WeightSyncError, match="receive_weights needs begin_weights first"):
+            receiving.result(30)
     with pytest.raises(WeightSyncError, match="parts of version 3"):
         engine.generate(PROMPTS)
     update(engine, model, full_names, 3)

@@ -42,6 +42,14 @@ def test_tensor_may_have_the_dtype_of_the_engine_or_the_folder(expected):
     assert bucket_problems(expected, [("b", torch.zeros(4, dtype=torch.bfloat16))]) == []
 
 
+def test_weights_in_fp8_have_to_be_sent_so(tmp_path):
+    values = torch.zeros(2, 3).to(torch.float8_e4m3fn)
+    expected = read_expected_tensors(model_folder(tmp_path / "q", [{"a": values, "a_scale_inv": torch.ones(1, 1)}]))
+    assert bucket_problems(expected, [("a", values), ("a_scale_inv", torch.ones(1, 1))], dtype="bfloat16") == []
+    (problem,) = bucket_problems(expected, [("a", torch.zeros(2, 3).bfloat16())], dtype="bfloat16")
+    assert problem == "a needs dtype float8_e4m3fn, got bfloat16"
+
+
 def test_every_problem_is_reported(expected):
     tensors = [("c", torch.zeros(1)), ("a", torch.zeros(3, 2)), ("b", torch.zeros(4).double())]
     assert bucket_problems(expected, tensors) == [

@@ -13,17 +13,21 @@ from safetensors.torch import load_file, save_file
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.reshard.layout.layout import ShardPiece, WeightLayout, slices
 from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.planning.strategy import DeltaUpdate
 from megarl.reshard.transfer.bucket import digest
-from megarl.reshard.transfer.process_groups import TransferGroup, open_store
+from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.sync_store import open_store
 from tests.reshard.rank_process import RankProcess, TransferMember
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
 from tests.rollout.remote import RemoteEngine
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
+from tests.time_limits import HANG_SECONDS
 
-SYNC_SECONDS = 5.0
-ANSWER_SECONDS = 5.0
-SLACK = 2.0
+SYNC_SECONDS = 2 * HANG_SECONDS
+FAULT_SECONDS = 5.0
+"""Time limit of a sync whose sender or receiver is stopped."""
+ANSWER_SECONDS = 10.0
 NUM_VERSIONS = 12
 
 
@@ -59,7 +63,7 @@ def trainer_layouts(tensors):
 class World:
     """The engine, the trainer's ranks, and the store through which they connect."""
 
-    def __init__(self, spec, folder):
+    def __init__(self, spec, folder, nodes=(0, 0, 1, 1)):
         self.model_dir, self.versions = spec.model_path, Versions(str(folder))
         for version in range(1, NUM_VERSIONS):
             save_file(reference.changed(spec.model_path, seed=version), folder / f"{version}.safetensors")
@@ -70,44 +74,43 @@ class World:
             sources=trainer_layouts(self.layouts[0].tensors),
             needs=self.layouts,
             num_engines=1,
-            nodes=(0, 0, 1, 1),
+            nodes=nodes,
             bucket_bytes=1 << 16,
         )
         self.trainers = [RankProcess(TransferMember, rank, self.transfer_spec, self.versions) for rank in range(2)]
         self.store, self.num_connects = open_store("127.0.0.1"), 0
-        self.engine.call("prepare_receive", self.transfer_spec, 0)
         for trainer in self.trainers:
             trainer.wait_started()
 
+    def transfer_group(self, seconds=SYNC_SECONDS):
+        self.num_connects += 1
+        return TransferGroup("127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, seconds)
+
     def prepare(self, transfer_spec):
-        self.engine.call("prepare_receive", transfer_spec, 0)
         for trainer in self.trainers:
             trainer.begin("prepare", transfer_spec)
             assert trainer.result().error is None
-        self.connect()
+        self.connect(transfer_spec)
 
-    def connect(self):
-        self.num_connects += 1
-        transfer_group = TransferGroup(
-            "127.0.0.1", self.store.port, str(self.num_connects), self.transfer_spec.size, SYNC_SECONDS
-        )
-        connecting = self.engine.submit("join_trainer", transfer_group)
+    def connect(self, transfer_spec=None, seconds=SYNC_SECONDS):
+        transfer_group = self.transfer_group(seconds)
+        connecting = self.engine.submit("join_trainer", transfer_spec or self.transfer_spec, 0, transfer_group)
         for trainer in self.trainers:
             trainer.begin("connect", transfer_group)
-        connecting.result(30)
+        connecting.result(HANG_SECONDS)
         assert [trainer.result().error for trainer in self.trainers] == [None, None]
 
-    def begin(self, version, fault=None):
+    def begin(self, version, fault=None, delta=None):
         """Begin a sync; return the future of the engine's `receive_weights`."""
         self.engine.call("begin_weights")
         for trainer in self.trainers:
-            trainer.begin("sync", version, fault)
-        return self.engine.submit("receive_weights")
+            trainer.begin("sync", version, fault, delta)
+        return self.engine.submit("receive_weights", delta)
 
-    def sync(self, version):
+    def sync(self, version, delta=None):
         """Run a sync; return the statistics of all four ranks."""
-        receiving = self.begin(version)
-        received = receiving.result(30)
+        receiving = self.begin(version, delta=delta)
+        received = receiving.result(HANG_SECONDS)
         sent = [trainer.result() for trainer in self.trainers]
         assert [outcome.error for outcome in sent] == [None, None]
         self.engine.call("end_weights", version)
@@ -164,15 +167,31 @@ def test_three_syncs_are_bitwise_exact_and_counted(world):
         assert sum(b.bytes_received for b in stats) == sum(b.bytes_sent for b in stats) > need
 
 
+def test_delta_sync_sends_changed_boxes_only(world):
+    """Of the versions 3, 3 and 4 after each other, the second sends nothing; 4 has other values everywhere."""
+    whole = world.sync(3, DeltaUpdate(number=1))
+    same = world.sync(3, DeltaUpdate(number=2, base=1))
+    assert_serves(world, 3)
+    assert sum(stats.bytes_received - stats.mark_bytes for stats in same) == 0
+    assert sum(stats.bytes_not_received for stats in same) == sum(stats.bytes_received for stats in whole)
+    changed = world.sync(4, DeltaUpdate(number=3, base=2))
+    assert_serves(world, 4)
+    assert [stats.bytes_received - stats.mark_bytes for stats in changed] == [stats.bytes_received for stats in whole]
+    world.engine.call("begin_weights")
+    with pytest.raises(WeightSyncError, match="the engine does not hold all weights of sync 2: it needs a whole sync"):
+        world.engine.call("receive_weights", DeltaUpdate(number=4, base=2))
+    world.sync(3)
+    assert_serves(world, 3)
+
+
 def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
-    start = time.monotonic()
+    world.connect(seconds=FAULT_SECONDS)
     receiving = world.begin(4, (signal.SIGSTOP, 1))
     with pytest.raises(WeightSyncError, match=r"TP rank 0: .*TP rank 1: ") as failure:
-        receiving.result(30)
-    assert time.monotonic() - start < SYNC_SECONDS + SLACK
+        receiving.result(HANG_SECONDS)
     for rank in (2, 3):
         assert re.search(rf"rank {rank}: round \d+ of the weights: ", str(failure.value))
-    assert re.search(r"nothing from ranks? [\d, ]*1\b[\d, ]* within 5 s", str(failure.value))
+    assert re.search(rf"nothing from ranks? [\d, ]*1\b[\d, ]* within {FAULT_SECONDS:g} s", str(failure.value))
     other = world.trainers[0].result()
     assert other.error.startswith("rank 0: round ")
     assert other.buffers == 0
@@ -187,12 +206,16 @@ def test_stalled_sender_blocks_the_engine_until_the_next_sync(world):
 
 def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
     stalled = world.engine.scheduler_processes()[1]
+    world.connect(seconds=FAULT_SECONDS)
     receiving = world.begin(6, (signal.SIGSTOP, 1))
     wait_until_stopped(world.trainers[1].process.pid)
     stalled.send_signal(signal.SIGSTOP)
     world.trainers[1].signal(signal.SIGCONT)
-    with pytest.raises(WeightSyncError, match=r"TP rank 1 \(pid \d+, stopped\) did not answer .* within 10 s"):
-        receiving.result(30)
+    seconds = FAULT_SECONDS + ANSWER_SECONDS
+    with pytest.raises(
+        WeightSyncError, match=rf"TP rank 1 \(pid \d+, stopped\) did not answer .* within {seconds:g} s"
+    ):
+        receiving.result(HANG_SECONDS)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)
     assert_blocked(world, 5)
     stalled.send_signal(signal.SIGCONT)
@@ -203,25 +226,23 @@ def test_stalled_receiver_is_reported_and_the_next_sync_repairs_it(world):
 
 
 def wait_until_stopped(pid):
-    process, end = psutil.Process(pid), time.monotonic() + SYNC_SECONDS
+    process, end = psutil.Process(pid), time.monotonic() + HANG_SECONDS
     while process.status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-def test_rejected_plan_fails_the_sync_without_waiting(world):
+def test_plan_that_does_not_fit_is_rejected_before_connecting(world):
     """The plan contains a parameter that the second rank lacks."""
     broken = [dataclasses.replace(p, local="nonsense") if "norm" in p.local else p for p in world.layouts[1].pieces]
     needs = [world.layouts[0], WeightLayout(world.layouts[1].tensors, tuple(broken))]
-    world.prepare(dataclasses.replace(world.transfer_spec, needs=needs))
+    spec = dataclasses.replace(world.transfer_spec, needs=needs)
     start = time.monotonic()
-    receiving = world.begin(8)
     with pytest.raises(WeightSyncError, match=r"^TP rank 1: nonsense is no parameter of the engine"):
-        receiving.result(30)
-    assert all("lost the connection to rank" in t.result().error for t in world.trainers)
-    assert time.monotonic() - start < SYNC_SECONDS
+        world.engine.call("join_trainer", spec, 0, world.transfer_group())
+    assert time.monotonic() - start < HANG_SECONDS
     assert_serves(world, 7)
-    world.prepare(world.transfer_spec)
+    world.connect()
     world.sync(9)
     assert_serves(world, 9)
 
@@ -239,8 +260,9 @@ def test_gap_in_the_plan_is_found_at_the_end(world):
 
 
 def test_receive_without_connections_is_rejected(world):
+    with pytest.raises(WeightSyncError, match=r"rank 2 of 4 could not connect .*: nothing from ranks 0, 1"):
+        world.engine.call("join_trainer", world.transfer_spec, 0, world.transfer_group(seconds=1.0))
     world.engine.call("begin_weights")
-    world.engine.call("prepare_receive", world.transfer_spec, 0)
     with pytest.raises(WeightSyncError, match="rank 2 has no connections to the other ranks"):
         world.engine.call("receive_weights")
 
@@ -248,10 +270,11 @@ def test_receive_without_connections_is_rejected(world):
 def test_dead_engine_fails_the_sync_without_waiting(world):
     """The last test, because it kills the engine."""
     world.connect()
+    scheduler = world.engine.scheduler_processes()[0]
     receiving = world.begin(1, (signal.SIGSTOP, 1))
     wait_until_stopped(world.trainers[1].process.pid)
-    world.engine.scheduler_processes()[0].kill()
+    scheduler.kill()
     with pytest.raises(WorkerError, match="SIGKILL"):
-        receiving.result(30)
+        receiving.result(HANG_SECONDS)
     world.trainers[1].signal(signal.SIGCONT)
     assert all(re.match(r"rank \d: round \d+ of the weights: ", t.result().error) for t in world.trainers)

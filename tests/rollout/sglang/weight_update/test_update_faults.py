@@ -1,4 +1,4 @@
-"""Missing senders and hung or dead TP ranks in the middle of an update.
+"""Hung or dead TP ranks in the middle of an update.
 
 The last test kills the engine.
 """
@@ -11,12 +11,11 @@ import pytest
 
 from megarl.errors import WeightSyncError, WorkerError
 from tests.rollout import reference
-from tests.rollout.remote import RemoteEngine, box_bucket, boxes_of, requests, sync_boxes
+from tests.rollout.remote import RemoteEngine, Senders, boxes_of, requests, sync_boxes
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
+from tests.time_limits import HANG_SECONDS
 
-ROUND_SECONDS, ANSWER_SECONDS = 2.0, 3.0
-SLACK = 4.0
-"""Slack for timeouts on a busy machine, in seconds."""
+ROUND_SECONDS, ANSWER_SECONDS, STALL_SECONDS = 4.0, 6.0, 3.0
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +41,12 @@ def served(engine, layouts, model_dir):
 
 
 @pytest.fixture
-def rounds(layouts, model_dir):
-    """Buckets of version 6 in two rounds, indexed [round][TP rank]."""
+def senders(engine, layouts, model_dir):
+    """Senders of version 6 in two rounds, for both TP ranks."""
     weights = reference.changed(model_dir, seed=6)
-    buckets = [[box_bucket(boxes_of(layout, weights)[i::2]) for layout in layouts] for i in range(2)]
-    yield [[bucket for _, bucket in ranks] for ranks in buckets]
-    for ranks in buckets:
-        for buffer, _ in ranks:
-            buffer.close()
+    ranks = [boxes_of(layout, weights) for layout in layouts]
+    with Senders(engine, [[boxes[i::2] for boxes in ranks] for i in range(2)], STALL_SECONDS) as senders:
+        yield senders
 
 
 def assert_serves(engine, model_dir, weights, version):
@@ -59,48 +56,41 @@ def assert_serves(engine, model_dir, weights, version):
     assert engine.call("health").policy_version == version
 
 
-def failures(calls, seconds):
-    """Return the exceptions of the calls, which must all fail within `seconds`."""
-    end = time.monotonic() + seconds
-    return [call.exception(max(0.0, end - time.monotonic())) for call in calls]
-
-
-def test_every_sender_learns_whose_boxes_are_missing(engine, rounds, model_dir, served):
-    """Rank 0's sender delivers two rounds, rank 1's none."""
+def begin_and_send_one_round(engine, senders):
+    """Return the future of the engine's `receive_weights`, in the middle of an update."""
+    senders.prepare()
     engine.call("begin_weights")
-    calls = [engine.submit("load_boxes", 0, i, rounds[i][0]) for i in range(2)]
-    missing = r"round [01] of the weights did not come from TP rank 1 of 2 within 2 s"
-    for error in failures(calls, ROUND_SECONDS + SLACK):
-        with pytest.raises(WeightSyncError, match=missing):
-            raise error
-    with pytest.raises(WeightSyncError, match=missing):
-        engine.call("load_boxes", 1, 0, rounds[0][1])
-    with pytest.raises(WeightSyncError, match=missing):
-        engine.call("end_weights", 6)
-    assert_serves(engine, model_dir, served, 5)
+    receiving = engine.submit("receive_weights")
+    senders.begin()
+    for wait in senders.send(0):
+        wait()
+    return receiving
 
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_hung_rank_is_reported_and_the_next_update_repairs_the_engine(engine, layouts, rounds, model_dir, rank):
-    """Rank 0 forwards commands and waits for rank 1: neither answers if either is stopped."""
-    engine.call("begin_weights")
-    for call in [engine.submit("load_boxes", r, 0, rounds[0][r]) for r in (0, 1)]:
-        call.result(30)
+def test_hung_rank_is_reported_and_the_next_update_repairs_the_engine(engine, layouts, senders, model_dir, rank):
     process = engine.scheduler_processes()[rank]
-    unanswered = rf"TP rank {rank} \(pid {process.pid}, stopped\).* did not answer round 1 of the weights within 3 s$"
+    receiving = begin_and_send_one_round(engine, senders)
+    what = "the command to receive weights"
+    seconds = ANSWER_SECONDS + ROUND_SECONDS
+    unanswered = rf"TP rank {rank} \(pid {process.pid}, stopped\).* did not answer {what} within {seconds:g} s$"
     process.send_signal(signal.SIGSTOP)
     try:
-        calls = [engine.submit("load_boxes", r, 1, rounds[1][r]) for r in (0, 1)]
-        for error in failures(calls, ANSWER_SECONDS + SLACK):
-            with pytest.raises(WeightSyncError, match=unanswered):
-                raise error
+        start = time.monotonic()
+        for wait in senders.send(1):
+            wait()
+        assert time.monotonic() - start >= STALL_SECONDS
+        stalled = f"engine 0 rank {rank} did not copy its weights within {STALL_SECONDS:g} s"
+        assert senders.failures == [stalled if r == rank else "" for r in (0, 1)]
+        with pytest.raises(WeightSyncError, match=unanswered):
+            receiving.result(HANG_SECONDS)
         for method, arguments in {"end_weights": (6,), "generate_many": (requests(PROMPTS),)}.items():
-            with pytest.raises(WeightSyncError, match=r"did not answer round 1|parts of version 5"):
+            with pytest.raises(WeightSyncError, match=rf"did not answer {what}|parts of version 5"):
                 engine.call(method, *arguments)
         late = engine.submit("begin_weights")
-        with pytest.raises(WeightSyncError, match=r"has not answered round 1 .* yet, .* must be restarted"):
-            late.result(ANSWER_SECONDS + SLACK)
+        with pytest.raises(WeightSyncError, match=rf"has not answered {what} yet, .* must be restarted"):
+            late.result(HANG_SECONDS)
     finally:
         process.send_signal(signal.SIGCONT)
     with pytest.raises(WeightSyncError, match="parts of version 5"):
@@ -116,8 +106,10 @@ def test_update_that_cannot_begin_blocks_generation_until_the_next(engine, layou
     process.send_signal(signal.SIGSTOP)
     try:
         begin = engine.submit("begin_weights")
-        with pytest.raises(WeightSyncError, match=r"the engine did not answer begin_weight_update within 3 s"):
-            begin.result(ANSWER_SECONDS + SLACK)
+        with pytest.raises(
+            WeightSyncError, match=f"the engine did not answer begin_weight_update within {ANSWER_SECONDS:g} s"
+        ):
+            begin.result(HANG_SECONDS)
         with pytest.raises(WeightSyncError, match=r"paused for an update that failed .*begin_weight_update"):
             engine.generate(PROMPTS)
     finally:
@@ -127,28 +119,21 @@ def test_update_that_cannot_begin_blocks_generation_until_the_next(engine, layou
 
 
 @pytest.mark.usefixtures("served")
-def test_dead_rank_fails_every_sender_and_the_engine(engine, rounds):
-    """Fails senders of a command without reply, and one that waits for another sender."""
-    engine.call("begin_weights")
-    for call in [engine.submit("load_boxes", r, 0, rounds[0][r]) for r in (0, 1)]:
-        call.result(30)
+def test_dead_rank_ends_the_engine_but_not_its_senders(engine, senders):
     process = engine.scheduler_processes()[1]
-    process.send_signal(signal.SIGSTOP)  # else the command may be answered before the rank is dead
-    calls = [engine.submit("load_boxes", r, 1, rounds[1][r]) for r in (0, 1)]
-    calls.append(engine.submit("load_boxes", 0, 2, None))
-    time.sleep(0.3)
-    assert not any(call.done() for call in calls)
+    receiving = begin_and_send_one_round(engine, senders)
     process.kill()
+    for wait in senders.send(1):
+        wait()
+    assert senders.failures[1].startswith("engine 0 rank 1 has closed its connection")
     dead = r"scheduler process of TP rank 1 was ended by SIGKILL"
-    for error in failures(calls, ROUND_SECONDS):
-        with pytest.raises(WorkerError, match=dead):
-            raise error
     for method, *arguments in [
-        ("load_boxes", 1, 2, None),
+        ("receive_weights",),
         ("end_weights", 6),
         ("begin_weights",),
         ("generate_many", requests(PROMPTS)),
         ("health",),
     ]:
+        call = receiving if method == "receive_weights" else engine.submit(method, *arguments)
         with pytest.raises(WorkerError, match=dead):
-            engine.submit(method, *arguments).result(ROUND_SECONDS)
+            call.result(HANG_SECONDS)

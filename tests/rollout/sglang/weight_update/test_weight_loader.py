@@ -1,24 +1,20 @@
 """The custom weight loader on a small model, without SGLang."""
 
-import dataclasses
 import json
-import re
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from megarl.reshard.transfer.bucket import BoxSlot, SharedBuffer, lay_out
+from megarl.reshard.transfer.bucket import SharedBuffer, lay_out
 from megarl.rollout.sglang.weight_update import weight_loader
 from megarl.rollout.sglang.weight_update.messages import (
     dump_command,
     read_reply,
     reply_path,
-    write_boxes_command,
     write_command,
 )
-from tests.rollout.remote import box_bucket
 
 
 class Engine(nn.Module):
@@ -120,50 +116,3 @@ def test_dump_saves_parameters_by_name(model, tmp_path):
     execute(model, dump_command(str(tmp_path)) | {"reply": str(tmp_path / "reply")})
     assert torch.load(tmp_path / "rank1.pt").keys() == {"a", "b"}
     assert torch.load(tmp_path / "rank1.buffers.pt").keys() == set()
-
-
-@pytest.fixture
-def boxes(tmp_path):
-    """Makes commands to write one box into all of `a`, in the given session."""
-    buffers = []
-
-    def make(session, **changes):
-        buffer, bucket = box_bucket([("a", ((0, 4),), torch.ones(4))])
-        buffers.append(buffer)
-        return write_boxes_command(dataclasses.replace(bucket, **changes), session) | {"reply": str(tmp_path / "reply")}
-
-    yield make
-    for buffer in buffers:
-        buffer.close()
-
-
-def test_boxes_are_written_once_per_session(model, boxes):
-    for session in (100, 101):
-        model.a.data.zero_()
-        assert execute(model, boxes(session)).wrote
-        assert model.a.tolist() == [1.0] * 4
-    again = execute(model, boxes(101))
-    assert not again.wrote
-    assert again.error == "a [0:4] was written before, as part of [0:4]"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"path": "/proc/self/fd/nothing"}, "FileNotFoundError"),
-        ({"num_bytes": 10**7}, "needs 10000000 bytes, got 4096"),
-        ({"num_bytes": 8}, r"a \[0:4\] ends at byte 16, the bucket at 8"),
-        (
-            {"slots": (BoxSlot("a", ((0, 2),), "float32", 2),)},
-            "lies at byte 2 of the bucket, .* multiple of 4",
-        ),
-        ({"slots": (BoxSlot("a", ((2, 2),), "float32", 0),)}, "does not lie in the parameter"),
-    ],
-)
-def test_invalid_box_bucket_is_rejected_and_not_recorded(model, boxes, changes, message):
-    reply = execute(model, boxes(200, **changes))
-    assert not reply.wrote
-    assert re.search(message, reply.error)
-    assert model.a.tolist() == [0.0] * 4
-    assert execute(model, boxes(200)).error is None
-    weight_loader.box_writer.get_session(201)

@@ -1,0 +1,177 @@
+"""What one rank of a large run spends on weight sync: it receives its messages, plans, keeps its plan, and syncs.
+
+The rank is a forked child of the benchmark, so that the growth of its memory can be read, and of what it inherits it
+uses only the layout that it would hold. Weights are tensors on torch's meta device: views and copies cost their time
+in Python and in torch's dispatch, but move no bytes. The transport is one that sends nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import resource
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megarl.reshard.layout.boxes import local_extents
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.plan_cache import RoundPlan
+from megarl.reshard.transfer import executor as executor_module
+from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.executor import BoxExecutor
+from megarl.reshard.transfer.sink import Parameters, ShardSink
+
+T = TypeVar("T")
+
+MB = 1e6
+
+
+@dataclass(kw_only=True)
+class RankCost:
+    """What a rank spends; seconds are CPU seconds, megabytes 10**6 bytes."""
+
+    connect_cpu_seconds: float = 0.0
+    """From the first message of the controller to the plan, without making process groups."""
+    connect_host_mb: float = 0.0
+    """Growth of anonymous memory from before the first message to after the plan, which is kept."""
+    connect_peak_mb: float = 0.0
+    """The same at its peak."""
+    sync_cpu_seconds: float = 0.0
+    """One execution of the plan, without torch.distributed's own calls, kernels and copies."""
+    engine_rank_connect_cpu_seconds: float = 0.0
+    """What the colocated engine rank on this rank's slot spends to prepare for its boxes."""
+    engine_rank_sync_cpu_seconds: float = 0.0
+    """What it spends in one sync to copy them, without kernels and copies."""
+    peers_outside_machine: int = 0
+    """Ranks on other machines that this rank sends to or receives from."""
+
+
+@dataclass
+class _NoTransport:
+    """A transport whose messages have arrived as soon as they are started."""
+
+    timeout_seconds: float | None = None
+    started: int = 0
+
+    def start(self, sends: Sequence[object], receives: Sequence[object]) -> tuple[list[Any], list[Any]]:
+        self.started += len(sends) + len(receives)
+        return [], []
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _MetaBuffer:
+    """A bucket on the meta device."""
+
+    num_bytes: int
+    path: str = "/proc/1/fd/1"
+    bytes: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+
+    def close(self) -> None: ...
+
+
+def in_child(work: Callable[[], T]) -> T:
+    """Return `work()`, run in a forked child."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            writer.send(work())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            os._exit(status)
+    writer.close()
+    try:
+        result: T = reader.recv()
+    except EOFError:
+        raise RuntimeError("the child of the benchmark has failed") from None
+    finally:
+        os.waitpid(pid, 0)
+    return result
+
+
+class MemoryGrowth:
+    """Growth of this process's anonymous memory since the object was made, in 10**6 bytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise new objects would use memory that was freed before
+        self._anonymous, self._peak = _anonymous_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def kept_mb(self) -> float:
+        """Return the growth that is left after a garbage collection."""
+        gc.collect()
+        return (_anonymous_bytes() - self._anonymous) / MB
+
+    def peak_mb(self) -> float:
+        """Return the growth of the peak of all resident memory; 0 if it is below a peak from before."""
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._peak) / MB
+
+
+def _anonymous_bytes() -> int:
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def meta_buckets() -> Any:
+    """Make the buckets of executors on the meta device."""
+    with patch.object(executor_module, "make_buffer", lambda num_bytes, device: _MetaBuffer(num_bytes)):
+        yield
+
+
+def meta_tensors(layout: WeightLayout) -> dict[str, Tensor]:
+    """Return the tensors of which the layout's pieces are parts, on the meta device, as large as the pieces reach."""
+    table = layout.pieces
+    extents, dims = local_extents(table, table.columns.width).tolist(), [0] * len(table.locals)
+    dtypes = [torch.uint8] * len(dims)
+    for local, tensor, count in zip(table.local.tolist(), table.tensor.tolist(), table.dims.tolist(), strict=True):
+        dims[local], dtypes[local] = count, torch_dtype(layout.tensors.specs[tensor].dtype)
+    return {
+        name: torch.empty(extents[i][: dims[i]], dtype=dtypes[i], device="meta") for i, name in enumerate(table.locals)
+    }
+
+
+def sync_cpu_seconds(
+    rank: int, plans: Sequence[RoundPlan], held: Mapping[str, Tensor], sink: ShardSink | Parameters | None
+) -> float:
+    """Return the CPU seconds of one execution of the plans, the best of five: other work on the machine adds to it."""
+    seconds = []
+    for _ in range(5):
+        with meta_buckets(), torch.no_grad():
+            began = time.thread_time()
+            for plan in plans:
+                transport: Any = _NoTransport()
+                BoxExecutor(rank, plan.rounds, plan.buffer_sizes, transport=transport).run(held, sink)
+            seconds.append(time.thread_time() - began)
+    return min(seconds)
+
+
+def peers_outside_machine(rank: int, plans: Sequence[RoundPlan], nodes: Sequence[int]) -> int:
+    """Return the number of ranks on other machines that the rank exchanges messages with."""
+    peers: set[int] = set()
+    for plan in plans:
+        for hop in (hop for this in plan.rounds for hop in this.hops):
+            peers.update(message.to for message in hop.sends)
+            peers.update(message.source for message in hop.receives)
+    return sum(nodes[peer] != nodes[rank] for peer in peers)

@@ -1,0 +1,115 @@
+"""Tables of boxes of many tensors, and what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.reshard.layout.layout import PieceTable, widen
+
+Ints = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """N boxes of many tensors, sorted by tensor: arrays [N], or [N, D] with D the largest number of dimensions."""
+
+    tensor: Ints
+    """Index of the tensor in `SyncIndex.names`."""
+    start: Ints
+    stop: Ints
+    shift: Ints
+    """Offset from the box's coordinates to its coordinates in the local tensor."""
+    local: Ints
+    """Index of the local tensor's name."""
+    part: Ints
+    """Index of the part: a large box is split into parts that are sent in separate rounds."""
+
+    def take(self, rows: Ints) -> Boxes:
+        """Return the boxes of the given rows."""
+        return Boxes(*(getattr(self, name)[rows] for name in Boxes.__slots__))
+
+
+def intersections(need: Boxes, held: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return all pairs of boxes that share elements: rows of `need`, rows of `held`, start and stop of the overlap.
+
+    Args:
+        start: by tensor, its first row in `held`.
+        count: by tensor, its number of rows in `held`.
+    """
+    at, of = pair_by_tensor(need, start, count)
+    low = np.maximum(need.start[at], held.start[of])
+    high = np.minimum(need.stop[at], held.stop[of])
+    some = (low < high).all(axis=1)
+    return at[some], of[some], low[some], high[some]
+
+
+def pair_by_tensor(boxes: Boxes, start: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Pair every row of `boxes` with every row of the other table that belongs to the same tensor."""
+    repeats = count[boxes.tensor]
+    at = np.repeat(np.arange(len(boxes.tensor)), repeats)
+    first = np.cumsum(repeats) - repeats
+    of = np.arange(len(at)) - np.repeat(first, repeats) + np.repeat(start[boxes.tensor], repeats)
+    return at, of
+
+
+def extents(tensor: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return, by tensor, its first row in the sorted array `tensor` and its number of rows there."""
+    starts = np.searchsorted(tensor, np.arange(count + 1))
+    return starts[:-1], np.diff(starts)
+
+
+def split_boxes(table: Boxes, parts: Ints) -> Boxes:
+    """Split the boxes of tensors that have several parts along their first dimension."""
+    repeats = parts[table.tensor]
+    if (repeats == 1).all():
+        return table
+    at = np.repeat(np.arange(len(repeats)), repeats)
+    cut = table.take(at)
+    part = np.arange(len(at)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    rows = cut.stop[:, 0] - cut.start[:, 0]
+    low = cut.start[:, 0] + rows * part // repeats[at]
+    high = cut.start[:, 0] + rows * (part + 1) // repeats[at]
+    start, stop = cut.start.copy(), cut.stop.copy()
+    start[:, 0], stop[:, 0] = low, high
+    split = Boxes(cut.tensor, start, stop, cut.shift, cut.local, part)
+    # within a tensor, sort by part: parts are sent in that order
+    order = np.arange(len(at))
+    order = np.lexsort((order, part, np.cumsum(np.r_[0, np.diff(cut.tensor) != 0])))
+    return split.take(order[(low < high)[order]])
+
+
+def volumes(boxes: Boxes) -> Ints:
+    """Return the number of elements of each box [N]."""
+    elements: Ints = (boxes.stop - boxes.start).prod(axis=1)
+    return elements
+
+
+def concatenate(tables: Sequence[Boxes], width: int) -> Boxes:
+    """Return the boxes of all tables, one table after another; `width` is their number of dimensions."""
+    if not tables:
+        nothing, flat = np.zeros((0, width), np.int64), np.zeros(0, np.int64)
+        return Boxes(flat, nothing, nothing, nothing, flat, flat)
+    return Boxes(*(np.concatenate([getattr(t, name) for t in tables]) for name in Boxes.__slots__))
+
+
+def local_extents(table: PieceTable, width: int) -> Ints:
+    """Return the sizes [num locals, width] of the local tensors of a layout, as far as its pieces reach."""
+    extent = np.ones((len(table.locals), width), np.int64)
+    np.maximum.at(extent, table.local, widen(table.local_boxes, width)[:, :width, 1])
+    return extent
+
+
+def hash_rows(columns: Sequence[Ints]) -> Ints:
+    """Return a 64-bit hash per row of the columns."""
+    out = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        x = out ^ column.astype(np.uint64)
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
+        x = (x ^ (x >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+        out = x ^ (x >> np.uint64(32))
+    return out

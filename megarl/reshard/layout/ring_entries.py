@@ -1,0 +1,126 @@
+"""Chooses where boxes enter the rings of machines, so that ranks have equally few peers on other machines.
+
+Used if some receivers get boxes from one holder each (`RemoteSources.single_root`). If 1,024 pairs of ranks hold what
+32 ranks on 32 machines need, then each of these receives directly from 32 holders, and the boxes of larger sets of
+holders, such as all ranks of a pipeline stage, come from the same 32:
+
+    holders {0, 8}    root 0, enters at rank 100            holders {1, 9}     root 9, enters at rank 108
+    holders {0, 1, 8, 9}                  root 0, at rank 100: no further pair of ranks
+
+If the machine of a receiver holds the box, no root is needed at all. Receivers that get boxes from several holders
+each keep these, but different ranks of a machine fetch the boxes of different holders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.relay_tree import Entry, RemoteSources
+from megarl.reshard.layout.remote_traffic import RemoteTraffic
+
+
+@dataclass(frozen=True, slots=True)
+class RingEntries:
+    """The chosen entries: arrays [holders, receivers], indexed as in `RemoteTraffic`."""
+
+    root: Ints
+    """Position of the root among the holders, modulo their number; -1: nothing is chosen for the pair."""
+    machine: Ints
+    """Index of the machine on the ring, modulo the number of machines."""
+    fetcher: Ints
+    """Position of the rank that fetches the box among the receivers on a machine, modulo their number."""
+
+    @classmethod
+    def choose(cls, traffic: RemoteTraffic, limits: RemoteSources) -> RingEntries:
+        """Return the same entries on every rank."""
+        found = cls(*(np.full(traffic.pairs.shape, -1, np.int64) for _ in range(3)))
+        holders, receivers = traffic.remote_pairs
+        num_sources = np.zeros(len(traffic.topology.nodes), np.int64)  # by rank, the roots that it receives from
+        single = [number for number, ranks in enumerate(traffic.receivers) if ranks in limits.single_root]
+        single.sort(key=lambda number: len(traffic.receivers[number]))
+        for turn, number in enumerate(single):
+            found._choose_for(traffic, number, holders[receivers == number], turn, num_sources)
+        for number in set(range(len(traffic.receivers))) - set(single):
+            sets = holders[receivers == number]
+            first = np.array([traffic.holders[of][0] for of in sets.tolist()], np.int64)
+            found.root[sets, number], found.machine[sets, number] = first + traffic.receivers[number][0], -first
+            found.fetcher[sets, number] = np.arange(len(sets))
+        return found
+
+    def of(self, holders: int, receivers: int) -> Entry | None:
+        """Return the entry of a pair; None if none is chosen."""
+        if self.root[holders, receivers] < 0:
+            return None
+        columns = (self.root, self.machine, self.fetcher)
+        root, machine, fetcher = (int(column[holders, receivers]) for column in columns)
+        return Entry(root, -machine, fetcher)
+
+    def _choose_for(self, traffic: RemoteTraffic, number: int, sets: Ints, turn: int, num_sources: Ints) -> None:
+        """Choose the entries of one set of receivers.
+
+        Args:
+            number: index of the receivers.
+            sets: indices of the sets of holders.
+            turn: how many sets of receivers came before.
+            num_sources: counts the new pairs of a root and a receiver.
+        """
+        ring = _Ring(traffic, traffic.receivers[number])
+        holds = traffic.held[sets][:, ring.nodes] > 0
+        some = np.flatnonzero(holds.any(axis=1))
+        self.root[sets[some], number] = 0
+        self.machine[sets[some], number] = _nth_true(holds[some], turn)
+        self.fetcher[sets[some], number] = sets[some]
+        remote = sets[~holds.any(axis=1)]
+        size = np.array([len(traffic.holders[of]) for of in remote.tolist()], np.int64)
+        entered_at = np.full(len(num_sources), -1, np.int64)  # by root, the position of its receiver
+        for length in np.unique(size):  # larger sets contain roots of smaller ones
+            of = remote[size == length]
+            ranks = np.array([traffic.holders[i] for i in of.tolist()])
+            known = entered_at[ranks] >= 0
+            is_new = ~known.any(axis=1)
+            root = np.where(is_new, (turn + of) % length, _nth_true(known, turn))
+            chosen = ranks[np.arange(len(of)), root]
+            new = _least_first(num_sources[ring.members], int(is_new.sum()))
+            entered_at[chosen[is_new]] = new
+            np.add.at(num_sources, ring.members[new], 1)
+            at = entered_at[chosen]
+            self.root[of, number], self.machine[of, number] = root, ring.machine[at]
+            self.fetcher[of, number] = ring.place[at]
+
+
+class _Ring:
+    """The machines of a set of receivers, in ring order."""
+
+    def __init__(self, traffic: RemoteTraffic, receivers: tuple[int, ...]) -> None:
+        self.members = np.array(receivers, np.int64)
+        nodes = [traffic.topology.nodes[rank] for rank in receivers]
+        number = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        self.machine = np.array([number[node] for node in nodes], np.int64)
+        """By receiver, the index of its machine."""
+        count = [0] * len(number)
+        place = []
+        for machine in self.machine.tolist():
+            place.append(count[machine])
+            count[machine] += 1
+        self.place = np.array(place, np.int64)
+        """By receiver, its position among those of its machine."""
+        self.nodes = traffic.columns_of(list(number))
+
+
+def _nth_true(mask: Ints, n: int) -> Ints:
+    """Return, by row of the mask [N, M], the column of its n-th true value, counted in turns; 0 in rows without any."""
+    order = np.cumsum(mask, axis=1)
+    wanted = n % np.maximum(order[:, -1:], 1) + 1
+    columns: Ints = (mask & (order == wanted)).argmax(axis=1)
+    return columns
+
+
+def _least_first(load: Ints, count: int) -> Ints:
+    """Return `count` positions of `load`: each time that of the least value, which then grows by 1."""
+    levels = count // len(load) + int(load.max() - load.min()) + 1
+    order = np.argsort((load[:, None] + np.arange(levels)).reshape(-1), kind="stable")
+    positions: Ints = order[:count] // levels
+    return positions

@@ -1,0 +1,350 @@
+"""Hands boxes to the engine rank on the same slot: which bytes are whose is said once, and rounds are only signaled.
+
+    trainer rank (BoxSender)                            engine rank (BoxReceiver)
+    offer        slots of all rounds, in shared memory --> connect: reads them               once
+    select_boxes "some boxes come, listed there" --------> reads the list          every sync that leaves out boxes
+    load_boxes   "round 7 is in this bucket" ------------> copies its boxes into parameters  every round
+                                        "copied" <-------- the bucket may be overwritten
+
+The two are connected by a Unix socket, which shows at once when the process at the other end has died. A receiver that
+fails, dies or stalls ends neither the sender nor the other trainer ranks: the sender drops the boxes from then on and
+reports it after the sync.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.boxes import Ints
+from megarl.reshard.layout.layout import Box
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
+
+POLL_SECONDS = 0.1
+"""How often a wait looks for an abort."""
+
+MESSAGE_BYTES = 4096
+"""Longest message; a path of GPU memory takes some hundreds of bytes."""
+
+SELECTED_COLUMNS = 5
+"""Columns of a list of boxes: round, slot, first row, row after the last, and offset in the bucket."""
+
+_COPIED, _FAILED = b"+", b"-"
+"""First byte of a receiver's answer; after `_FAILED` comes the reason."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Result of SO_PEERCRED: pid, user and group of the process at the other end (unix(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxOffer:
+    """What an engine rank needs to receive from its trainer rank; plain data."""
+
+    sender: str
+    """Name of the trainer rank in messages."""
+    address: str
+    """Name of the trainer rank's socket in Linux's abstract namespace: no file is left behind."""
+    path: str
+    """Opens the slots of all rounds, see `encode_slots`, as long as the trainer rank offers them."""
+    num_bytes: int
+    """Size of the encoded slots in bytes."""
+
+    def read_slots(self) -> list[list[BoxSlot]]:
+        """Return the slots of each round.
+
+        Raises:
+            OSError: the trainer rank no longer offers them.
+        """
+        size = os.stat(self.path).st_size
+        if size < self.num_bytes:  # reading past the end of a mapping is a SIGBUS
+            raise WeightSyncError(f"{self.path} needs {self.num_bytes} bytes, got {size}")
+        data = torch.from_file(self.path, shared=True, size=self.num_bytes, dtype=torch.uint8)
+        return decode_slots(data.numpy().tobytes())
+
+
+class BoxSender:
+    """A `ShardSink` for an engine rank in another process on the same node."""
+
+    def __init__(
+        self,
+        name: str,
+        receiver: str,
+        rounds: Sequence[Sequence[BoxSlot]],
+        stall_seconds: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Offer the boxes of a plan.
+
+        Args:
+            name: name of this trainer rank in messages.
+            receiver: name of the engine rank in messages.
+            rounds: the slots of each round's bucket.
+            stall_seconds: a receiver that takes longer for a round counts as lost.
+            check: called while waiting; what it raises ends the wait.
+        """
+        self._receiver, self._stall_seconds, self._check = receiver, stall_seconds, check
+        encoded = encode_slots(rounds)
+        self._plan = SharedBuffer(len(encoded))
+        self._plan.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        address = f"megarl-weights-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{address}")
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._selected: SharedBuffer | None = None
+        """The list of the latest `select_boxes`."""
+        self._connection: socket.socket | None = None
+        self._num_sent = self._num_copied = 0
+        self.failure = ""
+        """Why the receiver has not received all boxes of the latest sync; empty if it has."""
+        self.offer = BoxOffer(name, address, self._plan.path, len(encoded))
+
+    def begin(self) -> None:
+        """Prepare for a sync, with the engine process that has connected last."""
+        self.failure = ""
+        while (connection := _accept(self._listener)) is not None:
+            self._disconnect()
+            self._connection, self._num_sent, self._num_copied = connection, 0, 0
+        if self._connection is None:
+            self.failure = f"{self._receiver} has not connected"
+
+    def select_boxes(self, rounds: Sequence[Ints]) -> None:
+        """List the boxes that come in this sync, as `ShardSink.select_boxes`."""
+        if self._selected is not None:
+            self._selected.close()
+        lines = [np.insert(slots, 0, index, axis=1) for index, slots in enumerate(rounds)]
+        encoded = np.concatenate([np.zeros((0, SELECTED_COLUMNS), np.int64), *lines]).tobytes()
+        self._selected = SharedBuffer(len(encoded))
+        if encoded:
+            self._selected.bytes[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._send({"selected": self._selected.path, "num_bytes": len(encoded)})
+
+    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
+        """Signal that the boxes of round `index` are in the bucket; the returned function waits until they are copied.
+
+        If the receiver fails, the boxes are dropped and `failure` is set.
+        """
+        if bucket is None or self._connection is None:
+            return _noop
+        if not self._send({"round": index, "path": bucket.path, "num_bytes": bucket.num_bytes}):
+            return _noop
+        self._num_sent += 1
+        number = self._num_sent
+        return lambda: self._wait(number)
+
+    def close(self) -> None:
+        """Close the connection and withdraw the offer."""
+        self._disconnect()
+        self._listener.close()
+        self._plan.close()
+        if self._selected is not None:
+            self._selected.close()
+
+    def _send(self, message: dict[str, str | int]) -> bool:
+        """Send a message; return False if the receiver has failed, in this message or before."""
+        if self._connection is None:
+            return False
+        try:
+            self._connection.send(json.dumps(message).encode())
+        except OSError as e:
+            self._fail(f"{self._receiver} has closed its connection ({e.strerror})")
+            return False
+        return True
+
+    def _wait(self, number: int) -> None:
+        """Wait until the receiver has copied message `number`, or has failed."""
+        end = time.monotonic() + self._stall_seconds
+        while self._connection is not None and self._num_copied < number:
+            self._check()
+            answer = _receive(self._connection, POLL_SECONDS)
+            if answer is None and time.monotonic() > end:
+                self._fail(f"{self._receiver} did not copy its weights within {self._stall_seconds:g} s")
+            elif answer == b"":
+                self._fail(f"{self._receiver} has closed its connection")
+            elif answer is not None and answer[:1] == _FAILED:
+                self._fail(f"{self._receiver}: {answer[1:].decode()}")
+            elif answer is not None:
+                self._num_copied += 1
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+class BoxReceiver:
+    """An engine rank's end of the connection; a failed sync closes it."""
+
+    def __init__(self, offer: BoxOffer) -> None:
+        """Connect; raises WeightSyncError if the trainer rank no longer offers its boxes."""
+        self.sender = offer.sender
+        self._connection: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._connection.connect(f"\0{offer.address}")
+        except OSError as e:
+            self.close()
+            raise WeightSyncError(f"{offer.sender} does not accept connections ({e.strerror})") from e
+        if _user(self._connection) != os.getuid():
+            self.close()
+            raise WeightSyncError(f"the socket of {offer.sender} belongs to another user")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether no sync has failed since the connection was made."""
+        return self._connection is not None
+
+    def receive(self, index: int, seconds: float, check: Callable[[], None]) -> BoxBucket:
+        """Wait for round `index`; return its bucket, without slots.
+
+        Args:
+            seconds: longest wait.
+            check: called while waiting; what it raises ends the wait.
+
+        Raises:
+            WeightSyncError: the trainer rank has failed or is late.
+        """
+        fields = self._next(f"round {index} of the weights", seconds, check)
+        if fields.get("round") != index:
+            came = f"round {fields['round']}" if "round" in fields else "a list of boxes"
+            raise WeightSyncError(f"{came} came from {self.sender} instead of round {index}")
+        return BoxBucket(fields["path"], fields["num_bytes"], ())
+
+    def receive_selection(self, seconds: float, check: Callable[[], None]) -> Ints:
+        """Wait for the list of the boxes that come in this sync; arguments and errors as for `receive`.
+
+        Returns:
+            int64 [n, SELECTED_COLUMNS]: the round of each box, and the columns of `SelectedRound.slots`.
+        """
+        fields = self._next("the list of changed boxes", seconds, check)
+        if "selected" not in fields:
+            raise WeightSyncError(f"round {fields['round']} came from {self.sender} instead of a list of boxes")
+        data = map_bucket(BoxBucket(fields["selected"], fields["num_bytes"], ()))
+        return np.frombuffer(data.numpy().tobytes(), np.int64).reshape(-1, SELECTED_COLUMNS)
+
+    def _next(self, what: str, seconds: float, check: Callable[[], None]) -> dict[str, Any]:
+        """Return the next message; `what`: its name in errors."""
+        end = time.monotonic() + seconds
+        while True:
+            assert self._connection is not None, "the connection was closed when a sync failed"
+            check()
+            message = _receive(self._connection, POLL_SECONDS)
+            if message == b"":
+                raise WeightSyncError(f"{self.sender} has aborted the sync, or has ended")
+            if message is None and time.monotonic() > end:
+                raise WeightSyncError(f"{what} did not come from {self.sender} in {seconds:g} s")
+            if message is not None:
+                fields: dict[str, Any] = json.loads(message)
+                return fields
+
+    def acknowledge(self) -> None:
+        """Tell the trainer rank that the bucket of the latest round may be overwritten."""
+        self._send(_COPIED)
+
+    def fail(self, reason: str) -> None:
+        """Tell the trainer rank that the sync has failed, and close the connection."""
+        self._send(_FAILED + reason.encode()[: MESSAGE_BYTES - 1])
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, which ends the trainer rank's waits."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _send(self, message: bytes) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+            except OSError:  # the next `receive` reports it
+                return
+
+
+def encode_slots(rounds: Sequence[Sequence[BoxSlot]]) -> bytes:
+    """Encode the slots of each round's bucket as the arrays of a NumPy archive."""
+    slots = [slot for of_round in rounds for slot in of_round]
+    locals_, dtypes = dict[str, int](), dict[str, int]()
+    columns = np.array(
+        [
+            (
+                locals_.setdefault(slot.local, len(locals_)),
+                dtypes.setdefault(slot.dtype, len(dtypes)),
+                slot.offset,
+                len(slot.local_box),
+            )
+            for slot in slots
+        ],
+        np.int64,
+    ).reshape(-1, 4)
+    edges = np.array([edge for slot in slots for side in slot.local_box for edge in side], np.int64)
+    names = json.dumps({"locals": list(locals_), "dtypes": list(dtypes)}).encode()
+    archive = io.BytesIO()
+    np.savez(
+        archive,
+        sizes=np.array([len(of_round) for of_round in rounds], np.int64),
+        columns=columns,
+        edges=edges,
+        names=np.frombuffer(names, np.uint8),
+    )
+    return archive.getvalue()
+
+
+def decode_slots(encoded: bytes) -> list[list[BoxSlot]]:
+    """Decode what `encode_slots` returns."""
+    with np.load(io.BytesIO(encoded), allow_pickle=False) as archive:
+        names = json.loads(archive["names"].tobytes())
+        sizes, columns, edges = (archive[name].tolist() for name in ("sizes", "columns", "edges"))
+    sides = iter(zip(edges[::2], edges[1::2], strict=True))
+    slots = []
+    for local, dtype, offset, num_dims in columns:
+        box: Box = tuple(next(sides) for _ in range(num_dims))
+        slots.append(BoxSlot(names["locals"][local], box, names["dtypes"][dtype], offset))
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [slots[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Return the next connection of a process of this user; None if there is none."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            return None
+        if _user(connection) == os.getuid():
+            return connection
+        connection.close()
+
+
+def _user(connection: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def _receive(connection: socket.socket, seconds: float) -> bytes | None:
+    """Return the next message; None if none came in time, empty if the other end is closed."""
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(MESSAGE_BYTES)
+    except TimeoutError:
+        return None
+    except ConnectionResetError:
+        return b""
+
+
+def _noop() -> None: ...

@@ -1,0 +1,154 @@
+"""Attention of SGLang's CPU engine, for many sequences in one call.
+
+SGLang's `torch_native` attention calls PyTorch once per sequence and layer, which takes most of the time of a small
+model. Here sequences whose lengths are equal after padding share a call:
+
+KV cache rows of each sequence --gather--> keys, values [sequences, padded length] --> one attention call
+
+The result of a sequence does not depend on the other sequences: its padding follows from its own length, and the kernel
+computes every sequence and head of a call apart.
+
+Legend: B sequences of a call, S padded length, T packed tokens, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+LENGTH_MULTIPLE = 64
+"""Sequences are padded to a multiple of this length."""
+
+MAX_TOKENS = 4096
+"""Largest number of padded tokens in a call, so that their keys and values stay in the processor's cache."""
+
+PAGE_SIZE = 64
+"""Tokens of a sequence that are adjacent in the KV cache, which makes gathering them faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceGroup:
+    """Sequences that share a call."""
+
+    rows_B: Tensor
+    """Their indices in the batch."""
+    lengths_B: Tensor
+    """Their numbers of keys."""
+    cache_rows_BS: Tensor
+    """Row of the KV cache of each position; padding repeats the last one."""
+    padding_mask_B11S: Tensor
+    """What to add to attention scores: 0, and -inf at padding."""
+
+
+def group_sequences(lengths: Tensor, pool_rows: Tensor, req_to_token: Tensor) -> list[SequenceGroup]:
+    """Return the groups of a batch.
+
+    Args:
+        lengths: number of keys of each sequence.
+        pool_rows: row of each sequence in `req_to_token`.
+        req_to_token: rows of the KV cache by sequence and position.
+    """
+    lengths = lengths.to(torch.int64)
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for row, length in enumerate(lengths.tolist()):
+        by_size[-(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE].append(row)
+    groups = []
+    for size, rows in sorted(by_size.items()):
+        count = max(1, MAX_TOKENS // size)
+        for begin in range(0, len(rows), count):
+            rows_B = torch.tensor(rows[begin : begin + count])
+            lengths_B, positions_S = lengths[rows_B], torch.arange(size)
+            positions_BS = torch.minimum(positions_S, lengths_B[:, None] - 1)
+            cache_rows_BS = req_to_token[:, :size][pool_rows[rows_B]].gather(1, positions_BS)
+            mask_BS = torch.zeros(len(rows_B), size).masked_fill_(positions_S >= lengths_B[:, None], -torch.inf)
+            groups.append(
+                SequenceGroup(
+                    rows_B=rows_B,
+                    lengths_B=lengths_B,
+                    cache_rows_BS=cache_rows_BS.to(torch.int64),
+                    padding_mask_B11S=mask_BS[:, None, None],
+                )
+            )
+    return groups
+
+
+def decode(
+    query_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    groups: Sequence[SequenceGroup],
+    scaling: float | None,
+) -> Tensor:
+    """Return the attention [T, H, D] of one query per sequence to all of its keys.
+
+    Args:
+        keys: key cache [rows, K, D].
+        values: value cache, of the same shape.
+        groups: the groups of the batch, whose sequences are the queries.
+    """
+    out_THD = torch.empty_like(query_THD)
+    for group in groups:
+        keys_BKSD, values_BKSD = _gather(keys, group), _gather(values, group)
+        attended_BH1D = scaled_dot_product_attention(
+            query_THD[group.rows_B, :, None],
+            keys_BKSD,
+            values_BKSD,
+            attn_mask=group.padding_mask_B11S.to(query_THD.dtype),
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out_THD[group.rows_B] = attended_BH1D[:, :, 0]
+    return out_THD
+
+
+def extend(
+    query_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    groups: Sequence[SequenceGroup],
+    prefix_lengths: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    """Return the causal attention [T, H, D] of the queries of each sequence, which follow a prefix without queries.
+
+    Args:
+        query_THD: the queries of all sequences, in the order of the batch.
+        keys: key cache [rows, K, D].
+        values: value cache, of the same shape.
+        groups: the groups of the batch.
+        prefix_lengths: number of keys of each sequence before its first query.
+    """
+    out_THD = torch.empty_like(query_THD)
+    num_queries = torch.empty_like(prefix_lengths, dtype=torch.int64)
+    for group in groups:
+        num_queries[group.rows_B] = group.lengths_B - prefix_lengths[group.rows_B]
+    starts = torch.cumsum(num_queries, 0) - num_queries
+    for group in groups:
+        prefix_B1 = prefix_lengths[group.rows_B, None]
+        positions_S = torch.arange(group.cache_rows_BS.shape[1])
+        has_query_BS = (positions_S >= prefix_B1) & (positions_S < group.lengths_B[:, None])
+        offsets_BS = (positions_S - prefix_B1).where(has_query_BS, torch.tensor(0))
+        queries_BS = starts[group.rows_B, None] + offsets_BS
+        keys_BKSD, values_BKSD = _gather(keys, group), _gather(values, group)
+        attended_BHSD = scaled_dot_product_attention(
+            query_THD[queries_BS].transpose(1, 2),
+            keys_BKSD,
+            values_BKSD,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out_THD[queries_BS[has_query_BS]] = attended_BHSD.transpose(1, 2)[has_query_BS]
+    return out_THD
+
+
+def _gather(cache: Tensor, group: SequenceGroup) -> Tensor:
+    """Return the group's rows of a cache [rows, K, D], as [B, K, S, D]."""
+    size, length = group.cache_rows_BS.shape
+    rows = cache.view(len(cache), -1).index_select(0, group.cache_rows_BS.view(-1))
+    return rows.view(size, length, *cache.shape[1:]).transpose(1, 2)

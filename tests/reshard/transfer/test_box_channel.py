@@ -1,0 +1,202 @@
+"""Boxes between a trainer rank and an engine rank in two processes."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.transfer import box_channel
+from megarl.reshard.transfer.box_channel import BoxOffer, BoxReceiver, BoxSender, decode_slots, encode_slots
+from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, map_bucket
+from tests.time_limits import HANG_SECONDS
+
+ROUNDS = [
+    [BoxSlot("a", ((0, 2), (3, 5)), "float32", 0), BoxSlot("b", ((1, 4),), "bfloat16", 64)],
+    [],
+    [BoxSlot("a", ((2, 4), (3, 5)), "float32", 0), BoxSlot("scalar", (), "float32", 16)],
+]
+STALL = 1.0
+
+
+def test_slots_survive_encoding():
+    assert decode_slots(encode_slots(ROUNDS)) == ROUNDS
+    assert decode_slots(encode_slots([])) == []
+    assert decode_slots(encode_slots([[], []])) == [[], []]
+
+
+@pytest.fixture
+def sender():
+    sender = BoxSender("trainer rank 3", "engine 0 rank 1", ROUNDS, STALL)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def buffer():
+    buffer = SharedBuffer(4096)
+    yield buffer
+    buffer.close()
+
+
+def nothing():
+    pass
+
+
+def receive_all(offer, values):
+    """Receive the rounds that have boxes, and append the first byte of each bucket to `values`."""
+    receiver = BoxReceiver(offer)
+    for index, slots in enumerate(offer.read_slots()):
+        if slots:
+            values.append(int(map_bucket(receiver.receive(index, 10.0, nothing))[0]))
+            receiver.acknowledge()
+    return receiver
+
+
+def bucket_of(buffer):
+    return BoxBucket(buffer.path, buffer.num_bytes, ())
+
+
+def test_rounds_arrive_in_order_and_the_bucket_is_free_once_copied(sender, buffer):
+    values = []
+    thread = threading.Thread(target=receive_all, args=(sender.offer, values))
+    thread.start()
+    while sender._connection is None:
+        sender.begin()
+        time.sleep(0.01)
+    for index in (0, 2):
+        buffer.bytes[0] = index + 7
+        sender.load_boxes(index, bucket_of(buffer))()
+        assert values[-1] == index + 7
+    sender.load_boxes(1, None)()
+    thread.join()
+    assert values == [7, 9]
+    assert sender.failure == ""
+
+
+def test_list_of_selected_boxes_arrives_before_its_rounds(sender, buffer):
+    receiver = BoxReceiver(sender.offer)
+    sender.begin()
+    rounds = [np.array([[1, 0, 2, 64]]), np.zeros((0, 4), np.int64), np.array([[0, 1, 2, 8], [1, 0, 1, 16]])]
+    sender.select_boxes(rounds)
+    sender.load_boxes(0, bucket_of(buffer))
+    lines = receiver.receive_selection(1.0, nothing)
+    assert lines.tolist() == [[0, 1, 0, 2, 64], [2, 0, 1, 2, 8], [2, 1, 0, 1, 16]]
+    assert receiver.receive(0, 1.0, nothing).num_bytes == 4096
+    sender.select_boxes([np.zeros((0, 4), np.int64)] * 3)
+    with pytest.raises(WeightSyncError, match="a list of boxes came from trainer rank 3 instead of round 2"):
+        receiver.receive(2, 1.0, nothing)
+    sender.select_boxes([np.zeros((0, 4), np.int64)] * 3)
+    assert receiver.receive_selection(1.0, nothing).shape == (0, 5)
+    sender.load_boxes(2, bucket_of(buffer))
+    with pytest.raises(WeightSyncError, match="round 2 came from trainer rank 3 instead of a list of boxes"):
+        receiver.receive_selection(1.0, nothing)
+    receiver.close()
+    sender.select_boxes(rounds)
+    assert "engine 0 rank 1 has closed its connection" in sender.failure
+
+
+def in_child(work):
+    """Run `work` in a forked process; return its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def hold(offer):
+    """Connect and wait to be killed."""
+    receiver = BoxReceiver(offer)
+    receiver.receive(0, 10.0, nothing)
+    signal.pause()
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_sender_survives_a_dead_or_stalled_receiver_and_serves_its_successor(sender, buffer, fault):
+    pid = in_child(lambda: hold(sender.offer))
+    while sender._connection is None:
+        sender.begin()
+        time.sleep(0.01)
+    wait = sender.load_boxes(0, bucket_of(buffer))
+    time.sleep(0.2)
+    os.kill(pid, fault)
+    start = time.monotonic()
+    wait()
+    seconds = time.monotonic() - start
+    assert seconds < HANG_SECONDS
+    assert "engine 0 rank 1" in sender.failure
+    sender.load_boxes(2, bucket_of(buffer))()  # dropped
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    sender.begin()
+    assert sender.failure == "engine 0 rank 1 has not connected"
+    values = []
+    receiver = []
+    thread = threading.Thread(target=lambda: receiver.append(receive_all(sender.offer, values)))
+    thread.start()
+    while sender._connection is None:
+        sender.begin()
+        time.sleep(0.01)
+    for index in (0, 2):
+        buffer.bytes[0] = index
+        sender.load_boxes(index, bucket_of(buffer))()
+    thread.join()
+    assert (sender.failure, values) == ("", [0, 2])
+    sender.begin()  # the next sync uses the same connection
+    wait = sender.load_boxes(0, bucket_of(buffer))
+    receiver[0].receive(0, 1.0, nothing)
+    receiver[0].fail("a parameter has gone")
+    wait()
+    assert sender.failure == "engine 0 rank 1: a parameter has gone"
+
+
+def test_receiver_names_a_sender_that_ends_is_late_or_out_of_order(buffer):
+    sender = BoxSender("trainer rank 3", "engine 0 rank 1", ROUNDS, STALL)
+    receiver = BoxReceiver(sender.offer)
+    sender.begin()
+    with pytest.raises(WeightSyncError, match=r"round 0 of the weights did not come from trainer rank 3 in 0\.2 s"):
+        receiver.receive(0, 0.2, nothing)
+    sender.load_boxes(2, bucket_of(buffer))
+    with pytest.raises(WeightSyncError, match="round 2 came from trainer rank 3 instead of round 0"):
+        receiver.receive(0, 1.0, nothing)
+
+    def aborted():
+        raise WeightSyncError("aborted")
+
+    with pytest.raises(WeightSyncError, match=r"^aborted$"):
+        receiver.receive(0, 1.0, aborted)
+    sender.close()
+    with pytest.raises(WeightSyncError, match="trainer rank 3 has aborted the sync"):
+        receiver.receive(0, 1.0, nothing)
+    with pytest.raises(WeightSyncError, match="trainer rank 3 does not accept connections"):
+        BoxReceiver(sender.offer)
+    with pytest.raises(OSError, match="No such file"):
+        sender.offer.read_slots()
+
+
+def test_processes_of_other_users_are_refused(sender, monkeypatch):
+    monkeypatch.setattr(box_channel, "_user", lambda _: os.getuid() + 1)
+    with pytest.raises(WeightSyncError, match="belongs to another user"):
+        BoxReceiver(sender.offer)
+    sender.begin()
+    assert sender.failure == "engine 0 rank 1 has not connected"
+
+
+def test_short_offer_is_refused(sender):
+    offer = sender.offer
+    with pytest.raises(WeightSyncError, match="needs 100000 bytes"):
+        BoxOffer(offer.sender, offer.address, offer.path, 100_000).read_slots()
+
+
+def test_offer_leaves_no_file(sender):
+    with open("/proc/net/unix") as file:
+        (line,) = [line for line in file if sender.offer.address in line]
+    assert "@" in line  # a name in the abstract namespace
+    assert isinstance(sender._listener, socket.socket)

@@ -1,0 +1,85 @@
+"""The exchange of layouts between trainer ranks: what every rank knows afterwards, how many bytes that takes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from benchmarks.reshard.published import DEEPSEEK_V3, engine_layouts
+from megarl.errors import WeightSyncError
+from megarl.megatron.families.load_architecture import load_architecture
+from megarl.megatron.families.pipeline_stages import PipelineSplit
+from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.placement.rank_grid import RankGrid
+from megarl.reshard.analysis.scenario import arrange
+from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.planning.plan_cache import cached_plan, clear_plan_cache
+from megarl.reshard.transfer.layout_exchange import exchange_layouts
+from tests.megatron.families.tiny import CONFIGS, tiny
+from tests.reshard.scenarios import scenario
+
+GRID = RankGrid(tp=2, dp=2, pp=2, ep=2)
+
+
+def exchange(layouts: Sequence[WeightLayout]) -> list[list[WeightLayout]]:
+    """Return what `exchange_layouts` returns on each rank."""
+    sent: list[bytes] = []
+
+    def send(data: bytes) -> list[bytes]:
+        sent.append(data)
+        return [data] * len(layouts)
+
+    def receive(_: bytes) -> list[bytes]:
+        return sent
+
+    def run(all_gather: Callable[[bytes], list[bytes]]) -> list[list[WeightLayout]]:
+        return [exchange_layouts(layout, rank, all_gather) for rank, layout in enumerate(layouts)]
+
+    run(send)
+    return run(receive)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_rank_knows_the_boxes_of_all_ranks_and_its_own_names(name: str) -> None:
+    held = trainer_layouts(tiny(name), GRID, "float32")
+    for rank, found in enumerate(exchange(held)):
+        assert found[rank] == held[rank]
+        for mine, theirs in zip(found, held, strict=True):
+            assert mine.tensors == theirs.tensors
+            assert mine.box_digest == theirs.box_digest
+            assert [(p.tensor, p.box, p.local_box) for p in mine.pieces] == [
+                (p.tensor, p.box, p.local_box) for p in theirs.pieces
+            ]
+
+
+def test_plans_from_exchanged_layouts_are_those_from_full_layouts() -> None:
+    case = scenario(2, 2, 2, 1, 4, nodes=2)
+    needs = arrange("exact", case).needs
+    for rank, found in enumerate(exchange(case.sources)):
+        clear_plan_cache()
+        expected = cached_plan(case.sources, needs, case.topology, rank, 1 << 16)
+        clear_plan_cache()
+        assert cached_plan(found, needs, case.topology, rank, 1 << 16) == expected
+
+
+def test_ranks_that_hold_different_models_are_named_on_every_rank() -> None:
+    held = trainer_layouts(tiny("qwen3_moe"), RankGrid(dp=3), "float32")
+    other = trainer_layouts(tiny("qwen3_moe"), RankGrid(), "bfloat16")[0]
+    with pytest.raises(WeightSyncError, match="of all tensors on rank 2 are not those on rank 0"):
+        exchange([held[0], held[1], other])
+
+
+def test_layouts_of_a_large_model_take_little_to_send() -> None:
+    model = load_architecture(DEEPSEEK_V3, origin="test")
+    grid = RankGrid(pp=16, tp=8, dp=16, ep=64, etp=1)
+    held = trainer_layouts(model, grid, "bfloat16", PipelineSplit(last=1))
+    assert sum(len(layout.pieces.to_bytes()) for layout in held) < 2e6
+    engine = engine_layouts(held[0].tensors, 32)
+    assert {len(layout.pieces) for layout in engine} == {45395}
+    message = pickle.dumps(engine)
+    assert len(message) < 2e6
+    received = pickle.loads(message)
+    assert received == engine
+    assert received[7].pieces[44_000] == engine[7].pieces[44_000]

@@ -1,0 +1,113 @@
+"""Distinct prompts of a prefill batch; that an engine's results stay the same is in `test_cpu_determinism.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.rollout.sglang.cpu_shared_prefill import _can_share, _select, find_shared_prompts
+
+NO_CAPTURE = SimpleNamespace(need_capture=lambda: False)
+PROMPTS = [(5, 6, 7), (5, 6), (5, 6, 7), (8,), (5, 6), (5, 6, 7, 8)]
+
+
+@dataclass
+class Batch:
+    """The fields of SGLang's `ForwardBatch` that matter."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor | None
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    orig_seq_lens: torch.Tensor
+    extend_seq_lens: torch.Tensor
+    extend_seq_lens_cpu: list[int]
+    extend_prefix_lens: torch.Tensor
+    extend_prefix_lens_cpu: list[int]
+    extend_start_loc: torch.Tensor
+    extend_logprob_start_lens_cpu: list[int]
+    top_logprobs_nums: list[int]
+    token_ids_logprobs: list[None]
+    lora_ids: list[str | None]
+    rids: list[str] | None = None
+    mm_inputs: list[object] | None = None
+    batch_size: int = 0
+    seq_lens_sum: int = 0
+    extend_num_tokens: int = 0
+    num_token_non_padded: torch.Tensor | None = None
+    input_embeds: torch.Tensor | None = None
+    capture_hidden_mode: Any = field(default_factory=lambda: NO_CAPTURE)
+    forward_mode: Any = field(default_factory=lambda: SimpleNamespace(name="EXTEND"))
+
+
+def make_batch(prompts: list[tuple[int, ...]], first_row: int = 10) -> Batch:
+    lengths = [len(prompt) for prompt in prompts]
+    seq_lens = torch.tensor(lengths)
+    return Batch(
+        input_ids=torch.tensor([token for prompt in prompts for token in prompt]),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        out_cache_loc=torch.arange(sum(lengths)) + first_row,
+        req_pool_indices=torch.arange(len(prompts)) + 3,
+        req_pool_indices_cpu=None,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        orig_seq_lens=seq_lens,
+        extend_seq_lens=seq_lens,
+        extend_seq_lens_cpu=lengths,
+        extend_prefix_lens=torch.zeros_like(seq_lens),
+        extend_prefix_lens_cpu=[0] * len(prompts),
+        extend_start_loc=torch.cumsum(seq_lens, 0) - seq_lens,
+        extend_logprob_start_lens_cpu=lengths,
+        top_logprobs_nums=[0] * len(prompts),
+        token_ids_logprobs=[None] * len(prompts),
+        lora_ids=[None] * len(prompts),
+        batch_size=len(prompts),
+        seq_lens_sum=sum(lengths),
+        extend_num_tokens=sum(lengths),
+    )
+
+
+def test_distinct_prompts_are_found() -> None:
+    shared = find_shared_prompts([token for prompt in PROMPTS for token in prompt], [len(p) for p in PROMPTS])
+    assert shared.first_M == [0, 1, 3, 5]
+    assert [PROMPTS[shared.first_M[prompt]] for prompt in shared.prompt_N] == PROMPTS
+
+
+def test_a_batch_of_the_distinct_prompts() -> None:
+    batch = make_batch(PROMPTS)
+    selected = _select(batch, [0, 3, 5])
+    expected = make_batch([PROMPTS[0], PROMPTS[3], PROMPTS[5]])
+    expected.out_cache_loc = torch.tensor([10, 11, 12, 18, 21, 22, 23, 24])
+    expected.req_pool_indices = torch.tensor([3, 6, 8])
+    for name, value in vars(expected).items():
+        got = getattr(selected, name)
+        assert torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value, name
+    assert batch.batch_size == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extend_prefix_lens_cpu": [0, 0, 1, 0, 0, 0]},
+        {"extend_logprob_start_lens_cpu": [0] * 6},
+        {"lora_ids": ["a", *[None] * 5]},
+        {"mm_inputs": [object()] * 6},
+        {"input_embeds": torch.zeros(1)},
+        {"forward_mode": SimpleNamespace(name="MIXED")},
+        {"capture_hidden_mode": SimpleNamespace(need_capture=lambda: True)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_batches_are_left_alone(change: dict[str, Any]) -> None:
+    batch = make_batch(PROMPTS)
+    assert _can_share(batch)
+    for name, value in change.items():
+        setattr(batch, name, value)
+    assert not _can_share(batch)

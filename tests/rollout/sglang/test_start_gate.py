@@ -1,0 +1,118 @@
+"""Schedulers wait for device memory after their imports, and the engine's time limit counts from then on."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib.abc
+import importlib.machinery
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.errors import WorkerError
+from megarl.rollout.sglang import engine_host, scheduler_process
+from megarl.rollout.sglang.engine_host import EngineHost
+from megarl.rollout.sglang.scheduler_process import SchedulerProcess
+from megarl.rollout.sglang.start_gate import ALLOWED_MESSAGE, WAITING_MESSAGE, StartGate, wait_at_gate
+from tests.time_limits import HANG_SECONDS
+
+
+def is_closed(path: str) -> bool:
+    with Path(path).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_processes_wait_until_the_gate_is_open(tmp_path: Path) -> None:
+    gate = StartGate()
+    path = gate.close(str(tmp_path))
+    waiting = [multiprocessing.get_context("spawn").Process(target=wait_at_gate, args=(path,)) for _ in range(2)]
+    for process in waiting:
+        process.start()
+    waiting[0].join(0.5)
+    assert is_closed(path)
+    assert all(process.is_alive() for process in waiting)
+    gate.open()
+    for process in waiting:
+        process.join(HANG_SECONDS)
+        assert process.exitcode == 0
+    assert not is_closed(path)
+
+
+def test_a_gate_that_was_opened_stays_open(tmp_path: Path) -> None:
+    gate = StartGate()
+    gate.open()
+    assert not is_closed(gate.close(str(tmp_path)))
+    asyncio.run(asyncio.wait_for(gate.wait_open(), HANG_SECONDS))
+
+
+class FakeSglang(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Provides empty modules named `sglang...` and records when they are imported and used."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("sglang") else None
+
+    def exec_module(self, module: Any) -> None:
+        self.events.append(f"import {module.__name__}")
+        module.run_scheduler_process = lambda *_: self.events.append("run")
+
+
+def test_a_scheduler_waits_after_its_imports_and_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    for name in [name for name in sys.modules if name.split(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [FakeSglang(events), *sys.meta_path])
+    for module in (
+        "cpu_attention_backend.use_batched_attention_on_cpu",
+        "cpu_determinism.install_cpu_kernels",
+        "cpu_mla.use_absorbed_mla_on_cpu",
+        "cpu_shared_prefill.use_shared_prefill_on_cpu",
+    ):
+        monkeypatch.setattr(f"megarl.rollout.sglang.{module}", lambda: None)
+    monkeypatch.setattr(scheduler_process, "wait_at_gate", lambda path: events.append(f"wait at {path}"))
+    monkeypatch.setattr(scheduler_process.os, "_exit", lambda code: None)
+    before = set(sys.modules)
+    SchedulerProcess("logs", "gate")()
+    for name in set(sys.modules) - before:
+        del sys.modules[name]  # monkeypatch would put it back at the end
+    assert events[-2:] == ["wait at gate", "run"]
+    assert {"import sglang.srt.managers.scheduler", "import sglang.srt.models.registry"} <= set(events[:-2])
+
+
+def test_the_time_limit_of_a_start_counts_from_the_opened_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = StartGate()
+    monkeypatch.setattr(engine_host, "PROCESS_GATE", gate)
+    monkeypatch.setattr(EngineHost, "_run", lambda self, ready: None)  # never ready
+    spec: Any = SimpleNamespace(
+        log_dir=None, port=None, node_rank=0, waits_for_memory=True, start_timeout_seconds=0.2, node_name=""
+    )
+
+    async def main() -> None:
+        start = asyncio.ensure_future(EngineHost(spec).start())
+        await asyncio.wait([start], timeout=0.6)
+        assert not start.done()
+        opened_at = time.monotonic()
+        gate.open()
+        with pytest.raises(WorkerError, match=r"did not start within 0\.2 s"):
+            await start
+        assert time.monotonic() - opened_at >= 0.2
+
+    asyncio.run(main())
+
+
+def assert_waited_before_allocating(log: str) -> None:
+    """Assert from a scheduler's log at level `info` that it loaded its model after it had waited for memory."""
+    order = [log.index(message) for message in (WAITING_MESSAGE, ALLOWED_MESSAGE, "Load weight begin")]
+    assert order == sorted(order)

@@ -1,0 +1,186 @@
+"""The boxes of a plan against a small model, without SGLang."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.box_channel import BoxSender
+from megarl.reshard.transfer.bucket import BoxSlot
+from megarl.rollout.sglang.weight_layout.engine_trace import fold
+from megarl.rollout.sglang.weight_update import shared_receive, weight_loader
+from megarl.rollout.sglang.weight_update.messages import (
+    prepare_boxes_command,
+    read_reply,
+    receive_boxes_command,
+    reply_path,
+)
+from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
+from tests.rollout.remote import box_bucket
+
+
+class Engine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4))
+        self.b = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
+        self.register_buffer("c", torch.zeros(2, 3, 5))
+        self.tied = self.a
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(weight_loader, "_tp_rank", lambda: 0)
+    monkeypatch.setattr(weight_loader, "_tp_group", lambda: None)
+    monkeypatch.setattr(shared_receive, "check_planned", lambda *_: None)  # needs a model of SGLang
+    return Engine()
+
+
+BOXES = [
+    [("b", ((1, 3), (1, 3)), torch.arange(4).reshape(2, 2).bfloat16()), ("a", ((0, 3),), torch.arange(3.0))],
+    [],
+    [("a", ((3, 4),), torch.tensor([9.0])), ("c", ((1, 5), (2, 5)), torch.randn(4, 3))],
+]
+
+
+def slots_of(boxes):
+    return list(box_bucket(boxes)[1].slots)
+
+
+def test_rounds_are_copied_bitwise_into_their_boxes(model):
+    planned = PlannedBoxes(model, [slots_of(boxes) for boxes in BOXES])
+    for index, boxes in enumerate(BOXES):
+        buffer, _ = box_bucket(boxes)
+        with torch.no_grad():
+            planned.copy_round(index, buffer.bytes)
+        buffer.close()
+    for boxes in BOXES:
+        for local, box, elements in boxes:
+            assert torch.equal(fold(getattr(model, local), len(box))[slices(box)], elements)
+    assert model.b.count_nonzero() == 3  # and nothing else
+
+
+@pytest.mark.parametrize(
+    ("slot", "message"),
+    [
+        (BoxSlot("nonsense", ((0, 1),), "float32", 0), "nonsense is no parameter of the engine"),
+        (BoxSlot("a", ((1, 5),), "float32", 0), r"a \[1:5\] does not lie in the parameter, which has shape \[4\]"),
+        (BoxSlot("a", ((2, 2),), "float32", 0), "does not lie in the parameter"),
+        (BoxSlot("a", ((0, 4),), "float16", 0), "a .* needs dtype float32, got float16"),
+        (BoxSlot("a", ((0, 1), (0, 4)), "float32", 0), "has 2 dimensions, the parameter 1"),
+        (BoxSlot("a", ((0, 2),), "float32", 2), r"lies at byte 2 of the bucket, .* multiple of 4"),
+        (BoxSlot("a", ((2, 4),), "float32", 0), r"a \[2:4\] is also written as part of \[0:3\]"),
+        (BoxSlot("tied", ((2, 4),), "float32", 0), r"tied \[2:4\] is also written as part of \[0:3\]"),
+        (BoxSlot("b", ((0, 12),), "bfloat16", 0), "b is received both with 2 and with 1 dimensions"),
+    ],
+)
+def test_boxes_that_do_not_fit_are_rejected(model, slot, message):
+    with pytest.raises(WeightSyncError, match=message):
+        PlannedBoxes(model, [slots_of(BOXES[0]), [slot]])
+
+
+def test_bucket_that_ends_too_early_is_rejected(model):
+    planned = PlannedBoxes(model, [slots_of(BOXES[0])])
+    with pytest.raises(WeightSyncError, match="round 0 ends at byte 76, the bucket at 64"):
+        planned.copy_round(0, torch.zeros(64, dtype=torch.uint8))
+
+
+def test_reallocated_parameters_are_found_again(model):
+    planned = PlannedBoxes(model, [slots_of(BOXES[0])])
+    buffer, _ = box_bucket(BOXES[0])
+    with torch.no_grad():
+        planned.copy_round(0, buffer.bytes)
+        old, model.a.data = model.a.data, torch.zeros(4)
+        planned.refresh(model)
+        planned.copy_round(0, buffer.bytes)
+    assert model.a.tolist() == old.tolist() == [0.0, 1.0, 2.0, 0.0]
+    buffer.close()
+    model.a.data = torch.zeros(5)
+    with pytest.raises(WeightSyncError, match=r"a was float32 \[4\] when .* was planned, and is float32 \[5\] now"):
+        planned.refresh(model)
+    del model.a, model.tied
+    with pytest.raises(WeightSyncError, match="a is no longer a parameter of the engine"):
+        planned.refresh(model)
+
+
+def execute(model, command, tmp_path):
+    weight_loader.load(model, [(command | {"reply": str(tmp_path / "reply")}, torch.empty(0))])
+    return read_reply(reply_path(str(tmp_path / "reply"), 0))
+
+
+@pytest.mark.parametrize("fault", ["missing bucket", "short bucket", "aborted", "withdrawn"])
+def test_failed_receive_is_reported_to_both_sides(model, tmp_path, fault):
+    (buffer, bucket), abort_file = box_bucket(BOXES[0]), tmp_path / "abort"
+    sender = BoxSender("trainer rank 0", "engine 0 rank 0", [bucket.slots], 30.0)
+    prepare = prepare_boxes_command(sender.offer, "unused", "float32")
+    receive = receive_boxes_command(1, abort_file, 30.0, selected=False)
+    assert execute(model, prepare, tmp_path).error is None
+    sender.begin()
+    if fault == "aborted":
+        abort_file.write_text("the update was aborted: rank 7 is lost")
+        error = "rank 7 is lost"
+    elif fault == "withdrawn":
+        sender.close()
+        error = "trainer rank 0 has aborted the sync, or has ended"
+    else:
+        if fault == "missing bucket":
+            buffer.close()
+            error = "No such file"
+        else:
+            bucket = bucket.__class__(bucket.path, 10**7, bucket.slots)
+            error = "needs 10000000 bytes, got 4096"
+        wait = sender.load_boxes(0, bucket)
+    reply = execute(model, receive, tmp_path)
+    assert error in reply.error
+    assert reply.wrote  # it may have
+    if fault in ("missing bucket", "short bucket"):
+        wait()
+        assert error in sender.failure
+    again = execute(model, receive, tmp_path)
+    assert "the connection with trainer rank 0 was closed when a sync failed" in again.error
+    assert not again.wrote
+    assert torch.equal(model.a, torch.zeros(4))
+    sender.close()
+    buffer.close()
+
+
+ROWS = BoxSlot("weight", ((2, 6), (0, 3)), "float32", 0), BoxSlot("bias", ((0, 4),), "float32", 48)
+
+
+def planned_linear():
+    linear = torch.nn.Linear(3, 6)
+    with torch.no_grad():
+        for p in linear.parameters():
+            p.zero_()
+    return linear, PlannedBoxes(linear, [[], ROWS])
+
+
+def test_selected_rows_of_planned_boxes_are_copied():
+    linear, planned = planned_linear()
+    lines = np.array([[1, 0, 1, 3, 8], [1, 1, 3, 4, 32]])
+    selected = planned.check_selected(lines)
+    assert list(selected) == [1]
+    bucket = torch.arange(16, dtype=torch.float32)
+    with torch.no_grad():
+        planned.copy_selected(1, bucket.view(torch.uint8), selected[1])
+    expected = torch.zeros(6, 3)
+    expected[3:5] = torch.arange(2, 8).view(2, 3)
+    assert torch.equal(linear.weight, expected)
+    assert linear.bias.tolist() == [0.0, 0.0, 0.0, 8.0, 0.0, 0.0]
+    assert planned.check_selected(np.zeros((0, 5), np.int64)) == {}
+    with pytest.raises(WeightSyncError, match="round 1 ends at byte 36, the bucket at 35"):
+        planned.copy_selected(1, bucket.view(torch.uint8)[:35], selected[1])
+
+
+@pytest.mark.parametrize(
+    "line", [[0, 0, 0, 1, 0], [2, 0, 0, 1, 0], [1, 2, 0, 1, 0], [1, 0, 0, 5, 0], [1, 1, 2, 2, 0], [1, 0, -1, 1, 0]]
+)
+def test_selected_rows_have_to_lie_in_planned_boxes(line):
+    _, planned = planned_linear()
+    number, *rest = line
+    with pytest.raises(WeightSyncError, match=re.escape(f"round {number} has no box for {rest} (slot, rows and")):
+        planned.check_selected(np.array([[1, 0, 0, 4, 0], line]))

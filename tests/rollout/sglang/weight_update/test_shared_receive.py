@@ -1,0 +1,256 @@
+"""Weight updates by boxes from senders on the same node, on a real engine."""
+
+import time
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.bucket import digest
+from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, TransferredBytes
+from megarl.reshard.transfer.sync_store import open_store
+from megarl.rollout.engine import EngineUpdate
+from tests.rollout import reference
+from tests.rollout.remote import Senders, boxes_of, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_serves, served
+from tests.time_limits import HANG_SECONDS
+
+__all__ = ["served"]
+
+NORM = "model.norm.weight"
+NORM_BOX = ((0, 64),)
+
+
+@pytest.fixture(scope="module")
+def layout(engine):
+    (layout,) = engine.call("layouts")
+    return layout
+
+
+def test_successive_syncs_are_bitwise_exact(engine, layout, model_dir, tmp_path):
+    for version in (1, 2, 3):
+        weights = reference.changed(model_dir, seed=version)
+        engine.call("randomize_weights")
+        sync_boxes(engine, [layout], weights, version, num_rounds=version)
+        assert_serves(engine, model_dir, weights, version, tmp_path)
+
+
+def test_parts_of_pieces_are_written(engine, layout, model_dir, tmp_path):
+    """Cut at odd rows and columns, as plans do."""
+    weights = reference.changed(model_dir, seed=4)
+    engine.call("randomize_weights")
+    boxes = []
+    for local, box, elements in boxes_of(layout, weights):
+        cut = tuple(start + (stop - start) // 3 for start, stop in box)
+        for corner in range(2 ** len(box)):
+            sides = [(corner >> d) & 1 for d in range(len(box))]
+            part = tuple((c, b[1]) if s else (b[0], c) for b, c, s in zip(box, cut, sides, strict=True))
+            here = tuple((p[0] - b[0], p[1] - b[0]) for p, b in zip(part, box, strict=True))
+            boxes.append((local, part, elements[slices(here)]))
+    engine.call("begin_weights")
+    send_rounds(engine, [[boxes[1::2]], [boxes[::2]]])
+    engine.call("end_weights", 4)
+    assert_serves(engine, model_dir, weights, 4, tmp_path)
+
+
+def test_boxes_and_full_tensors_in_one_update(engine, layout, model_dir, tmp_path):
+    weights = reference.changed(model_dir, seed=6)
+    norms = {name: t for name, t in weights.items() if "norm" in name}
+    engine.call("randomize_weights")
+    engine.call("begin_weights")
+    send_bucket(engine, norms)
+    pieces = [p for p in layout.pieces if p.tensor not in norms]
+    send_rounds(engine, [[[(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in pieces]]])
+    engine.call("end_weights", 6)
+    assert_serves(engine, model_dir, weights, 6, tmp_path)
+
+
+def test_piece_hashes_match_the_weights(engine, layout, served):
+    (hashes,) = engine.call("piece_hashes")
+    assert hashes == {(p.tensor, p.box): digest(served[p.tensor][slices(p.box)]) for p in layout.pieces}
+    engine.call("begin_weights")
+    changed = served["model.norm.weight"].clone()
+    changed[5] += 1e-6
+    send_bucket(engine, {"model.norm.weight": changed})
+    (now,) = engine.call("piece_hashes")
+    assert {key for key in hashes if hashes[key] != now[key]} == {(NORM, NORM_BOX)}
+    sync(engine, served, 5)
+
+
+def test_boxes_that_do_not_fit_are_rejected_before_an_update(engine, layout, model_dir, served, tmp_path):
+    boxes = [(NORM, ((0, 8),), torch.ones(8)), (NORM, ((7, 9),), torch.ones(2))]
+    message = r"^TP rank 0: .*\[7:9\] is also written as part of \[0:8\]"
+    with Senders(engine, [[boxes]]) as senders, pytest.raises(WeightSyncError, match=message):
+        senders.prepare()
+    assert_serves(engine, model_dir, served, 5, tmp_path)
+    weights = reference.changed(model_dir, seed=6)
+    sync_boxes(engine, [layout], weights, 6)
+    assert_serves(engine, model_dir, weights, 6, tmp_path)
+
+
+def test_one_preparation_serves_many_updates(engine, layout, model_dir, tmp_path):
+    versions = {version: reference.changed(model_dir, seed=version) for version in (1, 2, 3)}
+    boxes = {version: boxes_of(layout, weights) for version, weights in versions.items()}
+    with Senders(engine, [[boxes[1][::2]], [boxes[1][1::2]]]) as senders:
+        senders.prepare()
+        for version in versions:
+            engine.call("randomize_weights")
+            for part in range(2):
+                for slot, (_, _, elements) in zip(senders.buckets[part][0].slots, boxes[version][part::2], strict=True):
+                    flat = senders.buffers[part].bytes[slot.offset : slot.offset + slot.num_bytes]
+                    flat.copy_(elements.contiguous().view(torch.uint8).flatten())
+            engine.call("begin_weights")
+            receiving = engine.submit("receive_weights")
+            senders.begin()
+            senders.send_all()
+            assert receiving.result(HANG_SECONDS) == []
+            engine.call("end_weights", version)
+            assert_serves(engine, model_dir, versions[version], version, tmp_path)
+
+
+def test_lost_sender_blocks_the_engine_until_the_next_update(engine, layout, model_dir, served, tmp_path):
+    weights = reference.changed(model_dir, seed=6)
+    boxes = boxes_of(layout, weights)
+    engine.call("begin_weights")
+    with Senders(engine, [[boxes[::2]], [boxes[1::2]]]) as senders:
+        senders.prepare()
+        receiving = engine.submit("receive_weights")
+        senders.begin()
+        for wait in senders.send(0):
+            wait()
+    with pytest.raises(WeightSyncError, match=r"TP rank 0: .*trainer rank 0 has aborted the sync, or has ended"):
+        receiving.result(HANG_SECONDS)
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync_boxes(engine, [layout], served, 6)
+    assert_serves(engine, model_dir, served, 6, tmp_path)
+
+
+class Controller:
+    """The decisions about updates of one engine and, if `others`, of one more engine that is not there."""
+
+    def __init__(self, others=0):
+        self.store, self.count, self.size = open_store("127.0.0.1"), 0, 1 + others
+
+    def update(self, version, **options):
+        self.count += 1
+        spec = CommitSpec("127.0.0.1", self.store.port, f"update {self.count}", self.size)
+        self.decision = CommitDecision(spec, self.store)
+        return EngineUpdate(policy_version=version, commit=spec, **options)
+
+    def wait_received(self, count=1):
+        end = time.monotonic() + HANG_SECONDS
+        while self.decision._add_nothing("received") < count:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_update_in_one_call_commits_only_once_all_engines_have_received(engine, layout, model_dir, served, tmp_path):
+    weights, controller = reference.changed(model_dir, seed=6), Controller(others=1)
+    with Senders(engine, [[boxes_of(layout, weights)]]) as senders:
+        senders.prepare()
+        updating = engine.submit("update_weights", controller.update(6))
+        senders.begin()
+        senders.send_all()
+        controller.wait_received()
+        time.sleep(0.1)
+        assert not controller.decision.has_everyone_received()
+        assert not updating.done()
+        assert engine.call("health").policy_version == 5
+        controller.decision.report_received(TransferredBytes())
+        assert controller.decision.has_everyone_received()
+        controller.decision.decide()
+        report = updating.result(HANG_SECONDS)
+        assert (report.stats, report.open_seconds > 0, report.commit_seconds > 0) == ((), True, True)
+        assert_serves(engine, model_dir, weights, 6, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before the boxes", "after them"])
+def test_update_that_the_controller_aborts(engine, layout, model_dir, served, tmp_path, when):
+    weights, controller = reference.changed(model_dir, seed=6), Controller()
+    with Senders(engine, [[boxes_of(layout, weights)]]) as senders:
+        senders.prepare()
+        updating = engine.submit("update_weights", controller.update(6))
+        senders.begin()
+        if when == "after them":
+            senders.send_all()
+            controller.wait_received()
+        controller.decision.decide("engine 3 is lost")
+        with pytest.raises(WeightSyncError, match="the update was aborted: engine 3 is lost"):
+            updating.result(HANG_SECONDS)
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    with Senders(engine, [[boxes_of(layout, served)]]) as senders:
+        senders.prepare()
+        updating = engine.submit("update_weights", controller.update(7))
+        senders.begin()
+        senders.send_all()
+        controller.wait_received()
+        controller.decision.decide()
+        updating.result(HANG_SECONDS)
+    assert_serves(engine, model_dir, served, 7, tmp_path)
+
+
+def test_update_ends_with_its_controller(engine, layout, model_dir, served):
+    """The store is the controller's."""
+    controller = Controller()
+    with Senders(engine, [[boxes_of(layout, served)]]) as senders:
+        senders.prepare()
+        updating = engine.submit("update_weights", controller.update(6))
+        senders.begin()
+        time.sleep(0.5)
+        del controller.store, controller.decision
+        with pytest.raises(WeightSyncError, match=r"the store of the sync at 127\.0\.0\.1:.* has ended"):
+            updating.result(HANG_SECONDS)
+    sync_boxes(engine, [layout], served, 5)
+
+
+def test_full_tensors_in_one_call(engine, model_dir, served, tmp_path):
+    weights, controller = reference.changed(model_dir, seed=6), Controller()
+    engine.call("begin_weights")
+    updating = engine.submit("update_weights", controller.update(6, begins=False, receives=False))
+    send_bucket(engine, weights)
+    controller.wait_received()
+    controller.decision.decide()
+    updating.result(HANG_SECONDS)
+    assert_serves(engine, model_dir, weights, 6, tmp_path)
+
+
+def test_unwritten_part_is_reported_and_blocks_the_engine_until_a_complete_update(
+    engine, layout, model_dir, served, tmp_path
+):
+    weights = reference.changed(model_dir, seed=7)
+    boxes = [box for box in boxes_of(layout, weights) if box[0] != NORM]
+    engine.call("begin_weights")
+    send_rounds(engine, [[[*boxes, (NORM, ((0, 60),), weights[NORM][:60])]]])
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight was not written at \[60:64\]"):
+        engine.call("end_weights", 7)
+    assert engine.call("health").policy_version == 5
+    with pytest.raises(WeightSyncError, match="parts of version 5"):
+        engine.generate(PROMPTS)
+    sync(engine, weights, 7)
+    assert_serves(engine, model_dir, weights, 7, tmp_path)
+
+
+def test_update_without_boxes_is_rejected_and_the_old_weights_are_served(engine, model_dir, served, tmp_path):
+    engine.call("begin_weights")
+    send_rounds(engine, [[None]])
+    with pytest.raises(WeightSyncError, match="was not written"):
+        engine.call("end_weights", 6)
+    assert_serves(engine, model_dir, served, 5, tmp_path)
+
+
+@pytest.mark.usefixtures("served")
+def test_receive_needs_an_open_update_and_one_sender_for_each_rank(engine):
+    with pytest.raises(WeightSyncError, match="receive_weights needs begin_weights first"):
+        engine.call("receive_weights")
+    with pytest.raises(WeightSyncError, match="the engine has 1 TP ranks, got boxes for 2"):
+        engine.call("prepare_boxes", [None, None])
+
+
+def test_layouts_are_returned_while_the_engine_generates(engine, layout):
+    pending = engine.submit("generate_many", requests(PROMPTS, max_new_tokens=100))
+    assert engine.call("layouts") == [layout]
+    assert len(engine.call("piece_hashes")[0]) == len(layout.pieces)
+    assert len(pending.result(HANG_SECONDS)) == len(PROMPTS)
