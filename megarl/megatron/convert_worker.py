@@ -58,7 +58,7 @@ class ConvertWorker:
         import torch.distributed as dist
 
         from megarl.megatron.checkpoint import model_state
-        from megarl.megatron.hf_weights.export import COPIED_PATTERNS, set_mtp_layers
+        from megarl.megatron.hf_weights.export import COPIED_PATTERNS, describe_weights
 
         model_state.save_model(self._model, Path(root) / RELEASE)
         if dist.get_rank() != 0:
@@ -67,7 +67,7 @@ class ConvertWorker:
             _copy_companions(Path(self._model.spec.model_path), Path(root) / COMPANIONS, COPIED_PATTERNS)
             config_file = Path(root) / COMPANIONS / "config.json"
             config = read_json_object(config_file)
-            if set_mtp_layers(config, self._model.architecture):
+            if describe_weights(config, self._model.architecture):
                 config_file.write_text(json.dumps(config, indent=2) + "\n")
             (Path(root) / TRACKER).write_text(RELEASE)
         except OSError as e:

@@ -7,27 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from operator import add
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
-from megarl.batch.pack import ColumnName, PerToken, padded_length
+from megarl.batch.pack import ColumnName, PerToken
+from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim
 from megarl.config.limits import LimitConfig
+from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.config.weight_sync import WeightSyncConfig
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
-from megarl.workers.dispatch import Dispatch, from_output_rank, to_all
+from megarl.workers.dispatch import Dispatch, to_all
 from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
     from megarl.functional.losses import Denominators
     from megarl.megatron.losses.loss import AnyLoss
     from megarl.reshard.planning.disaggregated import TransferSpec
-    from megarl.reshard.planning.strategy import Sinks, SyncStats
+    from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+    from megarl.reshard.transfer.box_channel import BoxOffer
+    from megarl.reshard.transfer.heartbeat import HeartbeatSpec
+    from megarl.reshard.transfer.sink import WeightSink
 
 
 def _sft_loss() -> AnyLoss:
@@ -48,12 +50,19 @@ class ModelSpec:
     """`auto`, `float32` or `bfloat16`."""
     parallel: ParallelConfig
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """Fields of megatron-core's configurations; those of `ddp` and `optimizer` for trained models only."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
     weights: Literal["hf", "none"] = "hf"
     """`none`: parameters stay uninitialized; the caller loads them."""
     head: Literal["lm", "value"] = "lm"
     """`value`: one scalar per token instead of logits. The head starts from zeros if the folder is a language model."""
     temperature: float = 1.0
     """Sampling temperature: logits are divided by it before log-probabilities are taken."""
+    fused_lm_head: bool | None = None
+    """Compute log-probabilities and entropies without keeping the logits. None: on CUDA."""
+    fp32_lm_head: bool = False
+    """Compute logits in float32, whatever `dtype` is."""
     offload_when_idle: bool = False
     """Keep everything in host memory between calls, because other models use the same devices."""
     seed: int = 0
@@ -73,44 +82,44 @@ class TrainerSpec:
     """The run's claim to its folder, without which no model is exported; None: the folder is not locked."""
 
 
-SampleKey = tuple[int, int]
-"""Identifies a trajectory of a step: (payload index, index within that payload)."""
+Trajectories = Sequence[Trajectory] | Mapping[int, Trajectory]
+"""Trajectories by their index within a payload."""
 
 TokenColumn = Sequence[Mapping[SampleKey, PerToken]]
 """Per-token values, [num_tokens] for each sample; one mapping for each worker that computed a part of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRef:
-    """Reference to one trajectory, with the per-sequence values that the controller computed."""
-
-    payload: int
-    """Index into the `payloads` of the request."""
-    index: int
-    """Index of the trajectory within that payload."""
-    num_tokens: int
-    scalars: Mapping[ColumnName, float] = field(default_factory=dict)
-    """Columns with one value for the whole sequence, such as its advantage."""
-
-    @property
-    def key(self) -> SampleKey:
-        """The (payload, index) pair that identifies the trajectory within the step."""
-        return self.payload, self.index
+Payloads = Sequence[Payload[Trajectories]] | Mapping[int, Payload[Trajectories]]
+"""The trajectories of a step by the payload index of their samples; in the request of a rank those of its replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
     """The samples of one optimizer step."""
 
-    samples: tuple[SampleRef, ...]
+    samples: Sequence[SampleRef]
+    """In the request of a rank those of its replica only."""
     denominators: Denominators
-    """Token and sequence counts over all data-parallel ranks, not only over this rank's `micro_batches`."""
+    """Token and sequence counts over the samples of all data-parallel replicas."""
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
 
 
 LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
 """Metric: largest |trainer - engine| log-probability of a sampled token before the first update."""
+
+RATIO_MEAN = "drift/ratio_mean"
+"""Metric: mean of pi_trainer / pi_rollout over the sampled tokens, before the first update."""
+
+RATIO_SQUARE_MEAN = "drift/ratio_square_mean"
+"""Metric: mean of its square; with the mean, it gives the effective sample size."""
+
+MISMATCH_METRICS: Mapping[str, str] = {
+    "logprob_abs_max": LOGPROB_MISMATCH,
+    "logprob_abs_p99": "train_infer_mismatch/logprob_abs_p99",
+    "logprob_kl": "train_infer_mismatch/kl",
+}
+"""By limit, the metric that it bounds."""
 
 MISMATCH_MESSAGE = "trainer and engine disagree about the log-probability of a sampled token"
 
@@ -128,11 +137,45 @@ class UpdateGuardSpec:
     """Action if the loss or the gradient is NaN or infinite."""
     grad_norm: LimitConfig | None = None
     """Limit on the gradient norm before clipping; action `warn` does nothing here."""
-    mismatch: LimitConfig | None = None
-    """Limit on |trainer - engine| log-probability before the step's first update. A violation rejects all updates of
-    the step; action `warn` does nothing here."""
+    mismatch: Mapping[str, LimitConfig] = field(default_factory=dict)
+    """Limits of `MISMATCH_METRICS`, before the step's first update. A violation rejects all updates of the step; action
+    `warn` does nothing here."""
+    mismatch_notes: Mapping[str, str] = field(default_factory=dict)
+    """What messages add about each of these limits."""
     dump_folder: str | None = None
     """Folder for dumps of rejected batches: the step's first skipped one, and one that stops the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSpec:
+    """A training step that is traced."""
+
+    folder: str
+    step: int
+    ranks: tuple[int, ...]
+    """Ranks that write a trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTotals:
+    """Sizes of a training request over all data-parallel replicas."""
+
+    num_tokens: int
+    """Tokens of all samples, prompts included."""
+    forward_flops: int
+    """Floating-point operations of one forward pass over all samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRange:
+    """Policy versions of the sampled tokens of a step."""
+
+    current: int
+    """The version before the first update. Only its tokens are compared with the trainer's log-probabilities."""
+    oldest: int
+    """Tokens of older versions are not trained on."""
+    num_current_tokens: int
+    """Number of tokens of the version `current`, over all mini-batches and replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +184,7 @@ class TrainRequest:
 
     mini_batches: tuple[MiniBatch, ...]
     """One optimizer step each, in this order."""
-    payloads: tuple[Payload[Sequence[Trajectory]], ...]
+    payloads: Payloads
     max_tokens_per_micro_batch: int
     loss: AnyLoss = field(default_factory=_sft_loss)
     columns: Mapping[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
@@ -150,15 +193,22 @@ class TrainRequest:
     """Number of passes over the mini-batches."""
     sequences_per_unit: int = 1
     """Number of consecutive samples that must share a micro-batch: 2 for preference pairs."""
+    versions: VersionRange | None = None
+    """Set if tokens may be of older policies; None: the engines had the weights before the first update."""
     guard: UpdateGuardSpec = UpdateGuardSpec()
+    profile: ProfileSpec | None = None
+    """Set if the step is traced."""
+    totals: RequestTotals | None = None
+    """Sizes of the samples of all replicas; set by dispatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardRequest:
     """Request for a forward pass over trajectories, without gradients."""
 
-    samples: tuple[SampleRef, ...]
-    payloads: tuple[Payload[Sequence[Trajectory]], ...]
+    samples: Sequence[SampleRef]
+    """In the request of a rank those of its replica only."""
+    payloads: Payloads
     max_tokens_per_micro_batch: int
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""
@@ -175,11 +225,13 @@ class TrainStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSetup:
-    """Configuration of weight sync, except the layouts of the trainer ranks, which they exchange among themselves."""
+    """What weight syncs are planned from, except the layouts of the trainer ranks, which they exchange themselves."""
 
     config: WeightSyncConfig
-    sinks: Mapping[int, Sinks]
-    """By trainer rank: the engines that it delivers to."""
+    receivers: Mapping[int, str] = field(default_factory=dict)
+    """By trainer rank: name of the engine rank on its slot, to which it delivers boxes."""
+    senders: tuple[int, ...] = ()
+    """Trainer ranks that deliver full tensors, ascending."""
     nodes: tuple[int, ...] = ()
     """By trainer rank: index of its node. Empty: all ranks are on one node."""
     needs: Mapping[int, WeightLayout] = field(default_factory=dict)
@@ -191,16 +243,68 @@ class SyncSetup:
     transfer_spec: TransferSpec | None = None
     """Set if the engine ranks receive the weights themselves; then only `config` of the fields above is used. The
     trainer fills in its `sources`."""
+    heartbeat: HeartbeatSpec | None = None
+    """Where trainer ranks that serve colocated engines leave their heartbeats; None: they give none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousInfo:
-    """What engine ranks that receive the weights themselves need to connect to the trainer."""
+class PreparedSync:
+    """What the engines prepare from, after all trainer ranks, or one of them, have planned."""
 
-    transfer_spec: TransferSpec
-    host: str
-    port: int
-    """Port of the TCP store used for rendezvous."""
+    transfer_spec: TransferSpec | None = None
+    """For engine ranks that receive the weights themselves, from rank 0; None if trainer ranks deliver them."""
+    offers: Mapping[int, BoxOffer] = field(default_factory=dict)
+    """By trainer rank that delivers boxes: what the engine rank on its slot needs to receive them."""
+
+
+def _merge_prepared(results: Sequence[PreparedSync], _: RankGrid) -> PreparedSync:
+    offers = {rank: offer for result in results for rank, offer in result.offers.items()}
+    return PreparedSync(transfer_spec=results[0].transfer_spec, offers=offers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushRequest:
+    """Request to push the current weights; None, which costs less to send, stands for one with the defaults."""
+
+    sinks: Mapping[int, tuple[WeightSink, ...]] = field(default_factory=dict)
+    """By trainer rank: the engines to which it delivers full tensors; in the request of a rank its own entry only."""
+    skipped: frozenset[int] = frozenset()
+    """Trainer ranks whose engine rank takes no part in this push: they drop its boxes."""
+    delta: DeltaUpdate | None = None
+    """What the push may leave out; None: nothing, and later pushes may not either."""
+
+
+@dataclass(frozen=True, kw_only=True)  # without slots, as `PushRequest`
+class PushResult:
+    """Result of a push, over all ranks or of one rank."""
+
+    stats: SyncStats
+    undelivered: tuple[str, ...] = ()
+    """Why engine ranks have not received all of their boxes, one sentence each; the trainer ranks are not affected."""
+
+
+def split_push(request: PushRequest | None, grid: RankGrid) -> list[PushRequest | None]:
+    """Return the request of each rank."""
+    if request is None or not request.sinks:
+        return [request] * grid.size
+    sinks = request.sinks
+    own = ({rank: sinks[rank]} if rank in sinks else {} for rank in range(grid.size))
+    return [replace(request, sinks=of_rank) for of_rank in own]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadStats:
+    """Bytes moved by one call, and host memory held after it."""
+
+    device_bytes: int
+    """Device memory freed by `offload` or allocated by `onload`; 0 if nothing had to move."""
+    host_bytes: int
+    """Host memory held. It is kept between phases, since pinning memory takes longer than filling it."""
+
+    def __add__(self, other: OffloadStats) -> OffloadStats:
+        return OffloadStats(
+            device_bytes=self.device_bytes + other.device_bytes, host_bytes=self.host_bytes + other.host_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,73 +361,31 @@ class LoadReport:
     """Bytes read, over all ranks."""
 
 
-def plan_replica_micro_batches(
-    lengths: Sequence[int], grid: RankGrid, *, max_tokens: int, cost: SequenceCost
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Plan the micro-batches of each data-parallel replica, as indices into `lengths`, in tokens."""
-    padded = [padded_length(n, grid.cp) for n in lengths]
-    plan = plan_micro_batches(padded, dp=grid.dp, max_tokens=max_tokens, cost=cost)
-    return [tuple(map(tuple, micro_batches)) for micro_batches in plan]
-
-
-def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[TrainRequest]:
-    """Return one request per rank, with its replica's micro-batches: balanced by cost, equally many on every rank."""
-    per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
-    for batch in request.mini_batches:
-        plan = _plan(batch.samples, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit)
-        for replica, micro_batches in enumerate(plan):
-            per_replica[replica].append(replace(batch, micro_batches=micro_batches))
-    requests = [replace(request, mini_batches=tuple(batches)) for batches in per_replica]
-    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]
-
-
-def split_forward_by_dp(
-    request: ForwardRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B
-) -> list[ForwardRequest]:
-    """Return one request per rank, with its replica's micro-batches."""
-    plan = _plan(request.samples, grid, request.max_tokens_per_micro_batch, cost)
-    requests = [replace(request, micro_batches=micro_batches) for micro_batches in plan]
-    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]
-
-
-def _plan(
-    samples: Sequence[SampleRef], grid: RankGrid, max_tokens: int, cost: SequenceCost, sequences_per_unit: int = 1
-) -> list[tuple[tuple[int, ...], ...]]:
-    """Plan each replica's micro-batches as indices into `samples`; keeps units of consecutive samples together."""
-    assert len(samples) % sequences_per_unit == 0, f"{len(samples)} % {sequences_per_unit} != 0"
-    firsts = range(0, len(samples), sequences_per_unit)
-    lengths = [sum(padded_length(s.num_tokens, grid.cp) for s in samples[i : i + sequences_per_unit]) for i in firsts]
-    plan = plan_replica_micro_batches(lengths, grid, max_tokens=max_tokens, cost=cost)
-    return [
-        tuple(
-            tuple(sequences_per_unit * unit + k for unit in units for k in range(sequences_per_unit))
-            for units in micro_batches
-        )
-        for micro_batches in plan
-    ]
-
-
-def train_dispatch(cost: SequenceCost) -> Dispatch[TrainRequest, TrainStats]:
-    """Split samples over data-parallel replicas and return one rank's result, since the workers reduce the metrics."""
-    return Dispatch(partial(split_by_dp, cost=cost), from_output_rank, equal_work=True)
-
-
-def forward_dispatch(cost: SequenceCost) -> Dispatch[ForwardRequest, Mapping[SampleKey, Any]]:
-    """Split samples over data-parallel replicas and merge the results of all replicas."""
-    return Dispatch(partial(split_forward_by_dp, cost=cost), _merge, equal_work=True)
-
-
-def _merge(results: Sequence[Mapping[SampleKey, Any]], _: RankGrid) -> Mapping[SampleKey, Any]:
-    merged: dict[SampleKey, Any] = {}
-    for result in results:
-        merged.update(result)
-    return merged
-
-
 def sum_sync_stats(results: Sequence[SyncStats]) -> SyncStats:
     """Sum sync statistics over ranks; buckets and extra memory are the maximum over ranks."""
-    return replace(reduce(add, results), buckets=max(r.buckets for r in results))
+    return type(results[0])(
+        bytes_sent=sum(r.bytes_sent for r in results),
+        bytes_received=sum(r.bytes_received for r in results),
+        bytes_delivered=sum(r.bytes_delivered for r in results),
+        buckets=max(r.buckets for r in results),
+        peak_extra_bytes=max(r.peak_extra_bytes for r in results),
+        messages=sum(r.messages for r in results),
+        collectives=sum(r.collectives for r in results),
+        bytes_not_received=sum(r.bytes_not_received for r in results),
+        bytes_not_delivered=sum(r.bytes_not_delivered for r in results),
+        mark_bytes=sum(r.mark_bytes for r in results),
+        pieces=sum(r.pieces for r in results),
+        changed_pieces=sum(r.changed_pieces for r in results),
+    )
 
 
-SUM_SYNC_STATS: Dispatch[None, SyncStats] = Dispatch(to_all, lambda results, _: sum_sync_stats(results))
-"""Call all ranks and sum their sync statistics."""
+def _combine_pushes(results: Sequence[PushResult], _: RankGrid) -> PushResult:
+    undelivered = tuple(reason for result in results for reason in result.undelivered)
+    return PushResult(stats=sum_sync_stats([result.stats for result in results]), undelivered=undelivered)
+
+
+PUSH: Dispatch[PushRequest | None, PushResult] = Dispatch(split_push, _combine_pushes)
+"""Call all ranks, each with its own sinks, and combine their results."""
+
+PREPARE: Dispatch[Payload[SyncSetup], PreparedSync] = Dispatch(to_all, _merge_prepared)
+"""Call all ranks with the same setup."""

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megarl.batch.balance import QWEN2_5_7B, SequenceCost
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.requests import ModelSpec, plan_replica_micro_batches
+from megarl.megatron.request_split import plan_replica_micro_batches
+from megarl.megatron.requests import ModelSpec
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import Dispatch
 from megarl.workers.payload import Payload

@@ -5,8 +5,9 @@ Imports nothing heavy at module level, because the controller imports it to name
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.batch.pack import PerToken
+from megarl.batch.sample_table import SampleKey
 from megarl.checkpoint.run_lock import require_claim
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.requests import (
     ForwardRequest,
     LoadReport,
     ModelSpec,
-    RendezvousInfo,
-    SampleKey,
+    PreparedSync,
+    PushRequest,
+    PushResult,
     SavedShard,
     SaveRequest,
     SaveStats,
@@ -30,17 +33,22 @@ from megarl.megatron.requests import (
     TrainRequest,
     TrainStats,
 )
+from megarl.megatron.training.samples import payloads_by_index
 from megarl.process.startup_trace import record_imports
+from megarl.workers.payload import fetch_all
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
-    from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
-    from megarl.megatron.runtime.offload import OffloadedTensors, OffloadStats
+    from megarl.megatron.losses.loss import ModelOutput
+    from megarl.megatron.modeling.megatron_model import MegatronModel
+    from megarl.megatron.runtime.offload import OffloadStats
     from megarl.megatron.training.trainer import MegatronTrainer
-    from megarl.reshard.planning.strategy import SyncStats
+    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.transfer.process_groups import TransferGroup
+    from megarl.reshard.transfer.sample_digests import PartDigests
+    from megarl.workers.payload import Payload
 
 TORCH_MODULES = ("torch", "torch.distributed.tensor", "torch.distributed.checkpoint")
 """What megatron-core imports of torch; imported at low priority, because engines take longer to start than trainers."""
@@ -74,13 +82,11 @@ class ForwardWorker(ABC):
         """Move everything to host memory if the model is configured with `offload_when_idle`."""
 
     def logprobs(self, request: ForwardRequest) -> Mapping[SampleKey, PerToken]:
-        """Return the log-probability of each token, float32 [num_tokens] per sample."""
-        from megarl.megatron.modeling.logprobs import token_logprobs
+        """Return the log-probability of each token, float32 [num_tokens] per sample.
 
-        def compute_logprobs(logits_tv: Tensor, packed: LocalPack) -> Tensor:
-            return token_logprobs(logits_tv, packed.batch.target_ids_T)[None]
-
-        return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, compute_logprobs)}
+        Entries outside the loss mask are finite and mean nothing: these tokens never reach the language head.
+        """
+        return {key: _shift_to_next_token(out_1n[0]) for key, out_1n in self._forward(request, _logprobs)}
 
     def values(self, request: ForwardRequest) -> Mapping[SampleKey, PerToken]:
         """Return the value of the state before each token, float32 [num_tokens] per sample. Value models only."""
@@ -91,15 +97,16 @@ class ForwardWorker(ABC):
         return {key: float(out_1n[0, -1]) for key, out_1n in self._forward(request, _values)}
 
     def _forward(
-        self, request: ForwardRequest, compute: Callable[[Tensor, LocalPack], Tensor]
+        self, request: ForwardRequest, compute: Callable[[ModelOutput], Tensor]
     ) -> Iterator[tuple[SampleKey, Tensor]]:
         """Yield each sample's key and output, float32 [c, num_tokens], on the replica's output rank.
 
         Args:
-            compute: maps logits [t, V/tp] of this rank's tokens to [c, t].
+            compute: maps the output for this rank's tokens to [c, t].
         """
         self._ensure_onloaded()
-        payloads = [payload.fetch() for payload in request.payloads]
+        by_index = payloads_by_index(request)
+        payloads = dict(zip(by_index, fetch_all(by_index.values()), strict=True))
         refs = [[request.samples[i] for i in indices] for indices in request.micro_batches]
         outputs = self._model.forward_sequences(
             [[payloads[r.payload][r.index] for r in batch] for batch in refs], compute
@@ -120,10 +127,10 @@ class FrozenWorker(ForwardWorker):
 
             platform.prepare()
             from megarl.megatron.modeling.megatron_model import MegatronModel
-            from megarl.megatron.runtime.offload import OffloadedTensors
+            from megarl.megatron.runtime.offload import FrozenMemory
 
         self._model = MegatronModel(spec)
-        self._memory: OffloadedTensors = OffloadedTensors()
+        self._memory = FrozenMemory(self._model)
         self._offload_if_idle()
 
     def _ensure_onloaded(self) -> None:
@@ -131,7 +138,7 @@ class FrozenWorker(ForwardWorker):
 
     def _offload_if_idle(self) -> None:
         if self._model.spec.offload_when_idle:
-            self._memory.offload(self._model.tensors().values())
+            self._memory.offload()
 
 
 class TrainerWorker(ForwardWorker):
@@ -142,17 +149,26 @@ class TrainerWorker(ForwardWorker):
             from megarl.megatron.runtime import platform
 
             platform.prepare()
+            from megarl.megatron.training.throughput import Throughput
             from megarl.megatron.training.trainer import MegatronTrainer
 
         self._spec = spec
         self._trainer: MegatronTrainer = MegatronTrainer(spec)
         self._model = self._trainer.model
         self._weight_sync_worker: WeightSyncWorker | None = None
+        self._throughput = Throughput.on_this_gpu(self._model) if platform.is_cuda() else None
         self._offload_if_idle()
 
     def train_step(self, request: TrainRequest) -> TrainStats:
         """Run one training step. Metrics are complete on each replica's output rank (`RankGrid.output_rank`)."""
-        stats = self._trainer.train_step(request)
+        from megarl.megatron.training.step_trace import traced
+
+        with traced(request.profile):
+            began = time.perf_counter()
+            stats = self._trainer.train_step(request)
+            seconds = time.perf_counter() - began
+        if self._throughput is not None:
+            stats.metrics.update(self._throughput.metrics(request, seconds))
         self._offload_if_idle()
         return stats
 
@@ -167,29 +183,31 @@ class TrainerWorker(ForwardWorker):
         """
         return self._trainer.memory.onload()
 
-    def prepare_sync(self, setup: SyncSetup) -> RendezvousInfo | None:
-        """Plan the weight sync; replaces an earlier plan.
-
-        Returns:
-            On rank 0, if engine ranks receive the weights themselves: what they need to connect to the trainer.
-        """
+    def prepare_sync(self, setup: Payload[SyncSetup]) -> PreparedSync:
+        """Plan the weight sync, in place of an earlier plan; return this rank's part of what engines prepare from."""
         from megarl.megatron.hf_weights.weight_sync_worker import WeightSyncWorker
 
         if self._weight_sync_worker is not None:
             self._weight_sync_worker.close()
-        self._weight_sync_worker = WeightSyncWorker(self._trainer.model, setup)
-        return self._weight_sync_worker.rendezvous_info
+        self._weight_sync_worker = WeightSyncWorker(self._trainer.model, setup.fetch())
+        return self._weight_sync_worker.prepared
 
     def connect_engines(self, transfer_group: TransferGroup) -> None:
         """Connect to the engine ranks that receive the weights themselves; they must connect at the same time."""
         assert self._weight_sync_worker is not None, "connect_engines needs prepare_sync first"
         self._weight_sync_worker.connect(transfer_group)
 
-    def push_weights(self, _: None) -> SyncStats:
-        """Push the current weights to the engines as planned by `prepare_sync`. Returns this rank's statistics."""
+    def push_weights(self, request: PushRequest | None) -> PushResult:
+        """Push the current weights to the engines as planned by `prepare_sync`; return this rank's result."""
         assert self._weight_sync_worker is not None, "push_weights needs prepare_sync first"
         self._ensure_onloaded()
-        return self._weight_sync_worker.sync()
+        return self._weight_sync_worker.push(request or PushRequest())
+
+    def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
+        """Return the digests of the parts of the samples that this rank holds, as the only element of a list."""
+        assert self._weight_sync_worker is not None, "digest_samples needs prepare_sync first"
+        self._ensure_onloaded()
+        return [self._weight_sync_worker.digest_samples(samples)]
 
     def save_hf(self, folder: str) -> None:
         """Export the model in Hugging Face format to `folder`, with the tokenizer of the initial model.
@@ -218,6 +236,10 @@ class TrainerWorker(ForwardWorker):
         """True once this rank has written its files, so that `finish_save` need not wait for it. Does not block."""
         return self._trainer.checkpoint.is_written
 
+    def wait_save_written(self, _: None) -> None:
+        """Block until this rank has written its files, or has failed to. No collective, which could time out."""
+        self._trainer.checkpoint.wait_written()
+
     def finish_save(self, _: None) -> SavedShard:
         """Wait until all ranks have written their files. Returns this rank's files.
 
@@ -245,8 +267,16 @@ class TrainerWorker(ForwardWorker):
             self._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True, weights=True))
 
 
-def _values(values_t1: Tensor, _: LocalPack) -> Tensor:
-    return values_t1.T
+def _logprobs(output: ModelOutput) -> Tensor:
+    from megarl.megatron.losses.loss import token_scores
+
+    return token_scores(output).logprobs_T[None]
+
+
+def _values(output: ModelOutput) -> Tensor:
+    from megarl.megatron.losses.loss import token_values
+
+    return token_values(output)[None]
 
 
 def _shift_to_next_token(outputs_n: Tensor) -> PerToken:

@@ -21,8 +21,8 @@ import torch
 import torch.multiprocessing as mp
 
 from megarl.reshard.transfer.bucket import open_bucket
+from tests.time_limits import HANG_SECONDS
 
-TIMEOUT_SECONDS = 150.0
 GRACE_SECONDS = 2.0
 """Time for the other ranks to write their stacks after one rank has failed."""
 
@@ -32,7 +32,7 @@ def run_ranks(
     world: int,
     tmp_path: Path,
     *arguments: Any,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = HANG_SECONDS,
     device: str = "cpu",
 ) -> Any:
     """Run `function(*arguments)` on `world` ranks; returns the result of rank 0, with tensors on the CPU.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -49,7 +50,8 @@ def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, Optimizer
             state = member.optimizer.state[main]
             tensors = {name: state[name].detach().view(-1) for name in MOMENTS}
             if parameter.dtype != torch.float32:
-                tensors[MAIN_PARAM] = main.detach().view(-1)
+                # where the optimizer steps the 16-bit parameter, it keeps the float32 one in its own state
+                tensors[MAIN_PARAM] = state.get("master_param", main).detach().view(-1)
             shards[id(parameter)] = OptimizerShard(
                 start=start,
                 stop=start + main.numel(),
@@ -62,8 +64,7 @@ def collect_optimizer_shards(optimizer: ChainedOptimizer) -> dict[int, Optimizer
 def read_step(optimizer: ChainedOptimizer) -> int:
     """Return the number of optimizer steps taken, which determines Adam's bias correction."""
     steps = set()
-    for member in _sub_optimizers(optimizer):
-        inner = member.optimizer
+    for inner in _torch_optimizers(optimizer):
         steps |= {int(group["step"]) for group in inner.param_groups if group["params"] and "step" in group}
         steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
     assert len(steps) <= 1, f"parameters have different step counts: {sorted(steps)}"
@@ -74,12 +75,13 @@ def write_step(optimizer: ChainedOptimizer, step: int) -> None:
     """Set the step count of all parameters to `step`."""
     for member in _sub_optimizers(optimizer):
         _require_state(member)
-        if _has_step_per_parameter(member.optimizer):
-            for state in member.optimizer.state.values():
+    for inner in _torch_optimizers(optimizer):
+        if _has_step_per_parameter(inner):
+            for state in inner.state.values():
                 # a separate tensor for each: torch increments it in place
                 state["step"] = torch.full_like(state["step"], step)
         else:
-            for group in member.optimizer.param_groups:
+            for group in inner.param_groups:
                 group["step"] = step
 
 
@@ -100,11 +102,47 @@ def _sub_optimizers(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
     return [each for each in optimizer.chained_optimizers if not each.is_stub_optimizer]
 
 
+def _torch_optimizers(optimizer: ChainedOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that step parameters: several of a member that does so on the host."""
+    for member in _sub_optimizers(optimizer):
+        inner = member.optimizer
+        yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else (inner,)
+
+
 def _require_state(member: MegatronOptimizer) -> None:
-    member.init_state_fn(member.optimizer, member.config)
-    if _has_step_per_parameter(member.optimizer):
-        for state in member.optimizer.state.values():
+    """Create the state that the first step would create."""
+    inner = member.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        for each in inner.sub_optimizers:
+            _create_moments(each)
+        inner._sync_sub_optimizers_state_to_hdo()  # as after a step: by the parameters of the model
+        return
+    if member.config.use_precision_aware_optimizer:
+        # megatron-core's function calls this one with an argument too few
+        for parameter in _parameters(inner):
+            if not inner.state[parameter]:
+                inner.initialize_state(parameter, member.config.store_param_remainders)
+    else:
+        member.init_state_fn(inner, member.config)
+    _require_step(inner)
+
+
+def _create_moments(inner: torch.optim.Optimizer) -> None:
+    for parameter in _parameters(inner):
+        for name in MOMENTS:
+            inner.state[parameter].setdefault(name, torch.zeros_like(parameter.data))
+    _require_step(inner)
+
+
+def _require_step(inner: torch.optim.Optimizer) -> None:
+    if _has_step_per_parameter(inner):
+        for state in inner.state.values():
             state.setdefault("step", torch.tensor(0.0))
+
+
+def _parameters(inner: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
 
 
 def _has_step_per_parameter(inner: torch.optim.Optimizer) -> bool:

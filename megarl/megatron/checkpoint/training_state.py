@@ -116,6 +116,11 @@ class TrainCheckpoint:
         """This rank's part of the save is on disk, or has failed."""
         return self._save is None or self._save.is_done()
 
+    def wait_written(self) -> None:
+        """Block until this rank's part of the save is on disk, or has failed; does not wait for other ranks."""
+        if self._save is not None:
+            self._save.result()
+
     def finish_save(self) -> SavedShard:
         """Wait for the save on all ranks and return this rank's files; rank 0 also writes a changed index.
 

@@ -28,7 +28,7 @@ from megarl.megatron.families.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.megatron.families.layer_parts import LayerPart, ShardingUnit
 from megarl.megatron.families.parameter_map import ParameterMap, RowRange, replicated, split_rows
 from megarl.megatron.families.rope import Rope
-from megarl.reshard.layout.layout import TensorSpec
+from megarl.reshard.layout.model_tensors import ModelTensors, TensorSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
@@ -162,7 +162,7 @@ class ModelArchitecture:
             copies[f"model.layers.{number}.shared_head.head.weight"] = head
         return {self.hf_name(copy): self.hf_name(original) for copy, original in copies.items()}
 
-    def tensors(self, dtype: str) -> dict[str, TensorSpec]:
+    def tensors(self, dtype: str) -> ModelTensors:
         """Return the spec of every Hugging Face tensor, in layer order; tied embeddings appear once."""
         return hf_tensors_of(self.parameter_maps().values(), dtype)
 
@@ -237,11 +237,11 @@ class ModelArchitecture:
         raise AssertionError(f"no mapping for megatron-core parameter {prefix}{name}")
 
 
-def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> dict[str, TensorSpec]:
+def hf_tensors_of(maps: Iterable[ParameterMap], dtype: str) -> ModelTensors:
     """Return the spec of every Hugging Face tensor that the parameter maps refer to."""
     rows_of: dict[str, tuple[RowRange, str]] = {}
     for mapping in maps:
         for part in mapping.parts:
             for rows in part:
                 rows_of[rows.tensor] = (rows, mapping.dtype or dtype)
-    return {name: TensorSpec(rows.shape, of) for name, (rows, of) in rows_of.items()}
+    return ModelTensors({name: TensorSpec(rows.shape, of) for name, (rows, of) in rows_of.items()})

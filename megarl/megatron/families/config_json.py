@@ -16,7 +16,7 @@ from megarl.model_files.json_object import JsonMapping, JsonObject
 
 
 class HfConfig(BaseModel):
-    """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys."""
+    """config.json of a decoder with rotary embeddings and a gated MLP; families add their own keys and defaults."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -66,7 +66,7 @@ class HfConfig(BaseModel):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key-value heads; by default the number of query heads."""
+        """Number of key-value heads; null means the number of query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     def to_architecture(self, name: str, *, origin: str, theta: float = 10000.0) -> ModelArchitecture:

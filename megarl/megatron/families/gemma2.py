@@ -13,6 +13,7 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
+    num_key_value_heads: PositiveInt | None = 4
     tie_word_embeddings: bool = True
     # a duplicate of hidden_activation; Hugging Face reads the latter
     hidden_act: Literal["gelu_pytorch_tanh", "gelu"] = "gelu_pytorch_tanh"  # type: ignore[assignment]

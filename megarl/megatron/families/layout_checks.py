@@ -53,7 +53,7 @@ def recompute_problems(model: ModelArchitecture, parallel: ParallelConfig, recom
                         f"trainer.recompute.modules: no layer of {model.name} has {name}, needs one of "
                         f"{', '.join(available)}"
                     )
-        case "full":
+        case "full" if recompute.method == "uniform":
             try:
                 stages = stage_layers(model.num_layers, parallel.pp, pipeline_split(parallel))
             except ConfigError:
@@ -72,9 +72,11 @@ def recomputable_modules(model: ModelArchitecture) -> list[str]:
     experts = model.experts
     present = {
         "core_attn": True,
+        "layernorm": True,
         "mla_up_proj": isinstance(model.attention, LatentAttention),
         "mlp": not all(model.has_routed_experts(i) for i in range(model.num_layers)),
         "moe": experts is not None,
+        "moe_act": experts is not None,
         "shared_experts": experts is not None and experts.shared_ffn_size > 0,
     }
     return [name for name, is_present in present.items() if is_present]

@@ -18,6 +18,7 @@ from megarl.megatron.families import (
 )
 from megarl.megatron.families.architecture import LM_SUFFIX, VALUE_SUFFIX, Head, ModelArchitecture, hf_tensors_of
 from megarl.megatron.families.family import FamilyReader, load_family
+from megarl.model_files.block_fp8 import find_config_problem
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
 
@@ -58,8 +59,9 @@ def load_architecture(
         ConfigError: the architecture or one of its options is not supported, a key is missing, the model has a value
             head while `head` is "lm", or `family` cannot be imported.
     """
-    if config.get("quantization_config"):
-        raise ConfigError(f"{origin}: quantization_config is not supported; weights need to be unquantized")
+    problem = find_config_problem(config)
+    if problem is not None:
+        raise ConfigError(f"{origin}: {problem}")
     architecture = (config.get("architectures") or ["(none)"])[0]
     is_value, language_model = architecture.endswith(VALUE_SUFFIX), _language_model(architecture)
     readers = dict(FAMILY_READERS)

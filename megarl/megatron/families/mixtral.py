@@ -13,6 +13,7 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
+    num_key_value_heads: PositiveInt | None = 8
     num_local_experts: PositiveInt = 8
     num_experts_per_tok: PositiveInt = 2
     sliding_window: None = None

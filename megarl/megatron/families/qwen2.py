@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pydantic import PositiveInt
+
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.config_json import HfConfig
 from megarl.model_files.json_object import JsonMapping
 
 
+class _Config(HfConfig):
+    num_key_value_heads: PositiveInt | None = 32
+
+
 def read(config: JsonMapping, *, origin: str) -> ModelArchitecture:
     """Return the architecture that the content of a config.json describes; `origin` is its name in errors."""
-    c = HfConfig.read(config, origin=origin)
+    c = _Config.read(config, origin=origin)
     attention = replace(c.grouped_query_attention(), qkv_bias=True)
     return replace(c.to_architecture("Qwen2ForCausalLM", origin=origin), attention=attention)

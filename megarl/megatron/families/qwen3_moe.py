@@ -13,6 +13,7 @@ from megarl.model_files.json_object import JsonMapping
 
 
 class _Config(HfConfig):
+    num_key_value_heads: PositiveInt | None = 4
     # transformers 5 writes `num_local_experts`
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: PositiveInt = 8

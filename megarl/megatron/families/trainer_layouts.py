@@ -13,7 +13,7 @@ from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitec
 from megarl.megatron.families.parameter_map import ParameterMap, local_shape, shard_pieces
 from megarl.megatron.families.pipeline_stages import EVEN, PipelineSplit, stage_layers
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.layout.layout import ShardPiece, WeightLayout
+from megarl.reshard.layout.layout import PieceTable, ShardPiece, WeightLayout
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this times tp, as in Megatron-LM."""
@@ -40,22 +40,25 @@ def trainer_layouts(
     tensors = hf_tensors_of(maps.values(), dtype)
     padded = {EMBEDDING, HEAD} if model.head == "lm" else {EMBEDDING}
     rows = dict.fromkeys(padded, padded_vocab(model, grid.tp))
-    everywhere: dict[tuple[int, int], tuple[ShardPiece, ...]] = {}
-    routed: dict[tuple[int, int, int], tuple[ShardPiece, ...]] = {}
+    everywhere: dict[tuple[int, int], PieceTable] = {}
+    routed: dict[tuple[int, int, int], PieceTable] = {}
     for stage, names in enumerate(_stage_parameter_names(model, maps, grid.pp, split)):
         others, by_ep = _split_experts({name: maps[name] for name in names}, model.num_experts // grid.ep, grid.ep)
         for tp in range(grid.tp):
-            everywhere[stage, tp] = tuple(_rank_pieces(others, tp, grid.tp, rows))
+            pieces = _rank_pieces(others, tp, grid.tp, rows)
+            everywhere[stage, tp] = PieceTable.pack(pieces).renumbered(tensors.names)
         for ep, experts in enumerate(by_ep):
             for etp in range(grid.expert_tp):
-                routed[stage, ep, etp] = tuple(_rank_pieces(experts, etp, grid.expert_tp, {}))
+                pieces = _rank_pieces(experts, etp, grid.expert_tp, {})
+                routed[stage, ep, etp] = PieceTable.pack(pieces).renumbered(tensors.names)
     layouts: dict[tuple[int, int, int, int], WeightLayout] = {}
     by_rank = []
     for rank in range(grid.size):
         at, expert = grid.coordinates(rank), grid.expert_coordinates(rank)
         key = (at.pp, at.tp, expert.ep, expert.etp)
         if key not in layouts:
-            layouts[key] = WeightLayout(tensors, everywhere[at.pp, at.tp] + routed[at.pp, expert.ep, expert.etp])
+            parts = everywhere[at.pp, at.tp], routed[at.pp, expert.ep, expert.etp]
+            layouts[key] = WeightLayout(tensors, PieceTable.join(parts))
         by_rank.append(layouts[key])
     return by_rank
 

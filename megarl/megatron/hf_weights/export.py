@@ -26,6 +26,7 @@ from megarl.errors import DataError, LostLockError, MegarlError, WeightSyncError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.hf_weights.export_plan import num_bytes, plan_export
 from megarl.megatron.hf_weights.file_sink import FileSink
+from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.file_plan import PlannedFile
 from megarl.model_files.json_object import JsonMapping, JsonObject, read_json_object
 from megarl.model_files.weight_index import read_headers
@@ -36,6 +37,7 @@ from megarl.reshard.layout.topology import Topology
 from megarl.reshard.planning.strategy import Sinks, SyncContext
 from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.transfer.bucket import torch_dtype
+from megarl.reshard.transfer.layout_exchange import all_gather_bytes, exchange_layouts
 
 if TYPE_CHECKING:
     from megarl.megatron.modeling.megatron_model import MegatronModel
@@ -77,7 +79,7 @@ def save(model: MegatronModel, source: str, folder: str, *, require_lock: Callab
         if is_publisher:
             _set_dtype(config, model.layout.tensors)
             _set_head(config, model.architecture)
-            set_mtp_layers(config, model.architecture)
+            describe_weights(config, model.architecture)
         _on_all_ranks(
             target, lambda: _publish(plan.files, config, Path(source), target, require_lock) if is_publisher else None
         )
@@ -97,11 +99,8 @@ def _duplicated_tensors(model: MegatronModel, source: Path) -> dict[str, str]:
 
 def _gather_layouts(layout: WeightLayout) -> tuple[list[WeightLayout], Topology]:
     """Gather the layouts of all ranks, and which ranks share a node."""
-    mine = layout, socket.gethostname()
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    hosts = [host for _, host in every]
-    return [layout for layout, _ in every], Topology(tuple(hosts.index(host) for host in hosts))
+    hosts = all_gather_bytes(socket.gethostname().encode())
+    return exchange_layouts(layout, dist.get_rank()), Topology(tuple(hosts.index(host) for host in hosts))
 
 
 def _on_all_ranks(target: Path, step: Callable[[], _T]) -> _T:
@@ -193,14 +192,15 @@ def _set_head(config: JsonObject, model: ModelArchitecture) -> None:
         config["pad_token_id"] = next(iter(ends), None) if isinstance(ends, list) else ends
 
 
-def set_mtp_layers(config: JsonObject, model: ModelArchitecture) -> bool:
-    """Set the number of MTP layers to that of `model`, whose source may name layers that it lacks.
+def describe_weights(config: JsonObject, model: ModelArchitecture) -> bool:
+    """Describe the weights of `model`: their number of MTP layers, which the source may lack, and not quantized.
 
     Returns:
         Whether `config` has changed.
     """
     key = "num_nextn_predict_layers"
+    was_quantized = config.pop(CONFIG_KEY, None) is not None
     if (config.get(key) or 0) == model.num_mtp_layers:
-        return False
+        return was_quantized
     config[key] = model.num_mtp_layers
     return True

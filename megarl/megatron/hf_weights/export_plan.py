@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.model_files.file_plan import PlannedFile, assign_files, plan_files
 from megarl.reshard.layout.layout import ShardPiece, TensorSpec, WeightLayout, volume
+from megarl.reshard.layout.model_tensors import ModelTensors
 from megarl.reshard.transfer.bucket import torch_dtype
 
 FILE_BYTES = 2 * 2**30
@@ -57,7 +58,7 @@ def plan_export(
     names: dict[int, list[str]] = defaultdict(list)
     for file, writer in zip(files, writers, strict=True):
         names[writer] += file.tensors
-    specs = {name: tensors[name] for name in order if name in tensors}
+    specs = ModelTensors({name: tensors[name] for name in order if name in tensors})
     needs = {
         writer: WeightLayout(
             specs, tuple(ShardPiece(written[n], specs[written[n]].box, n, specs[written[n]].box) for n in of)
@@ -69,7 +70,7 @@ def plan_export(
 
 def _held_bytes(layout: WeightLayout) -> dict[str, int]:
     """Return how many bytes of each tensor the rank holds; tensors that it does not hold are left out."""
-    table = layout.table
+    table = layout.pieces
     volumes = (table.boxes[..., 1].astype(np.int64) - table.boxes[..., 0]).prod(axis=1)
     held = np.bincount(table.tensor, volumes, minlength=len(table.tensors))
     specs = [layout.tensors[name] for name in table.tensors]

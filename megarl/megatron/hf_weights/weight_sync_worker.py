@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
 
+from megarl.megatron.hf_weights.block_quantizer import BlockQuantizer
 from megarl.megatron.modeling.megatron_model import MegatronModel
-from megarl.megatron.requests import RendezvousInfo, SyncSetup
+from megarl.megatron.requests import PreparedSync, PushRequest, PushResult, SyncSetup
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.layout.layout import WeightLayout
 from megarl.reshard.layout.micro_dp import ModelReplica, model_replicas
+from megarl.reshard.layout.quantized_layout import quantized_tensors
+from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.layout.topology import Topology
-from megarl.reshard.planning.disaggregated import TransferRank
-from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext, SyncStats
+from megarl.reshard.planning.disaggregated import TransferRank, TransferSpec
+from megarl.reshard.planning.strategy import Sinks, Strategy, SyncContext
+from megarl.reshard.strategies.box_strategy import BoxStrategy
 from megarl.reshard.strategies.make_strategy import make_strategy
-from megarl.reshard.transfer.process_groups import TransferGroup, open_store
+from megarl.reshard.transfer.box_channel import BoxSender
+from megarl.reshard.transfer.layout_exchange import exchange_layouts
+from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.reshard.transfer.sample_digests import PartDigests, digest_samples
+from megarl.reshard.transfer.sink import DiscardSink, ShardSink
+
+STALL_LIMITS = 2
+"""An engine rank that takes this many times `abort_seconds` to copy a round counts as lost."""
 
 
 class WeightSyncWorker:
@@ -27,26 +38,25 @@ class WeightSyncWorker:
 
     def __init__(self, model: MegatronModel, setup: SyncSetup) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        layouts: list[WeightLayout] = [model.layout] * world
-        dist.all_gather_object(layouts, model.layout)
-        self._model = model
-        self._sinks = setup.sinks.get(rank, Sinks())
-        self.rendezvous_info: RendezvousInfo | None = None
-        """How engines that receive weights over the network connect to the trainer; on rank 0."""
+        self._model, self._rank = model, rank
+        needs = setup.needs.values() if setup.transfer_spec is None else setup.transfer_spec.needs
+        quantized = quantized_tensors(needs)
+        self._quantizer = _make_quantizer(model, quantized) if quantized else None
+        self._layout = model.layout if self._quantizer is None else self._quantizer.layout
+        layouts = exchange_layouts(self._layout, rank)
+        self._transfer_spec: TransferSpec | None = None
+        self._sender: BoxSender | None = None
         self.strategy: Strategy
         if setup.transfer_spec is None:
             replicas = model_replicas(_grid(model.groups, world))
-            self.strategy = make_strategy(setup.config, _context(setup, rank, layouts, replicas))
+            self.strategy = make_strategy(setup.config, _context(setup, rank, layouts, replicas), setup.heartbeat)
+            if rank in setup.receivers:
+                self._sender = self._offer_boxes(setup.receivers[rank], setup.config.abort_seconds)
             return
-        distinct: dict[WeightLayout, WeightLayout] = {}  # pickled once per distinct layout for the engines
-        transfer_spec = replace(
-            setup.transfer_spec, sources=[distinct.setdefault(layout, layout) for layout in layouts]
-        )
+        transfer_spec = replace(setup.transfer_spec, sources=layouts)
         self.strategy = TransferRank(transfer_spec, rank)
         if rank == 0:
-            host = os.environ["MASTER_ADDR"]  # rank 0 runs on this node
-            self._store = open_store(host)
-            self.rendezvous_info = RendezvousInfo(transfer_spec=transfer_spec, host=host, port=self._store.port)
+            self._transfer_spec = transfer_spec
 
     def connect(self, transfer_group: TransferGroup) -> None:
         """Connect with the other trainer ranks and the engines' ranks; all ranks connect at the same time.
@@ -57,18 +67,58 @@ class WeightSyncWorker:
         assert isinstance(self.strategy, TransferRank), "connect needs engines that receive weights over the network"
         self.strategy.connect(transfer_group)
 
-    def sync(self) -> SyncStats:
+    def push(self, request: PushRequest) -> PushResult:
         """Send the current weights to the engines.
 
         Returns:
-            The statistics of this rank. They are not reduced: a collective would wait for ranks that have failed.
+            The result of this rank. Statistics are not reduced: a collective would wait for ranks that have failed.
         """
+        boxes: ShardSink | None = self._sender
+        if self._sender is not None and self._rank in request.skipped:
+            boxes = DiscardSink()
+        elif self._sender is not None:
+            self._sender.begin()
+        sinks = Sinks(full_tensors=request.sinks.get(self._rank, ()), boxes=boxes)
         with torch.no_grad():
-            return self.strategy.push(self._model.tensors(), self._sinks)
+            if request.delta is None:
+                stats = self.strategy.push(self._sent_tensors(), sinks)
+            else:
+                assert isinstance(self.strategy, BoxStrategy | TransferRank), "gather_hf sends all weights"
+                stats = self.strategy.push(self._sent_tensors(), sinks, request.delta)
+        if self._quantizer is not None:
+            stats = replace(stats, peak_extra_bytes=stats.peak_extra_bytes + self._quantizer.num_bytes)
+        failure = self._sender.failure if self._sender is not None and boxes is self._sender else ""
+        return PushResult(stats=stats, undelivered=(failure,) if failure else ())
+
+    def digest_samples(self, samples: Sequence[SampledBox]) -> PartDigests:
+        """Return the digests of the samples' parts that this rank sends. All ranks take part."""
+        with torch.no_grad():
+            return digest_samples(self._layout, self._sent_tensors(), samples)
+
+    @property
+    def prepared(self) -> PreparedSync:
+        """What this rank adds to what the engines prepare from: the transfer spec on rank 0, or its own offer."""
+        offers = {} if self._sender is None else {self._rank: self._sender.offer}
+        return PreparedSync(transfer_spec=self._transfer_spec, offers=offers)
 
     def close(self) -> None:
-        """Free the buffers and connections of the strategy."""
+        """Free the buffers and connections."""
+        if self._sender is not None:
+            self._sender.close()
         self.strategy.close()
+
+    def _sent_tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors that `_layout` names; those that engines need in FP8 are quantized now."""
+        held = self._model.tensors()
+        return held if self._quantizer is None else self._quantizer.quantize(held)
+
+    def _offer_boxes(self, receiver: str, abort_seconds: float) -> BoxSender:
+        strategy = self.strategy
+        assert isinstance(strategy, BoxStrategy), f"{type(strategy).__name__} delivers no boxes"
+        name, rounds = f"trainer rank {self._rank}", [each.slots for each in strategy.rounds]
+        # before the other ranks, which wait for this one meanwhile, are held to be stuck
+        stall_seconds = STALL_LIMITS * abort_seconds
+        return BoxSender(name, receiver, rounds, stall_seconds, strategy.raise_if_aborted)
 
 
 def _context(
@@ -78,12 +128,21 @@ def _context(
         rank=rank,
         sources=layouts,
         topology=Topology(setup.nodes or (0,) * len(layouts)),
-        senders=sorted(rank for rank, sinks in setup.sinks.items() if sinks.full_tensors),
+        senders=setup.senders,
         needs=setup.needs,
         groups=setup.groups,
         full_tensors=setup.full_tensors,
         model_replicas=replicas,
     )
+
+
+def _make_quantizer(model: MegatronModel, names: Collection[str]) -> BlockQuantizer:
+    groups = model.groups
+
+    def group_number(local: str) -> int:
+        return 0 if model.architecture.parameter_map(local).expert is None else 1
+
+    return BlockQuantizer(model.layout, names, (groups.tp, groups.expt_tp), group_number)
 
 
 def _grid(groups: ProcessGroupCollection, world: int) -> RankGrid:

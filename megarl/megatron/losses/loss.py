@@ -22,12 +22,19 @@ from megarl.functional import Denominators, PolicyLossOutput, Sequences, aggrega
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Per-token outputs of the language-model head for a pack."""
+    """Per-token outputs of the language-model head for a pack.
+
+    Tokens outside the loss mask never reach the head: their entries are finite and mean nothing.
+    """
 
     logprobs_T: Tensor
     """float32 [T]: log-probabilities of the predicted tokens under the policy, with gradient."""
     entropy_T: Tensor
-    """float32 [T]: entropies of the next-token distributions in nats, without gradient."""
+    """float32 [T]: entropies of the next-token distributions in nats, with gradient."""
+
+
+ModelOutput: TypeAlias = TokenScores | Tensor
+"""Output of a model for a pack: the scores of a language model, or the values of a value model, float32 [T]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +149,15 @@ class TokenLoss(ABC):
 
 AnyLoss: TypeAlias = Loss | ValueHeadLoss
 """What a training request carries."""
+
+
+def token_scores(output: ModelOutput) -> TokenScores:
+    """Return the output of a language model."""
+    assert isinstance(output, TokenScores), "a value model has no token scores"
+    return output
+
+
+def token_values(output: ModelOutput) -> Tensor:
+    """Return the output of a value model, float32 [T]."""
+    assert isinstance(output, Tensor), "a language model has no values"
+    return output

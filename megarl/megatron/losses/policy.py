@@ -10,12 +10,19 @@ from typing_extensions import override
 
 from megarl.batch.pack import ColumnName
 from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig
-from megarl.config.algorithms.policy import ClippedPolicyConfig, ClipRatioConfig, PolicyConfig, RolloutIsConfig
+from megarl.config.algorithms.policy import (
+    ClippedPolicyConfig,
+    ClipRatioConfig,
+    DecoupledConfig,
+    PolicyConfig,
+    RolloutIsConfig,
+)
 from megarl.functional import (
     PolicyLossOutput,
     aggregate,
     cispo_loss,
     clipped_policy_loss,
+    decoupled_policy_loss,
     gmpo_loss,
     gspo_loss,
     kl_penalty,
@@ -26,25 +33,44 @@ from megarl.megatron.losses.loss import Loss, LossBatch, LossOutput, TokenLoss, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss(TokenLoss):
-    """PPO's clipped loss per token: `clipped_policy_loss`."""
+    """PPO's clipped loss per token: `clipped_policy_loss`, or `decoupled_policy_loss`."""
 
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
+    decoupled: DecoupledConfig | None = None
+    """Options of the decoupled loss; None for the other one."""
 
     @classmethod
     def of(cls, config: ClippedPolicyConfig) -> ClippedLoss:
         """Return the loss with the bounds of `config`."""
-        return cls(clip_low=config.clip_ratio_low, clip_high=config.clip_ratio_high, dual_clip=config.dual_clip)
+        return cls(
+            clip_low=config.clip_ratio_low,
+            clip_high=config.clip_ratio_high,
+            dual_clip=config.dual_clip,
+            decoupled=config.decoupled,
+        )
 
     @override
     def __call__(self, scores: TokenScores, batch: LossBatch) -> PolicyLossOutput:
-        return clipped_policy_loss(
+        old_logprobs_T, advantages_T = batch.columns["old_logprobs"], batch.columns["advantages"]
+        if self.decoupled is None:
+            return clipped_policy_loss(
+                scores.logprobs_T,
+                old_logprobs_T,
+                advantages_T,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                dual_clip=self.dual_clip,
+            )
+        return decoupled_policy_loss(
             scores.logprobs_T,
-            batch.columns["old_logprobs"],
-            batch.columns["advantages"],
+            old_logprobs_T,
+            batch.pack.rollout_logprobs_T,
+            advantages_T,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
+            behave_cap=self.decoupled.behave_cap,
             dual_clip=self.dual_clip,
         )
 
@@ -119,11 +145,11 @@ class GmpoLoss(TokenLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss(Loss):
-    """Policy-gradient loss: a loss per token with rollout correction and KL penalty, aggregated over the mini-batch."""
+    """Policy-gradient loss: a loss per token with correction, penalty and bonus, aggregated over the mini-batch."""
 
     token_loss: TokenLoss
     algorithm: PolicyConfig
-    """Its `aggregation`, `kl_loss` and `rollout_is` apply."""
+    """Its `aggregation`, `entropy_coefficient`, `kl_loss` and `rollout_is` apply."""
     length_norm: int
     """Constant that `seq-mean-token-sum-norm` divides each sequence's sum by, in tokens."""
     nll: float = 0.0
@@ -150,6 +176,8 @@ class PolicyLoss(Loss):
             kl_T = kl_penalty(logprobs_T, batch.columns["ref_logprobs"], kind=algorithm.kl_loss.kind)
             metrics["policy/kl_reference"] = batch.token_mean(kl_T)
             loss_T = loss_T + algorithm.kl_loss.coefficient * kl_T
+        if algorithm.entropy_coefficient:
+            loss_T = loss_T - algorithm.entropy_coefficient * scores.entropy_T
         value = aggregate(
             loss_T,
             batch.mask_T,
@@ -172,6 +200,8 @@ def _policy_metrics(policy: PolicyLossOutput, logprobs_T: Tensor, batch: LossBat
         "policy/clip_fraction": batch.token_mean(policy.clipped_T.float()),
         "policy/ratio": batch.token_mean(policy.ratio_T),
     }
+    if policy.weight_T is not None:
+        metrics["correction/weight"] = batch.token_mean(policy.weight_T)
     # k1 estimate of KL(old || new): positive means that sampled tokens became less likely
     metrics["policy/kl_old"] = batch.token_mean(batch.columns["old_logprobs"] - logprobs_T.detach())
     return metrics

@@ -1,7 +1,7 @@
 """One Megatron rank's shard of a model: process groups, model chunks, weights, forward and backward passes.
 
 Every method is a collective call on all ranks. Shapes: T tokens of a pack, t of them on this rank (t = T without
-context parallelism), v = V/tp share of the vocabulary. Names end in their shape: `logits_1tv` is [1, t, V/tp].
+context parallelism). Names end in their shape: `values_t` is [t].
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,10 +24,12 @@ from megarl.batch.trajectory import Trajectory
 from megarl.megatron.families.layout_checks import pipeline_split
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.hf_weights import local_layout
+from megarl.megatron.losses.loss import ModelOutput, TokenScores, token_scores, token_values
+from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.gpt_model import build_chunks
-from megarl.megatron.modeling.logprobs import token_entropy, token_logprobs
+from megarl.megatron.modeling.language_head import HeadOptions, LanguageHead
 from megarl.megatron.modeling.packed_seq import TorchPackedSeqParams, describe_pack, local_index
-from megarl.megatron.modeling.transformer_config import transformer_config
+from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
 from megarl.megatron.requests import ModelSpec
 from megarl.megatron.runtime import parallel_state, platform
 from megarl.megatron.runtime.cuda_timer import CudaTimer
@@ -45,18 +48,15 @@ class LocalPack:
     """int64 [t]: index of each of this rank's tokens within the full pack."""
     attention: TorchPackedSeqParams
     """Description of the pack for the attention layers (megatron-core's `packed_seq_params`)."""
+    scored_index_k: Tensor | None
+    """int64 [k]: the tokens of this rank whose predictions a language head scores; None: all."""
 
 
 class LossFunction(Protocol):
-    """Computes the loss of a micro-batch from its logits."""
+    """Computes the loss of a micro-batch from the model's output."""
 
-    def __call__(self, logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar loss, and what `forward_backward` returns for this micro-batch.
-
-        Args:
-            logits_1tv: logits [1, t, V/tp] of this rank's tokens; may be overwritten. For a value model float32
-                [1, t, 1]: the value of each token, the same on all tensor-parallel ranks.
-        """
+    def __call__(self, output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scalar loss, and what `forward_backward` returns for this micro-batch."""
 
 
 class MegatronModel:
@@ -70,11 +70,15 @@ class MegatronModel:
         )
         self.groups = self._parallel.groups
         self.architecture, _ = load_architecture_and_dtype(spec.model_path, head=spec.head, family=spec.family)
+        self._backend = layer_backend(self.architecture)
         self.dtype = _compute_dtype(spec.dtype)
-        self.config = transformer_config(self.architecture, p, self.dtype, spec.recompute)
-        self.chunks = build_chunks(
-            self.architecture, self.config, self.groups, pipeline_split(p), temperature=spec.temperature
+        self.config = transformer_config(self.architecture, p, self.dtype, spec.recompute, spec.megatron, spec.moe)
+        head = HeadOptions(
+            temperature=spec.temperature,
+            fused=platform.is_cuda() if spec.fused_lm_head is None else spec.fused_lm_head,
+            fp32=spec.fp32_lm_head,
         )
+        self.chunks = build_chunks(self.architecture, self.config, self.groups, pipeline_split(p), head=head)
         self._mtp_tensors = local_layout.mtp_tensors(self.architecture, self.groups, self.dtype)
         tensors = self.tensors()
         self.layout = local_layout.make_layout(self.architecture, tensors, self.groups, self.dtype)
@@ -98,20 +102,38 @@ class MegatronModel:
         return local_layout.local_tensors(self.chunks) | self._mtp_tensors
 
     def pack(
-        self, trajectories: Sequence[Trajectory], columns: Mapping[ColumnName, Sequence[float | PerToken]] | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        columns: Mapping[ColumnName, Sequence[float | PerToken]] | None = None,
+        *,
+        score_all: bool = False,
     ) -> LocalPack:
-        """Pack trajectories into one micro-batch on this rank's device, padded for context and sequence parallelism."""
+        """Pack trajectories into one micro-batch on this rank's device, padded for context and sequence parallelism.
+
+        Args:
+            score_all: score all tokens, not only those in the loss mask.
+        """
         cp = self.groups.cp
         sequence_multiple = 2 * cp.size() if cp.size() > 1 else 1
-        tp = self.groups.tp.size() if self.config.sequence_parallel else 1
-        multiple = lcm(sequence_multiple, cp.size() * tp)
+        multiple = lcm(sequence_multiple, token_multiple(self.config))
         packed = pack(trajectories, columns, multiple=multiple, sequence_multiple=sequence_multiple)
         index_t = local_index(packed.cu_seqlens_S, cp.rank(), cp.size())
         if cp.size() > 1:
             packed = packed.take(index_t)
-        packed = packed.to(platform.device())
-        attention = describe_pack(packed.cu_seqlens_S, cp_rank=cp.rank(), cp_size=cp.size())
-        return LocalPack(batch=packed, index_t=index_t.to(platform.device()), attention=attention)
+        index_k = None if score_all else _masked_index(packed.mask_T)
+        attention = describe_pack(
+            packed.cu_seqlens_S,
+            cp_rank=cp.rank(),
+            cp_size=cp.size(),
+            device=platform.device(),
+            for_torch=not self._backend.te_layers,
+        )
+        return LocalPack(
+            batch=packed.to(platform.device()),
+            index_t=index_t.to(platform.device()),
+            attention=attention,
+            scored_index_k=None if index_k is None else index_k.to(platform.device()),
+        )
 
     def forward_backward(
         self,
@@ -130,27 +152,33 @@ class MegatronModel:
             The second result of `loss` for each micro-batch; empty except on the last pipeline stage.
         """
         self.activate()
-        chunks = [chunk.module for chunk in self.chunks] if ddp_chunks is None else list(ddp_chunks)
+        models = [chunk.module for chunk in self.chunks]
+        chunks = models if ddp_chunks is None else list(ddp_chunks)
+        unwrapped = dict(zip(chunks, models, strict=True))
         interleaved = len(chunks) > 1
         # the interleaved schedule needs a multiple of pp micro-batches
         num_padding = -len(packs) % self.groups.pp.size() if interleaved else 0
-        batches = [(packed, loss) for packed in packs] + [(self.pack([]), zero_loss)] * num_padding
+        batches = [(packed, loss) for packed in packs]
+        if num_padding:
+            batches += [(self.pack([]), zero_loss)] * num_padding
 
         def step(
             data: Iterator[tuple[LocalPack, LossFunction]], module: torch.nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
             packed, batch_loss = next(data)
-            tokens = packed.batch
+            tokens, model = packed.batch, unwrapped[module]
             with nullcontext() if self.forward_timer is None else self.forward_timer.measure():
-                output = module(
+                hidden = module(
                     tokens.token_ids_T[None], tokens.position_ids_T[None], None, packed_seq_params=packed.attention
                 )
+                output = _model_output(model, hidden, packed) if model.post_process else None
 
-            def scaled(logits_1tv: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                value, outputs = batch_loss(logits_1tv, packed)
+            def scaled(_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                assert output is not None, "megatron-core computes losses on the last stage only"
+                value, outputs = batch_loss(output, packed)
                 return value * len(batches), outputs  # megatron-core divides by the number of micro-batches
 
-            return output, scaled
+            return hidden, scaled
 
         outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=step,
@@ -167,8 +195,8 @@ class MegatronModel:
     def logprobs(self, packs: Sequence[LocalPack]) -> list[Tensor]:
         """Return target log-probabilities, float32 [t] per micro-batch; empty except on the last pipeline stage."""
 
-        def keep(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs_t = token_logprobs(logits_1tv[0], packed.batch.target_ids_T)
+        def keep(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs_t = token_scores(output).logprobs_T
             return logprobs_t.new_zeros(()), {"logprobs_t": logprobs_t}
 
         return [output["logprobs_t"] for output in self.forward_backward(packs, keep)]
@@ -176,16 +204,20 @@ class MegatronModel:
     @torch.no_grad()
     def values(self, packs: Sequence[LocalPack]) -> list[Tensor]:
         """Return values, float32 [t] per micro-batch; empty except on the last pipeline stage. Value models only."""
-        assert self.architecture.head == "value", self.architecture.name
 
-        def keep(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-            return logits_1tv.new_zeros(()), {"values_t": logits_1tv[0, :, 0]}
+        def keep(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+            values_t = token_values(output)
+            return values_t.new_zeros(()), {"values_t": values_t}
 
         return [output["values_t"] for output in self.forward_backward(packs, keep)]
 
     @torch.no_grad()
     def forward_sequences(
-        self, micro_batches: Sequence[Sequence[Trajectory]], compute: Callable[[Tensor, LocalPack], Tensor]
+        self,
+        micro_batches: Sequence[Sequence[Trajectory]],
+        compute: Callable[[ModelOutput], Tensor],
+        *,
+        score_all: bool = False,
     ) -> list[list[Tensor]]:
         """Run a forward pass; returns float32 [c, n] on the host for each trajectory of n tokens, by micro-batch.
 
@@ -193,12 +225,13 @@ class MegatronModel:
         empty.
 
         Args:
-            compute: maps logits [t, V/tp] of this rank's tokens, which may be overwritten, to outputs [c, t].
+            compute: maps the output for this rank's tokens to [c, t].
+            score_all: as in `pack`.
         """
-        packs = [self.pack(trajectories) for trajectories in micro_batches]
+        packs = [self.pack(trajectories, score_all=score_all) for trajectories in micro_batches]
 
-        def keep(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
-            out_ct = compute(logits_1tv[0], packed)
+        def keep(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+            out_ct = compute(output)
             return out_ct.new_zeros(()), {"out_ct": out_ct}
 
         results = []
@@ -211,11 +244,11 @@ class MegatronModel:
     def score(self, micro_batches: Sequence[Sequence[Trajectory]]) -> list[list[tuple[Tensor, Tensor]]]:
         """Return (log-probabilities, entropies), float32 [n - 1] each, per trajectory of n tokens, by micro-batch."""
 
-        def compute(logits_tv: Tensor, packed: LocalPack) -> Tensor:
-            entropy_t = token_entropy(logits_tv, self.groups.tp)
-            return torch.stack([token_logprobs(logits_tv, packed.batch.target_ids_T), entropy_t])
+        def compute(output: ModelOutput) -> Tensor:
+            scores = token_scores(output)
+            return torch.stack([scores.logprobs_T, scores.entropy_T])
 
-        results = self.forward_sequences(micro_batches, compute)
+        results = self.forward_sequences(micro_batches, compute, score_all=True)
         return [[(out[0, :-1], out[1, :-1]) for out in batch_results] for batch_results in results]
 
     def _gather_pack(self, x_ct: Tensor, packed: LocalPack) -> Tensor:
@@ -226,9 +259,30 @@ class MegatronModel:
         return x_cT
 
 
-def zero_loss(logits_1tv: Tensor, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
+def zero_loss(output: ModelOutput, packed: LocalPack) -> tuple[Tensor, dict[str, Tensor]]:
     """Zero loss of the empty micro-batches that pad the interleaved schedule."""
-    return logits_1tv.sum() * 0.0, {}
+    values_t = output.logprobs_T if isinstance(output, TokenScores) else output
+    return values_t.sum() * 0.0, {}
+
+
+def _model_output(model: GPTModel, output_1t: Tensor, packed: LocalPack) -> ModelOutput:
+    """Return the model's output from that of its last stage: values [1, t, 1] or hidden states [1, t or t/tp, h]."""
+    head = model.output_layer
+    if not isinstance(head, LanguageHead):
+        return output_1t[0, :, 0]
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    return head.score(output_1t.transpose(0, 1), packed.batch.target_ids_T, packed.scored_index_k, weight)
+
+
+def _masked_index(mask_t: Tensor) -> Tensor | None:
+    """Return the indices of the tokens in the mask, int64 [k]; None: all.
+
+    At least one token is scored, so that every micro-batch has a gradient of every parameter.
+    """
+    if mask_t.all():
+        return None
+    index_k = mask_t.nonzero()[:, 0]
+    return index_k if len(index_k) else torch.zeros(1, dtype=torch.int64)
 
 
 def _compute_dtype(name: str) -> torch.dtype:

@@ -22,6 +22,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+ROPE_TABLE_STEP = 1024
+"""Packs round the length of their longest sequence up to a multiple of this many tokens."""
+
 
 @dataclass(frozen=True)
 class LengthGroup:
@@ -88,25 +91,31 @@ def local_index(cu_seqlens_S: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def describe_pack(cu_seqlens_S: Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> TorchPackedSeqParams:
-    """Build the attention parameters of a pack.
+def describe_pack(
+    cu_seqlens_S: Tensor, *, cp_rank: int = 0, cp_size: int = 1, device: torch.device, for_torch: bool
+) -> TorchPackedSeqParams:
+    """Build the attention parameters of a pack on `device`.
 
     Args:
-        cu_seqlens_S: int32 [S + 1] of the full pack, on the CPU or the rank's device.
+        cu_seqlens_S: int32 [S + 1] of the full pack, on the CPU: reading it from a device would wait for the device.
+        for_torch: include the indices of torch attention, which Transformer Engine has no use for.
     """
-    bounds, device = cu_seqlens_S.tolist(), cu_seqlens_S.device
+    bounds = cu_seqlens_S.tolist()
     longest = max(b - a for a, b in pairwise(bounds))
+    # megatron-core caches a RoPE table for each of the last 32 values
+    table_length = -(-longest // ROPE_TABLE_STEP) * ROPE_TABLE_STEP
     gathered_index_T = None
-    if cp_size > 1:
+    if for_torch and cp_size > 1:
         gathered = torch.cat([local_index(cu_seqlens_S, rank, cp_size) for rank in range(cp_size)])
         gathered_index_T = gathered.argsort().to(device)
+    on_device_S = cu_seqlens_S.to(device)
     return TorchPackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_S,
-        cu_seqlens_kv=cu_seqlens_S,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        groups=_group_by_length(bounds, cp_rank, cp_size, device),
+        cu_seqlens_q=on_device_S,
+        cu_seqlens_kv=on_device_S,
+        max_seqlen_q=table_length,
+        max_seqlen_kv=table_length,
+        groups=_group_by_length(bounds, cp_rank, cp_size, device) if for_torch else (),
         gathered_index_T=gathered_index_T,
     )
 

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.trainer import ParallelConfig, RecomputeConfig
+from megarl.errors import ConfigError
 from megarl.megatron.families.architecture import ModelArchitecture
 from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
 from megarl.megatron.families.feed_forward import MixtureOfExperts, Routing
+from megarl.megatron.mcore_fields import override_model_fields
+from megarl.megatron.modeling.backend import layer_backend
 from megarl.megatron.modeling.rotary_embedding import attention_factor
-from megarl.megatron.runtime import platform
 
 
 def transformer_config(
-    architecture: ModelArchitecture, parallel: ParallelConfig, dtype: torch.dtype, recompute: RecomputeConfig
+    architecture: ModelArchitecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig,
+    megatron: MegatronConfig | None = None,
+    moe: MoeConfig | None = None,
 ) -> TransformerConfig:
-    """Return the TransformerConfig; fusions that need extra kernel packages are off."""
-    options = {
+    """Return the TransformerConfig of a model on this machine.
+
+    Raises:
+        ConfigError: `megatron` or `recompute` has fields that need Transformer Engine, which is missing.
+    """
+    megatron, moe, backend = megatron or MegatronConfig(), moe or MoeConfig(), layer_backend(architecture)
+    if not backend.has_te:
+        problems = [*megatron.find_te_problems(), *recompute.find_te_problems()]
+        if problems:
+            raise ConfigError("\n".join(problems))
+    options: dict[str, object] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.mlp.ffn_size,
@@ -33,12 +52,6 @@ def transformer_config(
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -54,13 +67,33 @@ def transformer_config(
         # megatron-core requires this dispatcher for variable lengths, in dense models too
         "moe_token_dispatcher_type": "alltoall",
     }
-    options |= _parallelism(parallel) | _recomputation(recompute)
-    options |= _moe(architecture, architecture.experts) if architecture.experts else {}
+    options |= _parallelism(parallel) | _recomputation(recompute) | backend.fusions(architecture)
+    options |= _moe(architecture, architecture.experts, moe) if architecture.experts else {}
+    options = override_model_fields(options, megatron, moe=architecture.experts is not None)
+    if "attention_backend" in options:
+        options["attention_backend"] = AttnBackend[str(options["attention_backend"])]
+    if options.get("deterministic_mode"):
+        # Transformer Engine's own switch, without which megatron-core refuses its attention
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     match architecture.attention:
         case GroupedQueryAttention() as attention:
-            return TransformerConfig(**options, **_grouped_query(architecture, attention))
+            config = TransformerConfig(**options, **_grouped_query(architecture, attention))
         case LatentAttention() as latent:
-            return MLATransformerConfig(**options, **_latent(architecture, latent))
+            config = MLATransformerConfig(**options, **_latent(architecture, latent))
+    return config
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """Return the number that the tokens of a pack, over all context-parallel ranks, need to be a multiple of."""
+    tp: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return int(config.context_parallel_size) * tp * (_fp8_rows(config) if config.fp8 else 1)
+
+
+def _fp8_rows(config: TransformerConfig) -> int:
+    """Return what the number of rows of an FP8 matrix product needs to be a multiple of, as in megatron-core."""
+    from megatron.core.fp8_utils import get_fp8_align_size
+
+    return int(get_fp8_align_size(config.fp8_recipe))
 
 
 def _keep_values(parameter: Tensor) -> Tensor:
@@ -74,6 +107,8 @@ def _parallelism(parallel: ParallelConfig) -> dict[str, object]:
         # With batched p2p, interleaved stages of variable lengths receive wrong activations.
         "overlap_p2p_comm": True,
         "batch_p2p_comm": False,
+        # megatron-core would free outputs right after the start of an overlapped send, which reads them later
+        "deallocate_pipeline_outputs": False,
     }
     return {
         "tensor_model_parallel_size": parallel.tp,
@@ -84,6 +119,7 @@ def _parallelism(parallel: ParallelConfig) -> dict[str, object]:
         "sequence_parallel": parallel.uses_sequence_parallel,
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
         "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "deallocate_pipeline_outputs": True,  # the next stage has them
         **(interleaved if parallel.vpp > 1 else {}),
     }
 
@@ -97,7 +133,7 @@ def _recomputation(recompute: RecomputeConfig) -> dict[str, object]:
         case "full":
             return {
                 "recompute_granularity": "full",
-                "recompute_method": "uniform",
+                "recompute_method": recompute.method,
                 "recompute_num_layers": recompute.layers,
             }
 
@@ -147,16 +183,15 @@ def _latent(architecture: ModelArchitecture, attention: LatentAttention) -> dict
     }
 
 
-def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts) -> dict[str, object]:
+def _moe(architecture: ModelArchitecture, experts: MixtureOfExperts, moe: MoeConfig) -> dict[str, object]:
+    balancing = "aux_loss" if moe.aux_loss_scope == "micro_batch" else "global_aux_loss"
     return {
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_layer_freq": [int(architecture.has_routed_experts(i)) for i in range(architecture.num_layers)],
-        "moe_grouped_gemm": platform.uses_transformer_engine(),
-        "moe_permute_fusion": False,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": balancing if moe.aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": moe.aux_loss_coeff,
         "moe_router_dtype": "fp32",
         **_routing(experts.routing),
         # The bias is part of the policy and stays as loaded; with the default rate every optimizer step would move it.

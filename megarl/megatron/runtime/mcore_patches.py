@@ -5,14 +5,18 @@ Each function fixes one bug and names its symptom.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def patch_missing_transformer_engine() -> None:
@@ -21,8 +25,15 @@ def patch_missing_transformer_engine() -> None:
         return
     # the router's GEMM: NameError in every MoE layer
     moe_utils.te_general_gemm = None
+    # compares the version None: TypeError in the configuration of an optimizer on the CPU
+    optimizer_config.is_te_min_version = _is_never_reached
     # treats fp8=False as fp8 enabled: NameError with selective recomputation
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def _is_never_reached(*_: object) -> bool:
+    """Answer whether a version is reached for the version of a package that is missing."""
+    return False
 
 
 def patch_expert_token_counts() -> None:
@@ -62,3 +73,40 @@ def patch_uneven_collectives() -> None:
         return torch.split(total, [int(n) for n in sizes])[group.rank()].contiguous()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+def patch_optimizer_on_host() -> None:
+    """Count all parameters as device tensors where Adam is to step a part of them on the host.
+
+    megatron-core asks `is_cuda`, finds no parameters on a device, and then misses its copies: KeyError in every step.
+    """
+    original = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def divide(optimizer: HybridDeviceOptimizer, fraction: float) -> object:
+        with _PretendDevice():
+            return original(optimizer, fraction)
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide
+
+
+class _PretendDevice(TorchFunctionMode):
+    """Makes `is_cuda` true of every tensor that was not made by `cpu()` or from one that was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_host: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
+        is_on_host = bool(args) and any(args[0] is tensor for tensor in self._on_host)
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not is_on_host
+        result = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and (is_on_host or func is torch.Tensor.cpu):
+            self._on_host.append(result)
+        return result

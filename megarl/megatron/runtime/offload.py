@@ -16,14 +16,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megarl.config.trainer import OffloadConfig
+from megarl.megatron.requests import OffloadStats as OffloadStats
 from megarl.megatron.runtime import platform
+from megarl.reshard.transfer.bucket import collect_released_memory
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -33,21 +34,6 @@ if TYPE_CHECKING:
 
 HOST_BLOCK_BYTES = 2**28
 """Size of the blocks that host memory is allocated in: torch rounds pinned allocations up to a power of two."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadStats:
-    """Bytes moved by one call, and host memory held after it."""
-
-    device_bytes: int
-    """Device memory freed by `offload` or allocated by `onload`; 0 if nothing had to move."""
-    host_bytes: int
-    """Host memory held. It is kept between phases, since pinning memory takes longer than filling it."""
-
-    def __add__(self, other: OffloadStats) -> OffloadStats:
-        return OffloadStats(
-            device_bytes=self.device_bytes + other.device_bytes, host_bytes=self.host_bytes + other.host_bytes
-        )
 
 
 class TrainerMemory:
@@ -61,7 +47,12 @@ class TrainerMemory:
         self._weight_storages, self._optimizer_storages = OffloadedTensors(), OffloadedTensors()
 
     def offload(self, kinds: OffloadConfig) -> OffloadStats:
-        """Offload the kinds of state enabled in `kinds` (resolved); no-op for state that is offloaded already."""
+        """Offload the kinds of state enabled in `kinds` (resolved); no-op for state that is offloaded already.
+
+        Also returns to the device what the process has freed before: activations, and the buckets of the last weight
+        sync.
+        """
+        collect_released_memory()  # buckets that an engine still had mapped when they were closed
         weights = list(self._model.tensors().values())
         freed = 0
         if kinds.optimizer:
@@ -70,7 +61,7 @@ class TrainerMemory:
             freed += self._gradients.free()
         if kinds.weights:
             freed += self._weight_storages.offload(weights)
-        _empty_cache()
+        platform.empty_cache()
         return self._stats(freed)
 
     def onload(self) -> OffloadStats:
@@ -87,8 +78,28 @@ class TrainerMemory:
         return OffloadStats(device_bytes=device_bytes, host_bytes=host_bytes)
 
 
+class FrozenMemory:
+    """Offloads and onloads one rank's weights of a model that is not trained."""
+
+    def __init__(self, model: MegatronModel) -> None:
+        self._model, self._storages = model, OffloadedTensors()
+
+    def offload(self) -> int:
+        """Offload the weights; no-op if they are offloaded already. Returns the bytes freed."""
+        freed = self._storages.offload(self._model.tensors().values())
+        platform.empty_cache()
+        return freed
+
+    def onload(self) -> int:
+        """Bring the weights back to the device. Returns the bytes allocated."""
+        return self._storages.onload()
+
+
 class OffloadedTensors:
-    """Copies the storages of tensors to the host and frees them on the device. Shared storages are moved once."""
+    """Copies the storages of tensors to the host and frees them on the device. Shared storages are moved once.
+
+    On the device, torch caches what is freed until `platform.empty_cache`.
+    """
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -107,7 +118,7 @@ class OffloadedTensors:
         No-op while an earlier call's storages are still offloaded.
 
         Args:
-            apart_from: tensors whose storages stay on the device, even if some of `tensors` share them.
+            exclude: tensors whose storages stay on the device, even if some of `tensors` share them.
         """
         if self._offloaded:
             return 0
@@ -206,9 +217,3 @@ def _is_on_device(tensor: Tensor) -> bool:
 def _wait_for_copies() -> None:
     if platform.is_cuda():
         torch.cuda.synchronize()
-
-
-def _empty_cache() -> None:
-    # torch caches freed memory, but the engines are other processes
-    if platform.is_cuda():
-        torch.cuda.empty_cache()

@@ -105,6 +105,8 @@ def init_parallel_state(config: ParallelConfig, *, seed: int, timeout: timedelta
             expert_model_parallel_size=config.ep,
             expert_tensor_parallel_size=config.expert_tp,
             virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+            distributed_timeout_minutes=timeout / timedelta(minutes=1),
+            create_gloo_process_groups=False,
         )
         layout.groups = ProcessGroupCollection.use_mpu_process_groups()
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

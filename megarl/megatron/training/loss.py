@@ -1,7 +1,6 @@
 """Computes a loss and its metrics from the output of the model for a micro-batch.
 
-Shapes: T tokens of this rank, v = V/tp share of the vocabulary (1 for value models). Names end in their shape:
-`logits_Tv` is [T, V/tp].
+Shapes: T tokens of this rank.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from megarl.batch.pack import PackedBatch
 from megarl.functional import Denominators, Sequences
-from megarl.megatron.losses.loss import AnyLoss, LossBatch, TokenScores, ValueHeadLoss
-from megarl.megatron.modeling.logprobs import token_entropy, token_logprobs
+from megarl.megatron.losses.loss import AnyLoss, LossBatch, ModelOutput, ValueHeadLoss, token_scores, token_values
+from megarl.megatron.requests import RATIO_MEAN, RATIO_SQUARE_MEAN, MiniBatch, TrainRequest
 from megarl.megatron.training.metric_sums import MetricSums
+from megarl.megatron.training.samples import POLICY_VERSIONS
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,15 @@ class LossComputation:
     """Global token and sequence counts of the mini-batch."""
     groups: ProcessGroupCollection
 
-    def __call__(self, logits_Tv: Tensor, pack: PackedBatch, metrics: MetricSums) -> Tensor:
-        """Return this micro-batch's share of the loss, a scalar, from logits [T, V/tp] (values [T, 1]).
-
-        Overwrites `logits_Tv`.
-        """
+    def __call__(self, scores: ModelOutput, pack: PackedBatch, metrics: MetricSums) -> Tensor:
+        """Return this micro-batch's share of the loss, a scalar, from the model's output."""
         batch = self._loss_batch(pack)
         if isinstance(self.loss, ValueHeadLoss):
-            output = self.loss(logits_Tv[:, 0], batch)
+            output = self.loss(token_values(scores), batch)
         else:
-            entropy_T = token_entropy(logits_Tv.detach(), self.groups.tp)
-            metrics.add("entropy", batch.token_mean(entropy_T))
-            output = self.loss(
-                TokenScores(logprobs_T=token_logprobs(logits_Tv, pack.target_ids_T), entropy_T=entropy_T), batch
-            )
+            tokens = token_scores(scores)
+            metrics.add("entropy", batch.token_mean(tokens.entropy_T))
+            output = self.loss(tokens, batch)
         for name, value in output.metrics.items():
             metrics.add(name, value)
         for name, value in output.maxima.items():
@@ -61,17 +56,43 @@ class LossComputation:
         return LossBatch(pack=pack, denominators=self.denominators, sequences=sequences, cp_size=cp_size)
 
 
-def add_mismatch_metrics(batch: PackedBatch, num_tokens: int, metrics: MetricSums) -> None:
+def add_mismatch_metrics(pack: PackedBatch, batch: MiniBatch, request: TrainRequest, metrics: MetricSums) -> None:
     """Add metrics of the difference between trainer and engine log-probabilities of the sampled tokens.
 
+    If tokens may be of older policies, the metrics of the mismatch are of the current policy's tokens only, and absent
+    if there are none. The difference to the older policies, which have trained since, goes into the metrics `drift/`.
+
     Args:
-        num_tokens: sampled tokens of the mini-batch on all ranks.
+        pack: a pack of the mini-batch, with the column `old_logprobs`.
     """
-    difference_T = torch.where(batch.mask_T, batch.columns["old_logprobs"] - batch.rollout_logprobs_T, 0.0)
+    versions, num_tokens, num_updates = request.versions, batch.denominators.num_tokens, len(request.mini_batches)
+    difference_T = torch.where(pack.mask_T, pack.columns["old_logprobs"] - pack.rollout_logprobs_T, 0.0)
+    if versions is None:
+        _add_differences(difference_T, pack.mask_T, num_tokens, metrics)
+        return
+    current_T = pack.mask_T & (pack.columns[POLICY_VERSIONS] == versions.current)
+    if versions.num_current_tokens:  # the metrics are means over the mini-batches
+        current = torch.where(current_T, difference_T, 0.0)
+        _add_differences(current, current_T, versions.num_current_tokens / num_updates, metrics)
+    older_T = torch.where(current_T, 0.0, difference_T)
+    metrics.add("drift/logprob_abs_mean", older_T.abs().sum() / num_tokens)
+    metrics.add("drift/kl", _k3(older_T).sum() / num_tokens)
+    ratio_T = torch.where(pack.mask_T, difference_T.exp(), 0.0)
+    metrics.add(RATIO_MEAN, ratio_T.sum() / num_tokens)
+    metrics.add(RATIO_SQUARE_MEAN, ratio_T.square().sum() / num_tokens)
+
+
+def _add_differences(difference_T: Tensor, mask_T: Tensor, num_tokens: float, metrics: MetricSums) -> None:
+    """Add the metrics of the mismatch; `num_tokens`: tokens of the mini-batch on all ranks."""
     metrics.update_max("train_infer_mismatch/logprob_abs_max", difference_T.abs().max())
+    metrics.add_values("train_infer_mismatch/logprob_abs_p99", difference_T.abs(), mask_T)
     metrics.add("train_infer_mismatch/logprob_abs_mean", difference_T.abs().sum() / num_tokens)
-    # k3 estimate of KL(rollout || trainer), Schulman 2020: e^x - 1 - x >= 0
-    metrics.add("train_infer_mismatch/kl", (difference_T.exp() - 1 - difference_T).sum() / num_tokens)
+    metrics.add("train_infer_mismatch/kl", _k3(difference_T).sum() / num_tokens)
+
+
+def _k3(difference_T: Tensor) -> Tensor:
+    """Return the k3 estimate of KL(rollout || trainer), Schulman 2020: e^x - 1 - x >= 0."""
+    return difference_T.exp() - 1 - difference_T
 
 
 def _make_all_reduce(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:

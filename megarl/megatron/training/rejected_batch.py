@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.megatron.modeling.logprobs import token_logprobs
-from megarl.megatron.modeling.megatron_model import LocalPack, MegatronModel
-from megarl.megatron.requests import MiniBatch, SampleRef
+from megarl.batch.sample_table import SampleRef
+from megarl.megatron.losses.loss import ModelOutput, token_scores, token_values
+from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.requests import MiniBatch
 from megarl.megatron.training.samples import StepSamples
 from megarl.process.atomic_files import atomic_write
 
@@ -40,13 +39,17 @@ class RejectedBatch:
 
 def write_dump(folder: Path, rejected: RejectedBatch, samples: StepSamples, model: MegatronModel) -> None:
     """Write this replica's part of the rejected batch. Collective: runs another forward pass."""
+    import pyarrow as pa  # imported here, because no training step needs it
+    import pyarrow.parquet as pq
+
     parts = [
         (number, batch, [batch.samples[i] for i in indices])
         for number, batch in rejected.batches.items()
         for indices in batch.micro_batches
     ]
     trajectories = [[samples.trajectory(ref) for ref in refs] for _, _, refs in parts]
-    outputs = model.forward_sequences(trajectories, _values if model.architecture.head == "value" else _logprobs)
+    compute = _values if model.architecture.head == "value" else _logprobs
+    outputs = model.forward_sequences(trajectories, compute, score_all=True)
     if not model.is_last_stage or model.groups.tp.rank() or model.groups.cp.rank():
         return
     column_name = f"model_{'values' if model.architecture.head == 'value' else 'logprobs'}"
@@ -98,9 +101,9 @@ def _not_finite(rows: Sequence[Mapping[str, object]]) -> Iterator[dict[str, obje
             yield {"row": number, "prompt_id": row["prompt_id"], "fields": fields}
 
 
-def _logprobs(logits_tv: Tensor, packed: LocalPack) -> Tensor:
-    return token_logprobs(logits_tv, packed.batch.target_ids_T)[None]
+def _logprobs(output: ModelOutput) -> Tensor:
+    return token_scores(output).logprobs_T[None]
 
 
-def _values(values_t1: Tensor, _: LocalPack) -> Tensor:
-    return values_t1.T
+def _values(output: ModelOutput) -> Tensor:
+    return token_values(output)[None]

@@ -1,6 +1,7 @@
 """Checks that reject updates: non-finite loss or gradient, gradient norm, log-probability mismatch.
 
-All ranks reduce the checked values first and so decide alike, before weights or optimizer state change.
+All ranks reduce the checked values first and so decide alike, before weights or optimizer state change. The decision is
+the host's, which waits for the device once for it, and once more in a step that checks the mismatch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.config.limits import LimitConfig
 from megarl.errors import LimitError
 from megarl.megatron.modeling.megatron_model import MegatronModel
-from megarl.megatron.requests import LOGPROB_MISMATCH, MISMATCH_MESSAGE, MiniBatch, TrainRequest
+from megarl.megatron.requests import MISMATCH_MESSAGE, MISMATCH_METRICS, MiniBatch, TrainRequest
 from megarl.megatron.runtime import platform
-from megarl.megatron.training.metric_sums import all_reduce_max
+from megarl.megatron.training.metric_sums import DeviceMetrics, all_reduce_max
+from megarl.megatron.training.optimizer import gradient_norm
 from megarl.megatron.training.rejected_batch import RejectedBatch, write_dump
 from megarl.megatron.training.samples import StepSamples
 
@@ -53,43 +56,67 @@ class UpdateGuard:
             out["grad_norm_max"] = self._largest_norm
         return out
 
-    def allows_step(self, mismatch: float) -> bool:
+    @property
+    def checks_mismatch(self) -> bool:
+        """Whether `allows_step` compares anything."""
+        return bool(self._mismatch_limits)
+
+    def allows_step(self, mismatch: DeviceMetrics) -> bool:
         """Return whether any update of this step may be made. Called once, before the first.
 
         Args:
-            mismatch: largest |trainer - engine| log-probability of this rank's tokens.
+            mismatch: has `MISMATCH_METRICS`, reduced over data-parallel ranks; empty except on the last pipeline stage.
 
         Raises:
-            LimitError: the mismatch exceeds its limit and the action is `stop`.
+            LimitError: the mismatch exceeds a limit whose action is `stop`.
         """
-        limit = self._request.guard.mismatch
-        if limit is None or limit.action == "warn":
+        limits = self._mismatch_limits
+        if not limits:
             return True
-        (worst,) = _all_reduce_max([mismatch])
-        text = limit.violation("logprob_abs_max", LOGPROB_MISMATCH, worst)
-        if text is None:
+        zero = torch.zeros((), dtype=torch.float64, device=platform.device())
+        names = [MISMATCH_METRICS[key] for key in limits]
+        values = torch.stack([mismatch[name] if name in mismatch.names else zero for name in names])
+        worst: list[float] = all_reduce_max(values).tolist()
+        notes = self._request.guard.mismatch_notes
+        found = {
+            key: text + notes.get(key, "")
+            for (key, limit), value in zip(limits.items(), worst, strict=True)
+            if (text := limit.violation(key, MISMATCH_METRICS[key], value)) is not None
+        }
+        if not found:
             return True
+        action: Literal["skip", "stop"] = "stop" if any(limits[key].action == "stop" for key in found) else "skip"
         batches = dict(enumerate(self._request.mini_batches))
-        rejected = RejectedBatch(reason=f"{text}: {MISMATCH_MESSAGE}", batches=batches, losses=())
-        self._reject("mismatch", limit.action, rejected, updates=len(batches) * self._request.epochs)
+        reason = f"{'; '.join(found.values())}: {MISMATCH_MESSAGE}"
+        rejected = RejectedBatch(reason=reason, batches=batches, losses=())
+        self._reject("mismatch", action, rejected, updates=len(batches) * self._request.epochs)
         return False
 
-    def allows_update(self, batch: MiniBatch, losses: Sequence[Tensor], grad_norm: float) -> bool:
-        """Return whether the step's next update may be made.
+    @property
+    def _mismatch_limits(self) -> dict[str, LimitConfig]:
+        return {key: limit for key, limit in self._request.guard.mismatch.items() if limit.action != "warn"}
+
+    def check_update(self, batch: MiniBatch, losses: Sequence[Tensor], squares: Tensor) -> float | None:
+        """Return the gradient norm if the step's next update may be made, else None.
 
         Args:
             losses: this rank's share of the loss of each micro-batch; empty except on the last pipeline stage.
-            grad_norm: gradient norm before clipping.
+            squares: `squared_norms` of the gradient before clipping.
 
         Raises:
             LimitError: the update is rejected and the action is `stop`.
         """
         number = self._attempts % len(self._request.mini_batches)
         self._attempts += 1
-        has_bad_loss = bool(losses) and not bool(torch.stack(list(losses)).isfinite().all())
-        world = dist.get_world_size()
+        world, squares = dist.get_world_size(), squares.double()
         # the maximum of world - rank identifies the lowest rank with a bad loss; 0: none
-        failed_rank_code, norm = _all_reduce_max([float(world - dist.get_rank()) if has_bad_loss else 0.0, grad_norm])
+        code = torch.zeros_like(squares[:1])
+        if losses:
+            code.masked_fill_(~torch.stack(list(losses)).isfinite().all(), world - dist.get_rank())
+        worst = all_reduce_max(torch.cat([code, squares]))
+        failed_rank_code, *norm_squares = torch.cat([worst, squares]).tolist()
+        norm = gradient_norm(norm_squares[: len(squares)])
+        grad_norm = gradient_norm(norm_squares[len(squares) :])
         if math.isfinite(norm):
             self._largest_norm = norm if self._largest_norm is None else max(norm, self._largest_norm)
         spec, description = self._request.guard, f"mini-batch {number + 1} of {len(self._request.mini_batches)}"
@@ -105,9 +132,9 @@ class UpdateGuard:
             text = spec.grad_norm.violation("grad_norm", f"grad_norm of {description}", norm)
         if text is None:
             self._norms.append(grad_norm)
-            return True
+            return grad_norm
         self._reject(reason, action, RejectedBatch(reason=text, batches={number: batch}, losses=losses))
-        return False
+        return None
 
     def _reject(
         self, reason: RejectReason, action: Literal["skip", "stop"], rejected: RejectedBatch, *, updates: int = 1
@@ -129,11 +156,5 @@ class UpdateGuard:
             write_dump(folder, rejected, self._samples, self._model)
         except OSError:  # a full disk must not hide the reason for the rejection
             failed = 1.0
-        (failed,) = _all_reduce_max([failed])
+        (failed,) = all_reduce_max(torch.tensor([failed], dtype=torch.float64, device=platform.device())).tolist()
         return f"; the batch could not be written to {folder}" if failed else f"; the batch is in {folder}"
-
-
-def _all_reduce_max(values: Sequence[float]) -> list[float]:
-    """Return the maximum of each value over all ranks; NaN wins."""
-    out: list[float] = all_reduce_max(torch.tensor(values, dtype=torch.float64, device=platform.device())).tolist()
-    return out

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import DataError
 from megarl.megatron.losses.supervised import ValueLoss
-from megarl.megatron.requests import ModelSpec, SaveRequest, TrainerSpec, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, SaveRequest, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import run_ranks
+from tests.time_limits import HANG_SECONDS
 
 LENGTHS = (5, 9, 21, 34, 40, 18)
 VOCAB = 331
@@ -340,7 +342,7 @@ def background_on_rank(path, root):
 
     def write_later(*arguments):
         if threading.current_thread() is not threading.main_thread():
-            assert go.wait(60)
+            assert go.wait(HANG_SECONDS)
         return write(*arguments)
 
     background_writer._write = write_later

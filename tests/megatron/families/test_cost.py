@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.reshard.published import DEEPSEEK_V3
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.load_architecture import load_architecture
-from tests.megatron.families.tiny import PUBLISHED_DEEPSEEK_V3
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -44,7 +44,6 @@ MIXTRAL = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
 }
-DEEPSEEK_V3 = PUBLISHED_DEEPSEEK_V3 | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
 
 
 def cost(config):

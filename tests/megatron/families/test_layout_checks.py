@@ -27,9 +27,9 @@ def problems(name, parallel=None, **options):
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
-        ("qwen3", ["core_attn", "mlp"]),
-        ("qwen3_moe", ["core_attn", "mlp", "moe"]),
-        ("deepseek_v3", ["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"]),
+        ("qwen3", ["core_attn", "layernorm", "mlp"]),
+        ("qwen3_moe", ["core_attn", "layernorm", "mlp", "moe", "moe_act"]),
+        ("deepseek_v3", ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]),
     ],
 )
 def test_recomputable_modules_of_each_model(name, modules):
@@ -39,10 +39,14 @@ def test_recomputable_modules_of_each_model(name, modules):
 
 def test_unknown_module_is_reported_with_the_available_ones():
     assert problems("qwen3", granularity="selective", modules=("core_attn", "mla_up_proj")) == [
-        "trainer.recompute.modules: no layer of Qwen3ForCausalLM has mla_up_proj, needs one of core_attn, mlp"
+        "trainer.recompute.modules: no layer of Qwen3ForCausalLM has mla_up_proj, needs one of core_attn, layernorm, "
+        "mlp"
     ]
     (problem,) = problems("qwen3_moe", granularity="selective", modules=("shared_experts",))
-    assert "no layer of Qwen3MoeForCausalLM has shared_experts, needs one of core_attn, mlp, moe" in problem
+    assert (
+        "no layer of Qwen3MoeForCausalLM has shared_experts, needs one of core_attn, layernorm, mlp, moe, moe_act"
+        in problem
+    )
 
 
 def test_recompute_layers_must_divide_every_model_chunk():
@@ -54,6 +58,7 @@ def test_recompute_layers_must_divide_every_model_chunk():
     (problem,) = problems("qwen3", {"pp": 2, "vpp": 2}, granularity="full", layers=2)
     assert problem.endswith("got 1 % 2 = 1")
     assert problems("qwen3", granularity="none", layers=3) == []
+    assert problems("qwen3", granularity="full", method="block", layers=3) == []
 
 
 def test_recompute_checks_skip_invalid_parallel_sizes():

@@ -16,7 +16,8 @@ from megarl.errors import ConfigError
 from megarl.megatron.families.family import load_family
 from megarl.megatron.families.load_architecture import load_architecture, load_architecture_and_dtype, require_family
 from megarl.megatron.families.model_folder import find_weight_problems, load_architecture_from_folder
-from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.offline.model_conversion import plan_import
 from megarl.offline.token_scoring import open_tokens
 from megarl.placement.rank_grid import RankGrid

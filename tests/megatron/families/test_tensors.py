@@ -70,6 +70,30 @@ def test_a_missing_deepseek_key_means_the_default_of_transformers(key: str) -> N
     assert load_architecture(without, origin="test") == load_architecture(stated, origin="test")
 
 
+PLAIN = {
+    "vocab_size": 331,
+    "hidden_size": 2048,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+"""The keys that every config.json needs."""
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Gemma2"])
+def test_a_missing_key_means_the_default_of_transformers(name: str, key: str) -> None:
+    import transformers
+
+    config = PLAIN | {"architectures": [f"{name}ForCausalLM"], "moe_intermediate_size": 24, "num_experts": 4}
+    loaded = getattr(transformers, f"{name}Config")(**config)
+    default = loaded.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(loaded, key, None)
+    stated = load_architecture(config | {key: default}, origin="test")
+    assert load_architecture(config, origin="test") == stated
+
+
 def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
     assert load_architecture(QWEN3_MOE, origin="test").num_experts == 8
     renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
@@ -80,7 +104,7 @@ def test_both_config_keys_for_the_number_of_experts_are_accepted() -> None:
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported are .*DeepseekV3"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config needs .* got weight_block_size None"),
         ({"attention_bias": True}, "attention_bias True is not supported; supported is False"),
         ({"hidden_act": "relu"}, "hidden_act relu is not supported; supported is silu"),
         ({"rope_interleave": False}, "rope_interleave False is not supported; supported is True"),

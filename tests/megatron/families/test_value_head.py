@@ -31,7 +31,7 @@ def test_value_model_has_score_tensor_instead_of_lm_head(name: str) -> None:
     trunk = {n: spec for n, spec in lm_tensors.items() if n != "lm_head.weight" and not n.startswith(mtp_prefixes)}
     for config in (classifier(name), CONFIGS[name]):
         value = load_architecture(config, origin="test", head="value")
-        tensors = value.tensors("bfloat16")
+        tensors = dict(value.tensors("bfloat16"))
         assert (tensors.pop("score.weight").shape, tensors) == ((1, lm.hidden_size), trunk)
         assert value.name == classifier(name)["architectures"][0]
         assert (value.head, value.tie_embeddings, value.duplicated_tensors()) == ("value", False, {})

@@ -58,23 +58,6 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3 without query latent": DEEPSEEK_V3 | {"q_lora_rank": None, "num_nextn_predict_layers": 0},
 }
-PUBLISHED_DEEPSEEK_V3 = DEEPSEEK_V3 | {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-}
-"""config.json content of DeepSeek-V3 in its published size."""
 
 
 def tiny(name: str) -> ModelArchitecture:

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainRequest, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
+from megarl.megatron.training.samples import StepSamples
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.reference import Tokens
@@ -42,6 +45,7 @@ def measure(
     recompute: dict[str, Any] | None = None,
     distributed: bool = False,
     device: str = "cpu",
+    fused_lm_head: bool | None = None,
     **parallel: Any,
 ) -> Measured:
     """Run one SFT step (mean negative log-likelihood of `sequences`) on `world` ranks of `device`."""
@@ -50,6 +54,7 @@ def measure(
         dtype=dtype,
         parallel=ParallelConfig(**parallel),
         recompute=RecomputeConfig(**(recompute or {})),
+        fused_lm_head=fused_lm_head,
     )
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=distributed)
     return run_ranks(_on_rank, world, tmp_path, spec, optimizer, sequences, max_tokens, device=device)
@@ -80,13 +85,13 @@ def _score(spec: ModelSpec, sequences: Tokens, max_tokens: int) -> dict[int, tor
 
 
 def _scores(model: Any, request: TrainRequest) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    (batch,), (payload,) = request.mini_batches, request.payloads
-    trajectories = payload.fetch()
-    scored = model.score([[trajectories[i] for i in micro_batch] for micro_batch in batch.micro_batches])
+    (batch,), samples = request.mini_batches, StepSamples.fetch(request)
+    micro_batches = [[batch.samples[i] for i in indices] for indices in batch.micro_batches]
+    scored = model.score([[samples.trajectory(ref) for ref in refs] for refs in micro_batches])
     return {
-        i: scores
-        for micro_batch, of in zip(batch.micro_batches, scored, strict=False)
-        for i, scores in zip(micro_batch, of, strict=True)
+        ref.index: scores
+        for refs, of in zip(micro_batches, scored, strict=False)
+        for ref, scores in zip(refs, of, strict=True)
     }
 
 

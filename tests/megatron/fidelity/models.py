@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.mismatch.random_model import build_random_model as build
+
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 331,
@@ -129,7 +130,7 @@ def save_model(name: str, root: Path) -> str:
     if not (folder / "model.safetensors").exists():
         build(CONFIGS[name]).save_pretrained(folder)
         if CONFIGS[name].get("num_nextn_predict_layers"):
-            _append_prediction_layer(folder / "model.safetensors", CONFIGS[name])
+            append_prediction_layer(folder / "model.safetensors", CONFIGS[name])
     return str(folder)
 
 
@@ -141,32 +142,7 @@ def save_value_model(name: str, root: Path) -> str:
     return str(folder)
 
 
-def build(config: dict[str, Any], *, values: bool = False) -> PreTrainedModel:
-    """Build a random float32 model; norms are not 1 and biases not 0, so that a missing tensor changes the results.
-
-    Args:
-        values: build a value model (one scalar per token instead of logits).
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    kind, labels = (AutoModelForSequenceClassification, {"num_labels": 1}) if values else (AutoModelForCausalLM, {})
-    model = kind.from_config(AutoConfig.for_model(**config, **labels), dtype=torch.float32)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name:
-                tensor.add_(0.3 * torch.randn_like(tensor))
-            elif name.endswith((".bias", "gate.weight", "router.weight")):
-                tensor.normal_(std=0.3)
-            elif name.endswith("e_score_correction_bias"):
-                tensor.normal_(std=0.1)
-        # transformers zeroes the padding token's row; a norm of zeros amplifies rounding a thousandfold
-        model.get_input_embeddings().weight.normal_(std=0.2)
-    return model.eval()
-
-
-def _append_prediction_layer(file: Path, config: dict[str, Any]) -> None:
+def append_prediction_layer(file: Path, config: dict[str, Any]) -> None:
     """Add a multi-token-prediction layer under its published names, since transformers does not create one."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -92,6 +92,22 @@ def test_remaining_layouts_match_one_rank(name, layout, sizes, model_folder, tmp
     check_layout(name, sizes, model_folder, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen2", "tp2"),
+        ("qwen2", "tp2 without sequence parallel"),
+        ("qwen2", "pp2"),
+        ("gemma2", "cp2"),
+        ("deepseek_v3", "pp2 vpp2"),
+    ],
+)
+def test_fused_heads_match_one_rank(name, layout, model_folder, tmp_path):
+    """Tied and untied weights, with and without a softcap of the logits; the one rank's head is not fused."""
+    sizes = (COMMON_LAYOUTS | DENSE_LAYOUTS)[layout]
+    check_layout(name, sizes | {"fused_lm_head": True}, model_folder, tmp_path)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 64, 4096], ids=["unpacked", "small packs", "one pack"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "deepseek_v3"])
 def test_packing_does_not_change_results(name, max_tokens, model_folder, tmp_path):

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, PushRequest, SyncSetup, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.planning.strategy import Sinks
+from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, measure, nll_request
 from tests.megatron.fidelity.reference import draw, score
 from tests.megatron.ranks import CollectingSink, run_ranks
@@ -30,13 +31,13 @@ def train_on_rank(path, steps):
     worker = TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=LR), optimizer_steps=steps))
     sink = CollectingSink()
     config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=200_000)
-    worker.prepare_sync(SyncSetup(config=config, sinks={0: Sinks(full_tensors=(sink,))}))
+    worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
     (request,) = split_by_dp(nll_request(SEQUENCES, 256), RankGrid())
     pushed = []
     for step in range(steps):
         worker.train_step(request)
         if step in (0, steps - 1):
-            worker.push_weights(None)
+            worker.push_weights(PushRequest(sinks={0: (sink,)}))
             pushed.append(dict(sink.tensors))
     megatron_model = worker._trainer.model
     of = {parameter.data_ptr(): parameter for chunk in megatron_model.chunks for parameter in chunk.module.parameters()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.data.preference_pairs import PreferencePair
 from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
-from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp, split_forward_by_dp
+from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
 from megarl.stages.pairwise import flatten_pairs, make_forward_request, make_pair_request
-from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
 from tests.megatron.fidelity.reference import _gradients_on_disk, _load, _logprobs, score
@@ -114,10 +113,7 @@ def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
 
     worker, rank = TrainerWorker(spec), dist.get_rank()
     grid = RankGrid.of(spec.model.parallel, dist.get_world_size())
-    fake_trainer: Any = SimpleNamespace(group=SimpleNamespace(put=LocalPayload, grid=grid))
-    forward_request = split_forward_by_dp(make_forward_request(flatten_pairs(PAIRS), fake_trainer, MAX_TOKENS), grid)[
-        rank
-    ]
+    forward_request = split_forward_by_dp(make_forward_request(flatten_pairs(PAIRS), MAX_TOKENS), grid)[rank]
     outputs = worker.scores(forward_request) if spec.model.head == "value" else worker.logprobs(forward_request)
     gradients: dict[str, torch.Tensor] = {}
     prepare = worker._trainer._optimizer.prepare_grads
@@ -128,7 +124,7 @@ def step_on_rank(spec: TrainerSpec, name: str) -> Step | None:
 
     worker._trainer._optimizer.prepare_grads = keep_gradients_then_prepare
     refs = None if spec.model.head == "value" else REF_LOGPROBS
-    request = make_pair_request(pairs_for(name), fake_trainer, LOSSES[name], max_tokens=MAX_TOKENS, ref_logprobs=refs)
+    request = make_pair_request(pairs_for(name), LOSSES[name], max_tokens=MAX_TOKENS, ref_logprobs=refs)
     stats = worker.train_step(split_by_dp(request, grid)[rank])
     gathered: list[Any] = [None] * grid.size
     dist.all_gather_object(gathered, (outputs, stats.metrics, worker._model.layout, gradients))
@@ -208,12 +204,13 @@ def average_metrics(metrics: list[dict[str, float]], loss: torch.Tensor) -> dict
 
 def check(name: str, folder: str, got: Step) -> None:
     want = reference(name, folder)
-    for actual_output, expected_output in zip(got.outputs, want.outputs, strict=True):
+    for answer, actual_output, expected_output in zip(flatten_pairs(PAIRS), got.outputs, want.outputs, strict=True):
         if isinstance(expected_output, float):
             assert actual_output == pytest.approx(expected_output, abs=TOLERANCE)
         else:
-            assert actual_output[0] == 0
-            torch.testing.assert_close(torch.from_numpy(actual_output[1:]), expected_output, rtol=0, atol=TOLERANCE)
+            sampled = torch.from_numpy(answer.loss_mask[1:])  # only these reach the language head
+            actual = torch.from_numpy(actual_output[1:])
+            torch.testing.assert_close(actual[sampled], expected_output[sampled], rtol=0, atol=TOLERANCE)
     for metric, value in want.metrics.items():
         assert got.metrics[metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
     assert got.gradients.keys() == want.gradients.keys()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
-from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import collect_gradients, measure, nll_request
 from tests.megatron.fidelity.reference import draw

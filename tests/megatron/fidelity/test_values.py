@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
-from megarl.megatron.requests import ModelSpec, TrainerSpec, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.fidelity.measure import as_trajectory, assemble, collect_gradients, nll_request, worst_gradient
 from tests.megatron.fidelity.models import CONFIGS
@@ -76,20 +77,19 @@ def step_on_rank(spec, sequences):
     trainer = MegatronTrainer(spec)
     model, grid = trainer.model, RankGrid.of(spec.model.parallel, dist.get_world_size())
     (batch,) = split_by_dp(nll_request(sequences, 256), grid)[dist.get_rank()].mini_batches
-    packs = []
-    for micro_batch in batch.micro_batches:
-        packs.append(model.pack([as_trajectory(sequences[i]) for i in micro_batch]))
-    values = values_of(model, packs, batch.micro_batches, sequences)
+    micro_batches = [[batch.samples[n].index for n in indices] for indices in batch.micro_batches]
+    packs = [model.pack([as_trajectory(sequences[i]) for i in micro_batch]) for micro_batch in micro_batches]
+    values = values_of(model, packs, micro_batches, sequences)
     weights = draw_weights(sequences)
     weights_of = {
         id(packed): weights_of_pack(packed, [weights[i] for i in micro_batch])
-        for packed, micro_batch in zip(packs, batch.micro_batches, strict=True)
+        for packed, micro_batch in zip(packs, micro_batches, strict=True)
     }
 
-    def loss(values_1t1, packed):
-        assert values_1t1.dtype == torch.float32
+    def loss(values_t, packed):
+        assert values_t.dtype == torch.float32
         # DDP averages over data-parallel ranks, but the loss is a sum
-        return (values_1t1[0, :, 0] * weights_of[id(packed)]).sum() * model.groups.dp.size(), {}
+        return (values_t * weights_of[id(packed)]).sum() * model.groups.dp.size(), {}
 
     model.forward_backward(packs, loss, ddp_chunks=trainer._ddp_chunks)
     gradients = {name: grad.clone() for name, grad in collect_gradients(trainer).items()}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
 from megarl.config.weight_sync import WeightSyncConfig
-from megarl.megatron.requests import ModelSpec, SyncSetup, TrainerSpec, split_by_dp
-from megarl.megatron.runtime.offload import OffloadedTensors
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, PushRequest, SyncSetup, TrainerSpec
+from megarl.megatron.runtime import platform
+from megarl.megatron.runtime.offload import FrozenMemory, OffloadedTensors, TrainerMemory
 from megarl.placement.rank_grid import RankGrid
-from megarl.reshard.planning.strategy import Sinks
+from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import nll_request
 from tests.megatron.fidelity.reference import draw
 from tests.megatron.ranks import CollectingSink, run_ranks
@@ -130,13 +134,13 @@ def push_on_rank(path, folder):
     grid = RankGrid(tp=2)
     received = []
     sink = CollectingSink()
-    sinks = {0: Sinks(full_tensors=(sink,))}
-    worker.prepare_sync(SyncSetup(config=WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000), sinks=sinks))
+    config = WeightSyncConfig(strategy="gather_hf", bucket_bytes=20_000)
+    worker.prepare_sync(LocalPayload(SyncSetup(config=config, senders=(0,))))
     for offloaded in (False, True):
         worker.train_step(split_by_dp(nll_request(draw(LENGTHS, 331), 64), grid)[dist.get_rank()])
         if offloaded:
             worker.offload(EVERYTHING)
-        worker.push_weights(None)
+        worker.push_weights(PushRequest(sinks={0: (sink,)}))
         received.append(dict(sink.tensors))
     held = held_tensors(worker)
     assert num_bytes(held["weights"])
@@ -184,6 +188,102 @@ def test_offloading_frees_device_memory_and_uses_pinned_host_memory():
     assert all(block.is_pinned() for block in moved._host)
     moved.onload()
     assert torch.equal(tensor, torch.arange(2**22, dtype=torch.float32, device="cuda"))
+
+
+class FakeAllocator:
+    """Pretends that CPU tensors are on a CUDA device: records calls of torch, and counts what the process reserves."""
+
+    def __init__(self, monkeypatch, tensors):
+        self.events = []
+        self.allocated = self.reserved = num_bytes(tensors)
+        record = self.events.append
+        resize = torch.UntypedStorage.resize_
+
+        def resize_storage(storage, size):
+            change = size - storage.nbytes()
+            self.allocated += change
+            self.reserved = max(self.reserved, self.allocated)  # freed memory stays reserved
+            if change:
+                record("allocate" if change > 0 else "free")
+            return resize(storage, size)
+
+        def empty_cache():
+            self.reserved = self.allocated
+            record("empty_cache")
+
+        empty, copy = torch.empty, torch.Tensor.copy_
+        monkeypatch.setattr(platform, "is_cuda", lambda: True)
+        monkeypatch.setattr(platform, "device", lambda: torch.device("cpu"))
+        monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_storage)
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **options: record("copy") or copy(*args, **options))
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+        for name in ("ipc_collect", "synchronize"):
+            monkeypatch.setattr(torch.cuda, name, lambda name=name: record(name))
+
+
+class FakeGradients:
+    """Stands in for a model chunk wrapped in megatron-core's DDP, with one gradient buffer."""
+
+    def __init__(self, num_elements):
+        self.buffers, self.expert_parallel_buffers = [SimpleNamespace(grad_data=torch.zeros(num_elements))], []
+
+    def offload_grad_buffers(self, *, empty_cache):
+        assert not empty_cache
+        self.buffers[0].grad_data.untyped_storage().resize_(0)
+
+
+def test_offloading_returns_all_memory_to_the_device(monkeypatch):
+    """Copies finish before storages are freed, and torch's cache is emptied once everything is."""
+    weight, moment = torch.arange(8.0), torch.arange(16.0)
+    optimizer = SimpleNamespace(param_groups=[{"params": [weight]}], state={weight: {"exp_avg": moment}})
+    chunk = FakeGradients(8)
+    memory = TrainerMemory(SimpleNamespace(tensors=lambda: {"weight": weight}), [chunk], optimizer)
+    device = FakeAllocator(monkeypatch, [weight, moment, chunk.buffers[0].grad_data])
+    memory.offload(EVERYTHING)
+    steps = ["copy", "synchronize", "free"]
+    assert device.events == ["ipc_collect", *steps, "free", *steps, "empty_cache"]
+    assert device.reserved == device.allocated == 0
+    device.events.clear()
+    memory.offload(EVERYTHING)
+    assert device.events == ["ipc_collect", "empty_cache"]
+
+
+def test_a_frozen_model_returns_its_memory_to_the_device(monkeypatch):
+    weight = torch.arange(8.0)
+    memory = FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+    device = FakeAllocator(monkeypatch, [weight])
+    assert memory.offload() == 32
+    assert device.events == ["copy", "synchronize", "free", "empty_cache"]
+    assert device.reserved == 0
+    assert memory.onload() == 32
+    assert device.reserved == device.allocated == 32
+    assert weight.tolist() == [*range(8)]
+
+
+@pytest.mark.gpu
+def test_an_idle_frozen_model_leaves_nothing_reserved():
+    weight = torch.arange(2**24, dtype=torch.float32, device="cuda")
+    memory = FrozenMemory(SimpleNamespace(tensors=lambda: {"weight": weight}))
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    freed = memory.offload()
+    assert freed == 2**26
+    assert before[0] - torch.cuda.memory_allocated() == freed
+    assert before[1] - torch.cuda.memory_reserved() >= freed
+    memory.onload()
+    assert torch.equal(weight, torch.arange(2**24, dtype=torch.float32, device="cuda"))
+
+
+def test_offloading_frees_what_the_last_weight_sync_has_left(monkeypatch):
+    """Buckets that an engine still had mapped when they were closed; torch's CUDA calls are faked."""
+    collected = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(True))
+    model = SimpleNamespace(tensors=dict)
+    memory = TrainerMemory(model, [], None)
+    memory.offload(OffloadConfig(optimizer=False, gradients=False, weights=False))
+    assert collected == [True]
 
 
 def test_excluded_storages_stay_and_new_storages_are_moved(device):

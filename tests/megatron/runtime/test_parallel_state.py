@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
-from megarl.megatron.requests import MiniBatch, ModelSpec, SampleRef, TrainerSpec, TrainRequest, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.ranks import run_ranks
@@ -128,3 +130,27 @@ def test_equal_layouts_share_groups_but_not_rng_states(model_folder, tmp_path):
     assert torch.equal(other, torch.rand(2))
     torch.manual_seed(4)
     assert all(torch.equal(drawn, torch.rand(2)) for drawn in draws)
+
+
+def group_timeouts(path, seconds):
+    """Return the timeout in seconds of each process group of a model by backend, and the backend of each group."""
+    import torch.distributed as dist
+
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.modeling.megatron_model import MegatronModel
+
+    parallel = ParallelConfig(tp=2, ep=2, etp=1)
+    spec = ModelSpec(model_path=path, dtype="float32", parallel=parallel, timeout_seconds=seconds, weights="none")
+    MegatronModel(spec)
+    groups = dist.distributed_c10d._world.pg_map
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    return len(groups), timeouts, set(dist.distributed_c10d._world.pg_names.values())
+
+
+def test_every_group_has_the_configured_timeout_and_no_gloo_group_is_extra(model_folder, tmp_path):
+    count, timeouts, names = run_ranks(group_timeouts, 2, tmp_path, model_folder("qwen3_moe"), 90.0)
+    assert count > 8
+    assert timeouts == {90.0}
+    assert not [name for name in names if "GLOO" in name]

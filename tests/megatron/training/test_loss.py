@@ -17,25 +17,18 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import find_algorithm
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.config.algorithms.group_baseline import CispoConfig, GmpoConfig, GrpoConfig, GspoConfig
-from megarl.config.algorithms.policy import KlLossConfig, RolloutIsConfig
+from megarl.config.algorithms.policy import DecoupledConfig, KlLossConfig, RolloutIsConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.functional.losses import Denominators
 from megarl.megatron.losses.loss import AnyLoss, ValueHeadLoss
 from megarl.megatron.losses.policy import PolicyLoss
 from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
 from megarl.megatron.losses.supervised import ImplicitPrmLoss, SftLoss, ValueLoss
-from megarl.megatron.requests import (
-    ForwardRequest,
-    MiniBatch,
-    ModelSpec,
-    SampleRef,
-    TrainerSpec,
-    TrainRequest,
-    split_by_dp,
-    split_forward_by_dp,
-)
+from megarl.megatron.request_split import split_by_dp, split_forward_by_dp
+from megarl.megatron.requests import ForwardRequest, MiniBatch, ModelSpec, TrainerSpec, TrainRequest
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.payload import LocalPayload
 from tests.megatron.fidelity.measure import assemble, collect_gradients, worst_gradient
@@ -146,6 +139,8 @@ CASES = {
         for kind in ("k2", "k3")
     },
     **{name: policy_case(grpo(rollout_is=correction)) for name, correction in CORRECTIONS.items()},
+    "decoupled": policy_case(grpo(decoupled=DecoupledConfig())),
+    "decoupled, capped": policy_case(grpo(decoupled=DecoupledConfig(behave_cap=1.05), dual_clip=1.5)),
     **{
         mode: policy_case(grpo(aggregation=mode))
         for mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -154,8 +149,14 @@ CASES = {
     "cispo": policy_case(CispoConfig(clip_ratio_high=0.2), "advantages"),
     "gmpo": policy_case(GmpoConfig(clip_log_ratio_low=0.3, clip_log_ratio_high=0.2)),
     "nll": policy_case(grpo(), nll=0.4),
+    "entropy bonus": policy_case(grpo(entropy_coefficient=0.2)),
     "all options": policy_case(
-        GspoConfig(**GSPO, kl_loss=KlLossConfig(coefficient=0.3), rollout_is=CORRECTIONS["sequence_tis"]),
+        GspoConfig(
+            **GSPO,
+            kl_loss=KlLossConfig(coefficient=0.3),
+            rollout_is=CORRECTIONS["sequence_tis"],
+            entropy_coefficient=0.1,
+        ),
         "ref_logprobs",
         nll=0.4,
     ),
@@ -303,6 +304,8 @@ class Graph:
 
     outputs: list[Tensor]
     """Language model: log-probabilities [n - 1] of tokens 1 to n - 1. Value model: values [n]."""
+    entropies: list[Tensor]
+    """Language model: entropies [n - 1] of the distributions of tokens 1 to n - 1."""
     parameters: dict[str, Tensor]
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
@@ -314,14 +317,18 @@ class Graph:
 def graph(folder: str, head: str) -> Graph:
     from transformers import AutoModelForSequenceClassification
 
+    entropies = []
     if head == "lm":
         model = _load(folder)
         outputs = [_logprobs(model, tokens) for tokens in TOKENS]
+        for tokens in TOKENS:
+            logprobs = model(torch.tensor(tokens)[None, :-1], use_cache=False).logits[0].log_softmax(-1)
+            entropies.append(-(logprobs.exp() * logprobs).sum(-1))
     else:
         model = _load(folder, AutoModelForSequenceClassification)
         hidden = (model.model(torch.tensor(tokens)[None], use_cache=False).last_hidden_state for tokens in TOKENS)
         outputs = [model.score(each)[0, :, 0] for each in hidden]
-    return Graph(outputs=outputs, parameters=dict(model.named_parameters()))
+    return Graph(outputs=outputs, entropies=entropies, parameters=dict(model.named_parameters()))
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +403,7 @@ def importance_weights_of_sequence(correction: RolloutIsConfig, old: Tensor, rol
             return torch.full_like(ratio, float(low <= mean <= high))
 
 
-def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def reference_policy_loss(case: Case, data: Data, of: Graph) -> tuple[Tensor, dict[str, float]]:
     loss: Any = case.loss
     algorithm, total = loss.algorithm, torch.zeros(())
     token_sums: dict[str, float] = {}
@@ -404,7 +411,7 @@ def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tupl
     for i in range(COUNT):
         if i == UNSAMPLED_INDEX:
             continue
-        logprobs = outputs[i][SAMPLED[i]]
+        logprobs, entropies = of.outputs[i][SAMPLED[i]], of.entropies[i][SAMPLED[i]]
         old = select_sampled(data.columns["old_logprobs"], i) if "old_logprobs" in case.columns else logprobs.detach()
         if "advantages" in case.columns:
             advantages = select_sampled(data.columns["advantages"], i)
@@ -415,10 +422,13 @@ def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tupl
         if algorithm.type in ("gspo", "gmpo"):
             ratio = (ratio.prod() ** (1 / len(ratio))).expand(len(ratio))
         token_metrics = {"policy/ratio": ratio, "policy/kl_old": (old - logprobs).detach()}
+        rollout = select_sampled([t.logprobs for t in data.trajectories], i)
+        if algorithm.type == "grpo" and algorithm.decoupled is not None:
+            weights = (old - rollout).exp().clip(max=algorithm.decoupled.behave_cap or float("inf"))
+            losses = losses * weights
+            token_metrics["correction/weight"] = weights
         if algorithm.rollout_is is not None:
-            weights = importance_weights_of_sequence(
-                algorithm.rollout_is, old, select_sampled([t.logprobs for t in data.trajectories], i)
-            )
+            weights = importance_weights_of_sequence(algorithm.rollout_is, old, rollout)
             losses = losses * weights
             token_metrics |= {"correction/weight": weights, "correction/kept": (weights > 0).float()}
         if algorithm.kl_loss is not None:
@@ -426,6 +436,8 @@ def reference_policy_loss(case: Case, data: Data, outputs: list[Tensor]) -> tupl
             kl = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[algorithm.kl_loss.kind]
             losses = losses + algorithm.kl_loss.coefficient * kl
             token_metrics["policy/kl_reference"] = kl.detach()
+        losses = losses - algorithm.entropy_coefficient * entropies
+        token_metrics["entropy"] = entropies.detach()
         match algorithm.aggregation:
             case "token-mean":
                 total = total + losses.sum() / NUM_TOKENS
@@ -474,14 +486,14 @@ def reference_implicit_prm_loss(beta: float, data: Data, outputs: list[Tensor]) 
     return torch.stack(losses).sum() / COUNT, {"accuracy": sum(right) / COUNT}
 
 
-def reference(case: Case, data: Data, outputs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def reference(case: Case, data: Data, of: Graph) -> tuple[Tensor, dict[str, float]]:
     match case.loss:
         case PolicyLoss():
-            return reference_policy_loss(case, data, outputs)
+            return reference_policy_loss(case, data, of)
         case ValueLoss(clip=clip):
-            return reference_value_loss(clip, data, outputs)
+            return reference_value_loss(clip, data, of.outputs)
         case ImplicitPrmLoss(beta=beta):
-            return reference_implicit_prm_loss(beta, data, outputs)
+            return reference_implicit_prm_loss(beta, data, of.outputs)
     raise AssertionError(case)
 
 
@@ -496,7 +508,7 @@ def test_loss_metrics_and_gradients_match_transformers(
 ) -> None:
     case, got = CASES[name], measure().steps[name]
     of = graph(folders[case.head], case.head)
-    loss, metrics = reference(case, data, of.outputs)
+    loss, metrics = reference(case, data, of)
     for metric, value in ({"loss": float(loss.detach())} | metrics).items():
         assert got.metrics[metric] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
     assert_same_gradients(got.gradients, of.gradients(loss))
@@ -551,7 +563,10 @@ def check_forward_results(got: Measured, folders: dict[str, str]) -> None:
     for i in range(COUNT):
         assert got.logprobs[i][0] == got.values[i][0] == 0
         logprobs, values = (graph(folders[head], head).outputs[i].detach() for head in ("lm", "value"))
-        torch.testing.assert_close(torch.from_numpy(got.logprobs[i][1:]), logprobs, rtol=0, atol=TOLERANCE)
+        sampled = SAMPLED[i]  # only these reach the language head
+        torch.testing.assert_close(
+            torch.from_numpy(got.logprobs[i][1:])[sampled], logprobs[sampled], rtol=0, atol=TOLERANCE
+        )
         torch.testing.assert_close(torch.from_numpy(got.values[i][1:]), values[:-1], rtol=0, atol=TOLERANCE)
         assert got.scores[i] == pytest.approx(float(values[-1]), abs=TOLERANCE)
 

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from types import MethodType
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,11 +15,12 @@ import torch
 from megarl.config.limits import LimitConfig
 from megarl.config.trainer import OptimizerConfig, ParallelConfig
 from megarl.errors import LimitError
-from megarl.megatron.requests import ModelSpec, TrainerSpec, UpdateGuardSpec, split_by_dp
-from megarl.megatron.training.metric_sums import MetricSums
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import MISMATCH_METRICS, ModelSpec, TrainerSpec, UpdateGuardSpec
+from megarl.megatron.training.metric_sums import DeviceMetrics, MetricSums, read_metrics
 from megarl.placement.rank_grid import RankGrid
 from tests.megatron.ranks import run_ranks
-from tests.megatron.training.test_trainer import HALVES, TRAJECTORIES, make_request
+from tests.megatron.training.test_trainer import ALL_INDICES, HALVES, TRAJECTORIES, make_request
 
 NAN_INDEX = 5
 """Index of the trajectory whose advantage is NaN."""
@@ -189,22 +191,23 @@ def test_grad_norm_limit_skips_only_the_violating_update(path, tmp_path):
     run_ranks(reject_by_grad_norm, 1, tmp_path, path, ParallelConfig())
 
 
-def reject_by_mismatch(path, parallel, folder):
+def reject_by_mismatch(path, parallel, folder, mini_batches):
     """Train with engine log-probabilities of -5 for all tokens, far from those of the model."""
-    request = make_request(*HALVES)
+    request, num_updates = make_request(*mini_batches), len(mini_batches)
     rank_trainer = RankTrainer(path, parallel)
     before = rank_trainer.state()
 
-    def step(dump_folder=folder, **limit):
-        return rank_trainer.step(with_guard(request, mismatch=LimitConfig(**limit), dump_folder=dump_folder))
+    def step(dump_folder=folder, key="logprob_abs_max", **limit):
+        return rank_trainer.step(with_guard(request, mismatch={key: LimitConfig(**limit)}, dump_folder=dump_folder))
 
     metrics = step(max=1e-3, action="skip")
     assert_same(rank_trainer.state(), before)
-    assert rank_trainer.trainer._scheduler.num_steps == 2
+    assert rank_trainer.trainer._scheduler.num_steps == num_updates
+    assert not metrics.keys() & {"loss", "entropy", "policy/ratio", "grad_norm"}
     if rank_trainer.trainer.model.is_last_stage:
         assert metrics["train_infer_mismatch/logprob_abs_max"] > 1e-3
         assert metrics["train_infer_mismatch/kl"] > 0
-    assert (metrics["updates"], metrics["skipped/mismatch"]) == (0, 2)
+    assert (metrics["updates"], metrics["skipped/mismatch"]) == (0, num_updates)
     with pytest.raises(LimitError) as error:
         step(max=1e-3, action="stop")
     assert_same(rank_trainer.state(), before)
@@ -212,27 +215,31 @@ def reject_by_mismatch(path, parallel, folder):
     assert str(error.value).startswith("train_infer_mismatch/logprob_abs_max = ")
     with pytest.raises(LimitError, match=r"sampled token; the batch could not be written to /dev/null/dumps/mismatch$"):
         step(dump_folder="/dev/null/dumps", max=1e-3, action="stop")
-    assert step(max=1e-3, action="warn")["updates"] == 2
-    assert step(max=1e3, action="stop")["updates"] == 2
+    for key in MISMATCH_METRICS:
+        assert step(key=key, max=1e-3, action="skip")["skipped/mismatch"] == num_updates
+    assert step(max=1e-3, action="warn")["updates"] == num_updates
+    assert step(max=1e3, action="stop")["updates"] == num_updates
 
 
-def test_logprob_mismatch_skips_all_updates_of_the_step(path, tmp_path):
+@pytest.mark.parametrize("mini_batches", [HALVES, (ALL_INDICES,)], ids=["two updates", "one update"])
+def test_logprob_mismatch_skips_all_updates_of_the_step(mini_batches, path, tmp_path):
+    """The mismatch is known after the forward passes of the first update."""
     folder = tmp_path / "dumps"
-    run_ranks(reject_by_mismatch, 2, tmp_path, path, ParallelConfig(pp=2), str(folder))
+    run_ranks(reject_by_mismatch, 2, tmp_path, path, ParallelConfig(pp=2), str(folder), mini_batches)
     (table,) = (folder / "mismatch").glob("*.parquet")
     assert len(pq.read_table(table)) == len(TRAJECTORIES)
 
 
-def update_as_megatron_core(trainer, batch, packs, loss, metrics, guard):
+def update_as_megatron_core(trainer, step, batch, packs, *, reuses_forward):
     """Update with megatron-core's own `optimizer.step()`."""
     for chunk in trainer._ddp_chunks:
         chunk.zero_grad_buffer()
     trainer._optimizer.zero_grad()
-    losses = trainer._accumulate_gradients(packs, loss, batch.denominators, metrics)
+    losses = trainer._accumulate_gradients(step, batch, packs, step.metrics, reuses_forward=reuses_forward)
     _, grad_norm, _ = trainer._optimizer.step()
-    assert guard.allows_update(batch, losses, grad_norm)
+    with patch("megarl.megatron.training.update_guard.gradient_norm", lambda squares: grad_norm):
+        assert step.guard.check_update(batch, losses, torch.zeros(1)) == grad_norm
     trainer._scheduler.step(increment=1)
-    return metrics
 
 
 def compare_with_megatron_core(path, parallel, variants):
@@ -254,6 +261,13 @@ def test_unguarded_step_is_bitwise_equal_to_megatron_core(path, tmp_path):
     run_ranks(compare_with_megatron_core, 2, tmp_path, path, ParallelConfig(), VARIANTS)
 
 
+@pytest.mark.slow
+def test_gradient_norm_of_experts_is_bitwise_equal_to_megatron_core(model_folder, tmp_path):
+    """Experts have an optimizer of their own."""
+    variants, parallel = [{"distributed": distributed} for distributed in (True, False)], ParallelConfig(ep=2)
+    run_ranks(compare_with_megatron_core, 2, tmp_path, model_folder("qwen3_moe"), parallel, variants)
+
+
 def reduce_on_rank():
     import torch.distributed as dist
 
@@ -266,11 +280,16 @@ def reduce_on_rank():
         "d": (2.0, math.inf),
     }.items():
         metrics.update_max(name, torch.tensor(values[rank]))
-    return metrics.reduce(dist.group.WORLD)
+    metrics.add("e", torch.tensor(rank + 0.5))
+    values, mask = torch.tensor([1e-3, 0.5, 1e9]), torch.tensor([True, True, rank == 1])
+    metrics.add_values("f", values, mask)
+    metrics.add_values("g", values, torch.zeros(3, dtype=torch.bool))
+    return read_metrics(metrics.reduce(dist.group.WORLD, count=2), DeviceMetrics())
 
 
 def test_maximum_over_ranks_propagates_nan(tmp_path):
     got = run_ranks(reduce_on_rank, 2, tmp_path)
     assert math.isnan(got["a"])
     assert math.isnan(got["b"])
-    assert (got["c"], got["d"]) == (-3.0, math.inf)
+    assert (got["c"], got["d"], got["e"]) == (-3.0, math.inf, 1.0)
+    assert (got["f"], got["g"]) == (math.inf, 0.0)  # quantiles above the last edge, and of nothing

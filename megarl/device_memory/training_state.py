@@ -1,0 +1,197 @@
+"""Bytes of parameters, gradients and optimizer state of a trainer rank, as megatron-core allocates them.
+
+Per parameter, in bfloat16 with gradients and optimizer state in float32 (s: ranks that share the optimizer state):
+
+                      all ranks alike    distributed optimizer
+    parameters        2                  2
+    gradients         4                  4
+    main parameters   4                  4 / s
+    Adam's moments    8                  8 / s
+                      18                 6 + 12 / s
+
+s is dp * cp, for routed experts the number of ranks that hold the same shard of the same experts. All ranks of a
+pipeline stage hold equally much; stages differ. In float32 there are no separate main parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm, prod
+
+from megarl.config.megatron import MegatronConfig
+from megarl.megatron.families.architecture import EMBEDDING, HEAD, ModelArchitecture
+from megarl.megatron.families.parameter_map import ParameterMap, local_shape
+from megarl.megatron.families.pipeline_stages import PipelineSplit, stage_layers
+from megarl.megatron.families.trainer_layouts import padded_vocab
+from megarl.placement.rank_grid import RankGrid
+
+PARAMETER_MULTIPLE, BUCKET_MULTIPLE = 64, 128
+"""With the distributed optimizer, parameters start at multiples of so many elements of megatron-core's buffers, and
+buckets end at multiples (`_ParamAndGradBuffer`)."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementBytes:
+    """Bytes per element of each kind of training state."""
+
+    parameters: int
+    gradients: int
+    main_parameters: int
+    moments: int
+    """Both of Adam's moments together."""
+
+    @classmethod
+    def of(cls, dtype: str, megatron: MegatronConfig | None = None) -> ElementBytes:
+        """Return the bytes for parameters of a dtype, `bfloat16` or `float32`.
+
+        Args:
+            megatron: fields that choose other dtypes, or keep Adam on the host; None: megarl's own.
+        """
+        megatron = megatron or MegatronConfig()
+        optimizer, size = megatron.optimizer, DTYPE_BYTES[dtype]
+        moments = sum(DTYPE_BYTES[optimizer.get(name, "float32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+        # with a part of Adam on the host, the device is planned for all of it
+        is_on_host = megatron.offloads_adam and optimizer.get("optimizer_offload_fraction", 1.0) == 1.0
+        return cls(
+            parameters=size,
+            gradients=DTYPE_BYTES["float32"] if megatron.ddp.get("grad_reduce_in_fp32", True) else size,
+            main_parameters=0 if is_on_host or dtype == "float32" else DTYPE_BYTES["float32"],
+            moments=0 if is_on_host else moments,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes that one rank holds of a model."""
+
+    parameters: int
+    gradients: int = 0
+    main_parameters: int = 0
+    moments: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return self.parameters + self.gradients + self.main_parameters + self.moments
+
+
+@dataclass(slots=True)
+class ChunkParameters:
+    """Elements of each parameter that one rank holds of a model chunk."""
+
+    dense: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)
+    """Parameters of routed experts."""
+    shared: list[int] = field(default_factory=list)
+    """A tied embedding that two pipeline stages hold: it has a bucket of its own."""
+    untrained_bytes: int = 0
+    """Tensors without gradient: MTP layers, and expert biases of routers."""
+
+
+def chunk_parameters(
+    model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, element_bytes: int
+) -> list[list[ChunkParameters]]:
+    """Return what a rank holds, indexed [stage][chunk].
+
+    Args:
+        element_bytes: bytes per element of parameters that have no dtype of their own.
+    """
+    stages = stage_layers(model.num_layers, grid.pp, split)
+    chunks = [[ChunkParameters() for _ in stage] for stage in stages]
+    chunk_of = {
+        layer: chunks[stage][number]
+        for stage, ranges in enumerate(stages)
+        for number, layers in enumerate(ranges)
+        for layer in layers
+    }
+    first, last = chunks[0][0], chunks[-1][-1]
+    tied = model.tie_embeddings and model.head == "lm"
+    for name, mapping in model.parameter_maps().items():
+        num_elements = _num_local_elements(model, name, mapping, grid)
+        match name.split("."):
+            case ["decoder", "layers", number, *_]:
+                chunk = chunk_of[int(number)]
+            case ["embedding", *_]:
+                chunk = first
+            case _:
+                chunk = last
+        if name.startswith("mtp.") or mapping.dtype is not None:
+            chunk.untrained_bytes += num_elements * (element_bytes if mapping.dtype is None else DTYPE_BYTES["float32"])
+        elif mapping.expert is not None:
+            chunk.experts += [num_elements] if num_elements else []
+        elif name in (EMBEDDING, HEAD) and tied:
+            if grid.pp > 1:
+                chunk.shared.append(num_elements)
+            elif name == EMBEDDING:
+                chunk.dense.append(num_elements)
+        else:
+            chunk.dense.append(num_elements)
+    return chunks
+
+
+def training_state(
+    model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, element: ElementBytes, *, distributed: bool
+) -> list[StateBytes]:
+    """Return the training state of a rank of each pipeline stage.
+
+    With the distributed optimizer, the optimizer state is that of a rank whose part of the buffers holds no padding;
+    others have a few kilobytes less.
+    """
+    states = []
+    for chunks in chunk_parameters(model, grid, split, element.parameters):
+        held = updated = 0  # elements on the rank, and those that its optimizer updates
+        for chunk in chunks:
+            for sizes, width in (
+                (chunk.dense, grid.dp * grid.cp),
+                (chunk.shared, grid.dp * grid.cp),
+                (chunk.experts, grid.expert_dp),
+            ):
+                elements = bucket_elements(sizes, width) if distributed else sum(sizes)
+                held += elements
+                updated += elements // width if distributed else elements
+        states.append(
+            StateBytes(
+                parameters=held * element.parameters + sum(chunk.untrained_bytes for chunk in chunks),
+                gradients=held * element.gradients,
+                main_parameters=updated * element.main_parameters,
+                moments=updated * element.moments,
+            )
+        )
+    return states
+
+
+def frozen_state(
+    model: ModelArchitecture, grid: RankGrid, split: PipelineSplit, element: ElementBytes
+) -> list[StateBytes]:
+    """Return what a rank of each pipeline stage holds of a model that is not trained."""
+    size = element.parameters
+    return [
+        StateBytes(
+            parameters=sum(
+                size * sum(chunk.dense + chunk.experts + chunk.shared) + chunk.untrained_bytes for chunk in chunks
+            )
+        )
+        for chunks in chunk_parameters(model, grid, split, size)
+    ]
+
+
+def bucket_elements(sizes: Sequence[int], width: int) -> int:
+    """Return the elements of a bucket of parameters of these sizes whose optimizer state `width` ranks share."""
+    return _round_up(sum(_round_up(n, PARAMETER_MULTIPLE) for n in sizes), lcm(BUCKET_MULTIPLE, width))
+
+
+def _num_local_elements(model: ModelArchitecture, name: str, mapping: ParameterMap, grid: RankGrid) -> int:
+    """Return the elements that a rank holds, 0 of an expert of other expert-parallel ranks than the first."""
+    if mapping.expert is not None:
+        if mapping.expert >= model.num_experts // grid.ep:
+            return 0
+        return prod(local_shape(mapping, grid.expert_tp))
+    is_padded = name == EMBEDDING or (name == HEAD and model.head == "lm")
+    return prod(local_shape(mapping, grid.tp, rows=padded_vocab(model, grid.tp) if is_padded else None))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

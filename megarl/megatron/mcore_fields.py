@@ -1,0 +1,99 @@
+"""The fields of megatron-core's configurations that megarl sets by itself, for workers and for `megarl check`.
+
+Imports neither torch nor megatron-core, because `megarl check` does without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megarl.megatron.families.attention import LatentAttention
+
+if TYPE_CHECKING:
+    from megarl.config.megatron import MegatronConfig
+    from megarl.config.trainer import OptimizerConfig
+    from megarl.megatron.families.architecture import ModelArchitecture
+
+
+def needs_torch_layers(architecture: ModelArchitecture) -> bool:
+    """Return whether Transformer Engine lacks a feature: attention softcap, or a norm after row-parallel linears."""
+    return architecture.mlp.post_norm or bool(architecture.window_sizes)
+
+
+def fusion_fields(architecture: ModelArchitecture, *, has_te: bool, has_wgrad_kernel: bool) -> dict[str, bool]:
+    """Return the fields of fused kernels: all that the model can use, none without Transformer Engine.
+
+    The RoPE kernel needs YaRN with latent attention, where megatron-core has no other. SwiGLU has a fused kernel;
+    Gemma's gated GELU, in the form that megarl uses, has none.
+
+    Args:
+        has_te: Transformer Engine's kernels can be called.
+        has_wgrad_kernel: apex's kernel that accumulates weight gradients can be imported. megatron-core's own linears,
+            such as the output layer, need it.
+    """
+    latent = isinstance(architecture.attention, LatentAttention)
+    moe = has_te and architecture.experts is not None and not needs_torch_layers(architecture)
+    return {
+        "apply_rope_fusion": has_te and (not latent or architecture.rope.rope_type == "yarn"),
+        "bias_activation_fusion": has_te and architecture.activation == "silu",
+        "bias_dropout_fusion": has_te,
+        "gradient_accumulation_fusion": has_te and has_wgrad_kernel,
+        "moe_grouped_gemm": moe,
+        "moe_permute_fusion": moe,
+        "moe_router_fusion": moe,
+    }
+
+
+def override_model_fields(fields: Mapping[str, object], megatron: MegatronConfig, *, moe: bool) -> dict[str, object]:
+    """Return `fields` of TransformerConfig with those of `trainer.megatron.model`, and those that follow from them.
+
+    Args:
+        moe: the model has experts; fields named `moe_...` are left out for models without.
+    """
+    out = dict(fields)
+    out |= {name: value for name, value in megatron.model.items() if moe or not name.startswith("moe_")}
+    if out.get("moe_router_dtype") == "fp64":
+        out["moe_router_fusion"] = False  # the kernel has no float64
+    if out.get("use_te_activation_func"):
+        out["bias_activation_fusion"] = False  # the same operation
+    if moe and out.get("fp8") is not None:
+        # each expert's tokens are padded while they are routed, not once more before each GEMM
+        out.setdefault("moe_router_padding_for_quantization", True)
+    return out
+
+
+def ddp_fields(config: OptimizerConfig, megatron: MegatronConfig) -> dict[str, object]:
+    """Return fields of DistributedDataParallelConfig: gradients in float32, without overlap."""
+    return {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "use_distributed_optimizer": config.distributed,
+        **megatron.ddp,
+    }
+
+
+def optimizer_fields(config: OptimizerConfig, megatron: MegatronConfig) -> dict[str, object]:
+    """Return fields of OptimizerConfig, with the names of dtypes: Adam with float32 main parameters and moments.
+
+    Adam on the CPU updates all parameters there, and copies gradients and parameters meanwhile.
+    """
+    fields: dict[str, object] = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.beta1,
+        "adam_beta2": config.beta2,
+        "adam_eps": config.eps,
+        "clip_grad": config.clip_grad,
+        "use_distributed_optimizer": config.distributed,
+        "overlap_param_gather": bool(megatron.ddp.get("overlap_param_gather")),
+        "use_precision_aware_optimizer": megatron.offloads_adam,  # megatron-core copies from and to bfloat16 with it
+        "store_param_remainders": False,
+        "fp8_recipe": megatron.model.get("fp8_recipe"),
+    }
+    if megatron.offloads_adam:
+        fields |= {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
+    return fields | megatron.optimizer

@@ -1,0 +1,193 @@
+"""Splits training and forward requests over data-parallel replicas.
+
+A replica is sent its own samples, and references to the payloads and columns that hold them. Its first rank fetches
+these for all of its ranks, which are sent the same request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.batch.balance import QWEN2_5_7B, SequenceCost, plan_micro_batches
+from megarl.batch.pack import padded_length
+from megarl.batch.sample_table import SampleKey, SampleTable
+from megarl.batch.whole_groups import plan_whole_groups
+from megarl.megatron.packed_samples import pack_samples
+from megarl.megatron.requests import (
+    ForwardRequest,
+    MiniBatch,
+    Payloads,
+    RequestTotals,
+    TokenColumn,
+    TrainRequest,
+    TrainStats,
+)
+from megarl.megatron.token_column import ComputedColumn, select_samples, select_values
+from megarl.placement.rank_grid import RankGrid
+from megarl.workers.dispatch import Dispatch, from_output_rank
+from megarl.workers.payload import LocalPayload, Payload, RemoteResults
+
+R = TypeVar("R")
+
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Micro-batches as indices into the samples of a request."""
+
+
+def plan_replica_micro_batches(
+    lengths: Sequence[int], grid: RankGrid, *, max_tokens: int, cost: SequenceCost
+) -> list[MicroBatches]:
+    """Plan the micro-batches of each data-parallel replica, as indices into `lengths`, in tokens."""
+    padded_N = _padded(np.array(lengths, np.int64), grid.cp)
+    return plan_replicas(padded_N.tobytes(), None, grid, max_tokens, cost)
+
+
+def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[TrainRequest]:
+    """Return one request per rank, with its replica's micro-batches: balanced by cost, equally many on every rank.
+
+    Ranks of one replica get the same object.
+    """
+    per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
+    tables = [SampleTable.of(batch.samples) for batch in request.mini_batches]
+    for batch, samples in zip(request.mini_batches, tables, strict=True):
+        plan = _plan_samples(samples, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit)
+        for batches, (own, micro_batches) in zip(per_replica, plan, strict=True):
+            batches.append(replace(batch, samples=own, micro_batches=micro_batches))
+    totals = RequestTotals(
+        num_tokens=sum(samples.num_tokens for samples in tables),
+        forward_flops=sum(cost.total_flops(samples.num_tokens_N) for samples in tables),
+    )
+    requests = []
+    for batches in per_replica:
+        keys_N2 = np.concatenate(
+            [SampleTable.of(batch.samples).keys_N2 for batch in batches] or [np.zeros((0, 2), int)]
+        )
+        columns = {name: select_values(column, keys_N2) for name, column in request.columns.items()}
+        payloads = _select_payloads(request.payloads, keys_N2)
+        requests.append(
+            replace(request, mini_batches=tuple(batches), payloads=payloads, columns=columns, totals=totals)
+        )
+    return _by_rank(requests, grid)
+
+
+def split_forward_by_dp(
+    request: ForwardRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B
+) -> list[ForwardRequest]:
+    """Return one request per rank, with its replica's micro-batches; ranks of one replica get the same object."""
+    plan = _plan_samples(SampleTable.of(request.samples), grid, request.max_tokens_per_micro_batch, cost)
+    requests = [
+        replace(
+            request, samples=own, micro_batches=micro_batches, payloads=_select_payloads(request.payloads, own.keys_N2)
+        )
+        for own, micro_batches in plan
+    ]
+    return _by_rank(requests, grid)
+
+
+def train_dispatch(cost: SequenceCost) -> Dispatch[TrainRequest, TrainStats]:
+    """Split samples over data-parallel replicas and return one rank's result, since the workers reduce the metrics."""
+    split = partial(split_by_dp, cost=cost)
+    return Dispatch(split, from_output_rank, equal_work=True, by_reference=True, prepare=pack_samples)
+
+
+def forward_dispatch(cost: SequenceCost) -> Dispatch[ForwardRequest, Mapping[SampleKey, Any]]:
+    """Split samples over data-parallel replicas and merge the results of all replicas."""
+    split = partial(split_forward_by_dp, cost=cost)
+    return Dispatch(split, _merge, equal_work=True, by_reference=True, prepare=pack_samples)
+
+
+def _merge(results: Sequence[Mapping[SampleKey, Any]], _: RankGrid) -> Mapping[SampleKey, Any]:
+    merged: dict[SampleKey, Any] = {}
+    for result in results:
+        merged.update(result)
+    return merged
+
+
+def computed_column(
+    request: ForwardRequest, results: Payload[TokenColumn], grid: RankGrid, *, cost: SequenceCost
+) -> Payload[TokenColumn]:
+    """Return the column that the replicas have computed for a forward request, each for its own samples.
+
+    Args:
+        results: of each replica; those in other processes can be fetched one by one.
+    """
+    if not isinstance(results, RemoteResults):
+        return results
+    plan = _plan_samples(SampleTable.of(request.samples), grid, request.max_tokens_per_micro_batch, cost)
+    return ComputedColumn.of(results.refs, [own.keys_N2 for own, _ in plan])
+
+
+def _plan_samples(
+    samples: SampleTable, grid: RankGrid, max_tokens: int, cost: SequenceCost, sequences_per_unit: int = 1
+) -> list[tuple[SampleTable, MicroBatches]]:
+    """Return the samples of each replica in their order, and its micro-batches as indices into them.
+
+    Units of consecutive samples share a micro-batch.
+    """
+    assert len(samples) % sequences_per_unit == 0, f"{len(samples)} % {sequences_per_unit} != 0"
+    padded_N = _padded(samples.num_tokens_N, grid.cp)
+    lengths_U = padded_N.reshape(-1, sequences_per_unit).sum(axis=1)
+    payloads_U = np.ascontiguousarray(samples.keys_N2[::sequences_per_unit, 0])
+    return [
+        _take_micro_batches(samples, units, sequences_per_unit)
+        for units in plan_replicas(lengths_U.tobytes(), payloads_U.tobytes(), grid, max_tokens, cost)
+    ]
+
+
+def _take_micro_batches(samples: SampleTable, units: MicroBatches, per_unit: int) -> tuple[SampleTable, MicroBatches]:
+    """Return the samples of these micro-batches of units, and the micro-batches as indices into them."""
+    sizes = np.array([len(of) for of in units], np.int64)
+    units_U = np.array([unit for of in units for unit in of], np.int64)
+    indices_N = (per_unit * units_U[:, None] + np.arange(per_unit)).reshape(-1)
+    own_N = np.sort(indices_N)
+    local_N = np.searchsorted(own_N, indices_N)
+    local, bounds = local_N.tolist(), [0, *(per_unit * np.cumsum(sizes)).tolist()]
+    return samples.take(own_N), tuple(tuple(local[a:b]) for a, b in pairwise(bounds))
+
+
+def _padded(lengths_N: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
+    return lengths_N if cp == 1 else np.array([padded_length(n, cp) for n in lengths_N.tolist()], np.int64)
+
+
+@lru_cache(maxsize=16)
+def plan_replicas(
+    lengths: bytes, payloads: bytes | None, grid: RankGrid, max_tokens: int, cost: SequenceCost
+) -> list[MicroBatches]:
+    """Plan micro-batches of int64 `lengths`; kept, because critics, references and the policy get the same samples.
+
+    Args:
+        payloads: payload of each, int64, of which a replica should need few; None: they have none.
+    """
+    lengths_N, plan = np.frombuffer(lengths, np.int64), None
+    if payloads is not None:
+        payloads_N, exchanges = np.frombuffer(payloads, np.int64), grid.ep > 1
+        plan = plan_whole_groups(
+            lengths_N, payloads_N, dp=grid.dp, max_tokens=max_tokens, exchanges=exchanges, cost=cost
+        )
+    plan = plan or plan_micro_batches(lengths_N, dp=grid.dp, max_tokens=max_tokens, cost=cost)
+    return [tuple(map(tuple, micro_batches)) for micro_batches in plan]
+
+
+def _select_payloads(payloads: Payloads, keys_N2: NDArray[np.int64]) -> Payloads:
+    """Return by index the payloads that hold a sample of these keys."""
+    numbers = np.unique(keys_N2[:, 0]).tolist()
+    if not any(isinstance(payloads[number], LocalPayload) for number in numbers):
+        return {number: payloads[number] for number in numbers}
+    order_N = np.lexsort((keys_N2[:, 1], keys_N2[:, 0]))
+    sorted_N2 = keys_N2[order_N]
+    numbers_P, starts_P = np.unique(sorted_N2[:, 0], return_index=True)
+    members = np.split(sorted_N2[:, 1], starts_P[1:]) if len(numbers_P) else []
+    return {
+        number: select_samples(payloads[number], indices)
+        for number, indices in zip(numbers_P.tolist(), members, strict=True)
+    }
+
+
+def _by_rank(requests: Sequence[R], grid: RankGrid) -> list[R]:
+    return [requests[grid.coordinates(rank).dp] for rank in range(grid.size)]

@@ -1,0 +1,145 @@
+"""Builds gradient buffers, optimizer and learning-rate schedule of megatron-core for one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megarl.config.megatron import MegatronConfig
+from megarl.config.trainer import OptimizerConfig
+from megarl.errors import ConfigError
+from megarl.megatron.mcore_fields import ddp_fields, optimizer_fields
+from megarl.megatron.modeling.megatron_model import MegatronModel
+from megarl.megatron.runtime import platform
+
+
+def wrap_in_ddp(
+    model: MegatronModel, config: OptimizerConfig, megatron: MegatronConfig
+) -> list[DistributedDataParallel]:
+    """Wrap the model's chunks with gradient buffers; with `overlap_grad_reduce` they are reduced during backward."""
+    # megatron-core changes the configuration that it is given
+    chunks = [
+        DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(**ddp_fields(config, megatron)),
+            chunk.module,
+            # as in Megatron-LM: only the first chunk's gradients are reduced while others are computed
+            disable_bucketing=number > 0,
+            pg_collection=model.groups,
+        )
+        for number, chunk in enumerate(model.chunks)
+    ]
+    if chunks[0].ddp_config.overlap_grad_reduce:
+        # gradients are reduced after the last micro-batch only
+        no_sync = [chunk.no_sync for chunk in chunks]
+        model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return chunks
+
+
+def optimizer_config(config: OptimizerConfig, megatron: MegatronConfig, dtype: torch.dtype) -> McoreOptimizerConfig:
+    """Return megatron-core's configuration of Adam for parameters of `dtype`.
+
+    Raises:
+        ConfigError: Adam is to run on the CPU, for which megatron-core needs 16-bit parameters.
+    """
+    if megatron.offloads_adam and dtype != torch.bfloat16:
+        raise ConfigError("trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32")
+    fields = optimizer_fields(config, megatron)
+    fields |= {name: getattr(torch, str(value)) for name, value in fields.items() if name.endswith("_dtype")}
+    return McoreOptimizerConfig(**fields, bf16=dtype == torch.bfloat16, params_dtype=dtype)
+
+
+def make_optimizer(
+    model: MegatronModel, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
+) -> ChainedOptimizer:
+    """Build Adam over the chunks' parameters."""
+    optimizer = get_megatron_optimizer(
+        optimizer_config(config, megatron, model.dtype),
+        list(chunks),
+        use_gloo_process_groups=False,
+        pg_collection=model.groups,
+    )
+    assert isinstance(optimizer, ChainedOptimizer), type(optimizer)
+    return optimizer
+
+
+def squared_norms(optimizer: ChainedOptimizer) -> Tensor:
+    """Return the squares whose sum is the square of the gradient norm, float32 [g], reduced over ranks.
+
+    There is one for each group of ranks over which optimizers reduce it. `ChainedOptimizer.get_grad_norm` computes the
+    same, and waits for the device to read each of them.
+    """
+    inner, zeros = optimizer.chained_optimizers, torch.zeros(1, dtype=torch.int, device=platform.device())
+    parts = [inner] if optimizer.grads_states_parallel_group_is_shared() else [[each] for each in inner]
+    squares = []
+    for part in parts:
+        gradients = [gradient for each in part for gradient in each.get_main_grads_for_grad_norm()]
+        norm = zeros.float()
+        if gradients:
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, zeros, [gradients], False)
+        square = norm**2.0
+        dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group())
+        squares.append(square)
+    return torch.cat(squares)
+
+
+def gradient_norm(squares: Sequence[float]) -> float:
+    """Return the gradient norm of `squared_norms`, rounded as `ChainedOptimizer.get_grad_norm` rounds it."""
+    norms = [square**0.5 for square in squares]
+    return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+
+
+def clip_gradients(optimizer: ChainedOptimizer, grad_norm: float) -> None:
+    """Clip gradients in place to the configured norm, as `ChainedOptimizer.step` does."""
+    for inner in optimizer.chained_optimizers:
+        parameters = [] if inner.is_stub_optimizer else inner.get_parameters()
+        if parameters and inner.config.clip_grad > 0:
+            clip_grads.clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=inner.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Complete the parameters after an update, where `overlap_param_gather` leaves that to the next forward pass.
+
+    Weight sync, checkpoints and offloading read parameters without a forward pass.
+    """
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+def make_scheduler(config: OptimizerConfig, optimizer: ChainedOptimizer, steps: int) -> OptimizerParamScheduler:
+    """Build the schedule of a run with `steps` updates, none of which has learning rate 0.
+
+    Update i of W warm-up steps, counted from 1, has learning rate lr * i / W; the decay begins at the next. Without
+    warm-up the first update has the peak learning rate. The decay reaches its end one update after the last.
+    """
+    first = 1 if config.warmup_steps else 0
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.decay != "constant" else config.lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(steps, config.warmup_steps) + first,
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    scheduler.step(increment=first)
+    return scheduler

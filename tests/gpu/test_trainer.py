@@ -1,0 +1,188 @@
+"""The trainer on one GPU: log-probabilities and gradients against transformers, memory, checkpoints, traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarl.config.trainer import OffloadConfig, OptimizerConfig, ParallelConfig
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, ProfileSpec, TrainerSpec
+from megarl.placement.rank_grid import RankGrid
+from tests.megatron.checkpoint.test_training_state import differences, full_state, save
+from tests.megatron.fidelity.measure import _on_rank, measure, nll_request, worst_gradient
+from tests.megatron.fidelity.models import CONFIGS
+from tests.megatron.fidelity.reference import SHORT, differentiate, draw
+from tests.megatron.ranks import run_ranks
+
+EVERYTHING = OffloadConfig(optimizer=True, gradients=True, weights=True)
+FAMILIES = ("qwen2", "qwen3 yarn", "llama3", "gemma2", "qwen3_moe", "deepseek_v3")
+DENSE = ("qwen3", "llama3", "gemma2")
+SEQUENCES = draw(SHORT, 331)
+
+MEAN_TOLERANCE = 0.03
+"""Of log-probabilities in bfloat16, as in tests/megatron/fidelity/test_precision.py."""
+MIN_COSINE = 0.999
+"""Of the gradients of dense models in bfloat16 with those in float32. Measured on a CPU: 0.9998."""
+
+
+def cosine(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """Return the cosine of all gradients, as one vector."""
+    a, b = (torch.cat([tensors[name].double().flatten() for name in sorted(want)]) for tensors in (got, want))
+    return float(a @ b / (a.norm() * b.norm()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_matches_transformers(name, model_folder, tmp_path):
+    """With torch's matrix products in float32, not TF32."""
+    folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
+    got, want = measure(folder, sequences, tmp_path, device="cuda"), differentiate(folder, sequences)
+    for i, logprobs in enumerate(want.logprobs):
+        torch.testing.assert_close(got.logprobs[i], logprobs, rtol=0, atol=1e-4)
+    difference, tensor = worst_gradient(got.gradients, want.gradients)
+    assert difference <= 1e-3, tensor
+
+
+CPU_ONCE = [pytest.param("cpu", DENSE[0], id=f"cpu-{DENSE[0]}")]
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), CPU_ONCE + [pytest.param("cuda", n, marks=pytest.mark.gpu, id=f"cuda-{n}") for n in DENSE]
+)
+def test_bfloat16_is_close_to_transformers_in_float32(where, name, model_folder, tmp_path):
+    folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
+    got = measure(folder, sequences, tmp_path, dtype="bfloat16", device=where)
+    want = differentiate(folder, sequences)
+    off = torch.cat([(got.logprobs[i] - logprobs).abs() for i, logprobs in enumerate(want.logprobs)])
+    assert 1e-4 < off.mean() < MEAN_TOLERANCE
+    assert cosine(got.gradients, want.gradients) > MIN_COSINE
+
+
+def torch_layers_on_rank(spec, optimizer, sequences, max_tokens):
+    """`measure` without Transformer Engine, where it is installed."""
+    from megarl.megatron.runtime import platform
+
+    platform.uses_transformer_engine = lambda: False
+    return _on_rank(spec, optimizer, sequences, max_tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "qwen3_moe", "deepseek_v3"])
+def test_transformer_engine_matches_torch_layers(name, model_folder, tmp_path):
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine: make setup-gpu")
+    folder, sequences = model_folder(name), draw(SHORT, CONFIGS[name]["vocab_size"])
+    engine = measure(folder, sequences, tmp_path, dtype="bfloat16", device="cuda")
+    spec = ModelSpec(model_path=folder, dtype="bfloat16", parallel=ParallelConfig())
+    optimizer = OptimizerConfig(lr=1e-3, distributed=False)
+    plain = run_ranks(torch_layers_on_rank, 1, tmp_path, spec, optimizer, sequences, 256, device="cuda")
+    assert engine.gradients.keys() == plain.gradients.keys()
+    off = torch.cat([(engine.logprobs[i] - plain.logprobs[i]).abs() for i in range(len(sequences))])
+    assert off.mean() < MEAN_TOLERANCE
+    routed = "experts" in "".join(engine.gradients)  # rounding may send tokens to other experts
+    assert cosine(engine.gradients, plain.gradients) > (0.9 if routed else MIN_COSINE)
+
+
+def make_worker(path):
+    from megarl.megatron.trainer_worker import TrainerWorker
+
+    model = ModelSpec(model_path=path, dtype="bfloat16", parallel=ParallelConfig())
+    return TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=4))
+
+
+def make_train_request():
+    (request,) = split_by_dp(nll_request(SEQUENCES, 128), RankGrid())
+    return request
+
+
+def training_tensors(worker):
+    """Return weights, main parameters and moments of the worker."""
+    optimizer = worker._trainer._optimizer
+    state = [p for group in optimizer.param_groups for p in group["params"]]
+    state += [t for _, of in optimizer.state.items() for t in of.values() if torch.is_tensor(t)]
+    return [*worker._trainer.model.tensors().values(), *state]
+
+
+def offload_on_rank(path):
+    """Return bytes allocated before, during and after an offload, bytes reported, and differing tensors.
+
+    On a GPU, torch's allocator keeps no segment without tensors during the offload.
+    """
+    worker = make_worker(path)
+    worker.train_step(make_train_request())
+    tensors = training_tensors(worker)
+    buffers = [b.grad_data for chunk in worker._trainer._ddp_chunks for b in chunk.buffers]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in [*tensors, *buffers]}
+
+    def allocated():
+        if torch.cuda.is_available():
+            return torch.cuda.memory_allocated()
+        return sum(storage.nbytes() for storage in storages.values())
+
+    before, copies = allocated(), [t.cpu().clone() for t in tensors]
+    stats = worker.offload(EVERYTHING)
+    during = allocated()
+    if torch.cuda.is_available():
+        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == torch.cuda.current_device()]
+        assert all(each["allocated_size"] > 0 for each in segments)  # empty ones went back to the device
+        assert torch.cuda.memory_reserved() == sum(each["total_size"] for each in segments)
+    worker.onload(None)
+    changed = sum(not torch.equal(t.cpu(), copy) for t, copy in zip(tensors, copies, strict=True))
+    return before, during, allocated(), stats.device_bytes, len(storages), changed
+
+
+def test_offload_returns_memory_and_is_bitwise_exact(device, model_folder, tmp_path):
+    before, during, after, freed, num_storages, changed = run_ranks(
+        offload_on_rank, 1, tmp_path, model_folder("qwen3"), device=device
+    )
+    assert changed == 0
+    assert after == before
+    # the allocator rounds each storage up to 512 bytes
+    assert 0 < freed <= before - during < freed + 512 * num_storages
+
+
+def save_on_rank(path, folder):
+    """Return the training state that is saved."""
+    worker = make_worker(path)
+    worker.train_step(make_train_request())
+    save(worker, folder)
+    return full_state(worker)
+
+
+def load_on_rank(path, folder):
+    worker = make_worker(path)
+    worker.load_training(folder)
+    loaded = full_state(worker)
+    worker.train_step(make_train_request())
+    assert differences(full_state(worker), loaded)
+    return loaded
+
+
+@pytest.mark.gpu
+def test_loaded_training_state_is_bitwise_the_saved_one_and_can_be_trained(model_folder, tmp_path):
+    arguments = (model_folder("qwen3"), str(tmp_path / "state"))
+    want = run_ranks(save_on_rank, 1, tmp_path, *arguments, device="cuda")
+    got = run_ranks(load_on_rank, 1, tmp_path, *arguments, device="cuda")
+    assert differences(got, want) == []
+
+
+def trace_on_rank(path, folder):
+    worker = make_worker(path)
+    worker.train_step(make_train_request())
+    profile = ProfileSpec(folder=folder, step=2, ranks=(0,))
+    return worker.train_step(replace(make_train_request(), profile=profile)).metrics
+
+
+@pytest.mark.gpu
+def test_a_step_reports_its_throughput_and_its_trace_has_kernels(model_folder, tmp_path, report):
+    metrics = run_ranks(trace_on_rank, 1, tmp_path, model_folder("qwen3"), str(tmp_path / "profile"), device="cuda")
+    assert metrics["throughput/tokens_per_second_per_gpu"] > 0
+    assert 0 < metrics.get("throughput/mfu", 1e-6) < 1
+    trace = json.loads(gzip.decompress((tmp_path / "profile/step-2-rank-0.json.gz").read_bytes()))
+    assert any(event.get("cat") == "kernel" for event in trace["traceEvents"])
+    lines = (f"{name}: {value:.4g}" for name, value in metrics.items() if name.startswith("throughput/"))
+    report("one training step of a tiny model", "\n".join(lines))

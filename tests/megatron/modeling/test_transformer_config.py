@@ -1,0 +1,275 @@
+"""megatron-core's configurations of every family on a pretended GPU with Transformer Engine, and without one.
+
+Expected values follow from what megatron-core's documentation says about each field. A stand-in takes the place of each
+of Transformer Engine's functions, because megatron-core refuses a fusion whose function is missing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megarl.config.megatron import MegatronConfig, MoeConfig
+from megarl.config.trainer import OptimizerConfig, ParallelConfig, RecomputeConfig
+from megarl.errors import ConfigError
+from tests.megatron.ranks import run_ranks
+
+FIELDS = (
+    "apply_rope_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "deallocate_pipeline_outputs",
+    "variable_seq_lengths",
+    "moe_token_dispatcher_type",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_padding_for_quantization",
+    "bf16",
+    "fp8",
+    "cp_comm_type",
+    "recompute_method",
+    "recompute_modules",
+)
+
+
+def describe(name: str, path: str, on_gpu: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of the three configurations, and the multiple of a pack's tokens."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+    from megarl.megatron.modeling import backend
+    from megarl.megatron.modeling.transformer_config import token_multiple, transformer_config
+
+    kernels = ("fused_permute", "fused_permute_with_probs", "fused_unpermute", "fused_sort_chunks_by_index")
+    kernels += ("fused_sort_chunks_by_index_with_probs",)
+    architecture, _ = load_architecture_and_dtype(path)
+    with (
+        patch.multiple(moe_utils, create=True, **dict.fromkeys(kernels, SimpleNamespace())),
+        patch.multiple(rope_utils, create=True, fused_apply_rotary_pos_emb_thd=SimpleNamespace()),
+        patch.object(platform, "uses_transformer_engine", lambda: on_gpu),
+        patch.object(backend, "find_spec", lambda _: SimpleNamespace()),
+        patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda _: True),
+    ):
+        config = transformer_config(
+            architecture,
+            ParallelConfig(**options.get("parallel", {})),
+            torch.bfloat16,
+            RecomputeConfig(**options.get("recompute", {})),
+            MegatronConfig(model=options.get("model", {})),
+            MoeConfig(**options.get("moe", {})),
+        )
+        te_layers = backend.layer_backend(architecture).te_layers
+    described = {field: getattr(config, field) for field in FIELDS}
+    return described | {
+        "te_layers": te_layers,
+        "attention": config.attention_backend.name,
+        "rows": token_multiple(config),
+    }
+
+
+def describe_all(cases: list[tuple[str, str, bool, dict[str, Any]]]) -> list[Any]:
+    out: list[Any] = []
+    for case in cases:
+        try:
+            out.append(describe(*case))
+        except ConfigError as error:
+            out.append(str(error))
+    return out
+
+
+ALWAYS = {
+    "deallocate_pipeline_outputs": True,  # a stage keeps only what backward needs of an output that it has sent
+    "variable_seq_lengths": True,  # stages tell each other the length of each pack
+    "moe_token_dispatcher_type": "alltoall",  # the other built-in one cannot do variable lengths
+    "bf16": True,
+    "fp8": None,
+    "rows": 1,
+}
+DENSE = {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
+NO_AUX_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}  # unless it is asked for
+MOE = dict.fromkeys(DENSE, True) | NO_AUX_LOSS
+ON = {
+    "apply_rope_fusion": True,
+    "bias_activation_fusion": True,  # SwiGLU
+    "bias_dropout_fusion": True,
+    "gradient_accumulation_fusion": True,
+    "te_layers": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": ON | DENSE,
+    "qwen3": ON | DENSE,
+    "llama3": ON | DENSE,
+    # a softcap and post-norms, which Transformer Engine lacks, and a gated GELU
+    "gemma2": ON | DENSE | {"te_layers": False, "bias_activation_fusion": False},
+    "qwen3_moe": ON | MOE,
+    "mixtral": ON | MOE,
+    "deepseek_v3": ON | MOE,
+    "deepseek_v3 without yarn": ON | MOE | {"apply_rope_fusion": False},  # megatron-core's kernel computes YaRN only
+}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
+OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # a matrix product in FP8 needs a multiple of 16 rows, on each rank
+    "fp8": ("qwen3", {"model": FP8}, {"fp8": "hybrid", "rows": 16, "moe_router_padding_for_quantization": False}),
+    "fp8 on ranks": ("qwen3", {"model": FP8, "parallel": {"tp": 2, "cp": 2}}, {"rows": 64}),
+    "mxfp8": ("qwen3", {"model": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}, {"rows": 32}),
+    "fp8 experts": ("qwen3_moe", {"model": FP8}, {"rows": 16, "moe_router_padding_for_quantization": True}),
+    # an overlapped send reads the output after its start
+    "interleaved": ("qwen3", {"parallel": {"pp": 2, "vpp": 2}}, {"deallocate_pipeline_outputs": False}),
+    "a2a": ("qwen3", {"model": {"cp_comm_type": "a2a"}, "parallel": {"cp": 2}}, {"cp_comm_type": "a2a"}),
+    "flex": (
+        "qwen3_moe",
+        {"model": {"moe_token_dispatcher_type": "flex"}, "parallel": {"ep": 2}},
+        {"moe_token_dispatcher_type": "flex"},
+    ),
+    "no experts": (
+        "qwen3",
+        {"model": {"moe_token_dispatcher_type": "flex"}},
+        {"moe_token_dispatcher_type": "alltoall"},
+    ),
+    "fused attention": ("qwen3", {"model": {"attention_backend": "fused"}}, {"attention": "fused"}),
+    "fusion off": ("qwen3", {"model": {"apply_rope_fusion": False}}, {"apply_rope_fusion": False}),
+    "fp64 router": ("qwen3_moe", {"model": {"moe_router_dtype": "fp64"}}, {"moe_router_fusion": False}),
+    "aux loss": (
+        "qwen3_moe",
+        {"moe": {"aux_loss_coeff": 0.01, "aux_loss_scope": "global_batch"}},
+        {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "global_aux_loss"},
+    ),
+    "block": (
+        "qwen3",
+        {"recompute": {"granularity": "full", "method": "block"}},
+        {"recompute_method": "block"},
+    ),
+    "moe_act": (
+        "qwen3_moe",
+        {"recompute": {"granularity": "selective", "modules": ["moe_act", "layernorm"]}},
+        {"recompute_modules": ["moe_act", "layernorm"]},
+    ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8": ({"model": FP8}, "trainer.megatron.model.fp8: hybrid needs CUDA and Transformer Engine"),
+    "recompute": (
+        {"recompute": {"granularity": "selective", "modules": ["layernorm"]}},
+        "trainer.recompute.modules: layernorm needs CUDA and Transformer Engine",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def described(model_folder: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """Descriptions of all cases, by kind and name: one process imports megatron-core for them all."""
+    names = {"deepseek_v3 without yarn": "deepseek_v3 without query latent"}
+    cases = {("gpu", name): (name, model_folder(names.get(name, name)), True, {}) for name in FAMILIES}
+    cases |= {("cpu", name): (name, model_folder(names.get(name, name)), False, {}) for name in FAMILIES}
+    cases |= {("option", case): (name, model_folder(name), True, of) for case, (name, of, _) in OPTIONS.items()}
+    cases |= {("refused", case): ("qwen3", model_folder("qwen3"), False, of) for case, (of, _) in REFUSED.items()}
+    found = run_ranks(describe_all, 1, tmp_path_factory.mktemp("configs"), list(cases.values()))
+    return dict(zip(cases, found, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_fusions_of_a_family_are_on_with_transformer_engine(
+    name: str, described: dict[tuple[str, str], Any]
+) -> None:
+    want = ALWAYS | FAMILIES[name]
+    assert {field: described["gpu", name][field] for field in want} == want
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_fusions_are_off_without_it(name: str, described: dict[tuple[str, str], Any]) -> None:
+    want = ALWAYS | dict.fromkeys((*ON, *DENSE), False)
+    assert {field: described["cpu", name][field] for field in want} == want
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_fields_of_the_configuration_win(case: str, described: dict[tuple[str, str], Any]) -> None:
+    want = OPTIONS[case][2]
+    assert {field: described["option", case][field] for field in want} == want
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fields_that_need_transformer_engine_are_refused_without_it(
+    case: str, described: dict[tuple[str, str], Any]
+) -> None:
+    assert described["refused", case] == REFUSED[case][1]
+
+
+def describe_training() -> tuple[list[Any], list[Any]]:
+    """Return DDP's and the optimizer's configuration, as they are by default and with fields set."""
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from megarl.megatron.mcore_fields import ddp_fields
+    from megarl.megatron.training.optimizer import optimizer_config
+
+    default = MegatronConfig()
+    offloaded = MegatronConfig(
+        model=FP8,
+        ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000},
+        optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "decoupled_lr": 2e-6},
+    )
+    adam = OptimizerConfig(lr=1e-6)
+    ddp = [vars(DistributedDataParallelConfig(**ddp_fields(adam, each))) for each in (default, offloaded)]
+    return ddp, [vars(optimizer_config(adam, each, torch.bfloat16)) for each in (default, offloaded)]
+
+
+def test_gradient_and_optimizer_configurations(tmp_path: Any) -> None:
+    (ddp, overlapped), (adam, offloaded) = run_ranks(describe_training, 1, tmp_path)
+
+    def check(got: dict[str, Any], want: dict[str, Any]) -> None:
+        assert {name: got[name] for name in want} == want
+
+    check(
+        ddp,
+        {
+            "grad_reduce_in_fp32": True,  # bfloat16 gradients of many micro-batches would be rounded at every addition
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+            "average_in_collective": False,
+            "check_for_nan_in_grad": False,  # the update guard does it
+            "num_distributed_optimizer_instances": 1,
+        },
+    )
+    check(overlapped, {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1000})
+    check(
+        adam,
+        {
+            "optimizer": "adam",
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "use_precision_aware_optimizer": False,
+            "main_params_dtype": torch.float32,
+            "exp_avg_dtype": torch.float32,
+            "optimizer_cpu_offload": False,
+            "overlap_param_gather": False,
+            "decoupled_weight_decay": True,
+            "fp8_recipe": None,
+        },
+    )
+    check(
+        offloaded,
+        {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "use_precision_aware_optimizer": True,  # as Megatron-LM demands
+            "use_precision_aware_optimizer_no_fp8_or_ds_fp8": True,
+            "overlap_param_gather": True,
+            "decoupled_lr": 2e-6,
+            "fp8_recipe": "blockwise",
+        },
+    )

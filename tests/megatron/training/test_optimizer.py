@@ -1,0 +1,186 @@
+"""Learning-rate schedule, and megatron-core's overlapped communication and Adam on the CPU against the plain ones."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megarl.config.megatron import MegatronConfig
+from megarl.config.trainer import OptimizerConfig, ParallelConfig
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import ModelSpec, TrainerSpec
+from megarl.placement.rank_grid import RankGrid
+from tests.megatron.ranks import run_ranks
+from tests.megatron.training.fused_adam import install
+from tests.megatron.training.test_trainer import HALVES, make_request
+
+
+def learning_rates(cases):
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.training.optimizer import make_scheduler
+
+    rates = []
+    for config, steps in cases:
+        group = {}
+        scheduler = make_scheduler(config, SimpleNamespace(param_groups=[group]), steps)
+        rates.append([])
+        for _ in range(steps):
+            rates[-1].append(group["lr"])
+            scheduler.step(increment=1)
+    return rates
+
+
+def test_no_update_has_learning_rate_zero(tmp_path):
+    warm = OptimizerConfig(lr=1.0, warmup_steps=4)
+    cases = [
+        (warm, 6),
+        (warm.model_copy(update={"decay": "linear"}), 10),
+        (OptimizerConfig(lr=1.0, decay="linear", min_lr=0.2), 4),
+        (warm, 3),
+    ]
+    constant, linear, without_warmup, short = run_ranks(learning_rates, 1, tmp_path, cases)
+    assert constant == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1])
+    assert linear == pytest.approx([0.25, 0.5, 0.75, 1, *(n / 7 for n in (6, 5, 4, 3, 2, 1))])
+    assert without_warmup == pytest.approx([1, 0.8, 0.6, 0.4])
+    assert short == pytest.approx([0.25, 0.5, 0.75])
+
+
+def train(path, parallel, dtype, megatron, steps, fused_lm_head):
+    """Take `steps` training steps of four updates each.
+
+    Returns:
+        By rank: weights, gradient norms, gradient buckets, and whether the rank's last micro-batch is empty.
+    """
+    import torch.distributed as dist
+
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.training.trainer import MegatronTrainer
+
+    model = ModelSpec(model_path=path, dtype=dtype, parallel=parallel, megatron=megatron, fused_lm_head=fused_lm_head)
+    # without clipping: the norm is summed in another order when there are several buckets
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0)
+    trainer = MegatronTrainer(TrainerSpec(model=model, optimizer=optimizer, optimizer_steps=10))
+    grid = RankGrid.of(parallel, dist.get_world_size())
+    # the last micro-batch of the second update is empty on one rank
+    request = split_by_dp(make_request(HALVES[0], range(3), max_tokens=64), grid)[dist.get_rank()]
+    request = replace(request, epochs=2)
+    norms = [trainer.train_step(request).metrics["grad_norm"] for _ in range(steps)]
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.model.tensors().items()}
+    buckets = max(len(chunk.bucket_groups) for chunk in trainer._ddp_chunks)
+    gathered = [None] * dist.get_world_size()
+    is_last_empty = not request.mini_batches[1].micro_batches[-1]
+    dist.all_gather_object(gathered, (weights, norms, buckets, is_last_empty))
+    return gathered
+
+
+OVERLAPPED = MegatronConfig(ddp={"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000})
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "fused_lm_head"),
+    [
+        # dense parameters are replicated on both ranks and experts are not: buffers of both kinds
+        ("qwen3_moe", {"ep": 2}, False),
+        # the head adds to the gradient of the tied embedding itself
+        ("qwen2", {}, True),
+    ],
+)
+def test_overlapped_communication_changes_no_weight(name, sizes, fused_lm_head, model_folder, tmp_path):
+    path, parallel = model_folder(name), ParallelConfig(**sizes)
+    results = [
+        run_ranks(train, 2, tmp_path, path, parallel, "float32", megatron, 2, fused_lm_head)
+        for megatron in (MegatronConfig(), OVERLAPPED)
+    ]
+    assert (results[0][0][2], results[1][0][2] > 3) == (1, True)
+    assert sorted(rank[3] for rank in results[1]) == [False, True]
+    for plain, overlapped in zip(*results, strict=True):
+        assert plain[1] == pytest.approx(overlapped[1], rel=1e-6)
+        assert all(torch.equal(plain[0][key], tensor) for key, tensor in overlapped[0].items())
+
+
+def train_and_resume(path, parallel, dtype, fields, folder, fused=False):
+    """Take two steps, with state offloaded between them.
+
+    Returns:
+        Weights; weights of a trainer resumed after the first step; the share of parameters stepped on the host; the
+        dtypes of the optimizer's state.
+    """
+    import torch.distributed as dist
+
+    from megarl.config.trainer import OffloadConfig
+    from megarl.megatron.requests import SaveRequest
+    from megarl.megatron.runtime import platform
+
+    platform.prepare()
+    from megarl.megatron.trainer_worker import TrainerWorker
+
+    megatron = MegatronConfig(optimizer=fields)
+    patches = ExitStack()
+    if fused:
+        install(patches)
+        patches.enter_context(patch.object(MegatronConfig, "find_te_problems", lambda _: ()))
+
+    def build():
+        model = ModelSpec(model_path=path, dtype=dtype, parallel=parallel, megatron=megatron)
+        return TrainerWorker(TrainerSpec(model=model, optimizer=OptimizerConfig(lr=1e-3), optimizer_steps=10))
+
+    def weights(worker):
+        return {name: tensor.detach().clone() for name, tensor in worker._trainer.model.tensors().items()}
+
+    first = build()
+    before = weights(first)
+    grid = RankGrid.of(parallel, dist.get_world_size())
+    request = split_by_dp(make_request(*HALVES, max_tokens=128), grid)[dist.get_rank()]
+    first.train_step(request)
+    first.begin_save(SaveRequest(folder=str(folder)))
+    first.finish_save(None)
+    first._trainer.memory.offload(OffloadConfig(optimizer=True, gradients=True))
+    first.train_step(request)
+    resumed = build()
+    resumed._trainer.checkpoint.load(folder)
+    resumed.train_step(request)
+    optimizer = first._trainer._optimizer.chained_optimizers[0].optimizer
+    on_host = sum(map(torch.numel, getattr(optimizer, "cpu_copys_map_gpu_param", {})))
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(first).items())
+    share = on_host / sum(p.numel() for p in optimizer.param_groups[0]["params"])
+    state = next(iter(optimizer.state.values()))
+    return weights(first), weights(resumed), share, {name: str(each.dtype) for name, each in state.items()}
+
+
+def test_adam_on_the_host_is_adam(model_folder, tmp_path):
+    path, results = model_folder("qwen3"), []
+    for fraction in (0.0, 1.0, 0.5):
+        fields = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction} if fraction else {}
+        folder = tmp_path / str(fraction)
+        results.append(run_ranks(train_and_resume, 2, tmp_path, path, ParallelConfig(), "bfloat16", fields, folder))
+    plain, _, share, _ = results[0]
+    assert share == 0
+    moved = max(float(tensor.float().abs().max()) for tensor in plain.values())
+    for fraction, (hosted, resumed, share, _) in zip((1.0, 0.5), results[1:], strict=True):
+        assert share == pytest.approx(fraction, abs=0.2)
+        assert all(torch.equal(hosted[name], tensor) for name, tensor in resumed.items())
+        difference = max(float((hosted[name].float() - tensor.float()).abs().max()) for name, tensor in plain.items())
+        assert difference < 2**-8 * moved
+
+
+def test_moments_in_bfloat16_are_resumed_bitwise(model_folder, tmp_path):
+    fields = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    path, folder = model_folder("qwen3"), tmp_path / "saved"
+    trained, resumed, _, dtypes = run_ranks(
+        train_and_resume, 2, tmp_path, path, ParallelConfig(), "bfloat16", fields, folder, True
+    )
+    assert dtypes == {
+        "exp_avg": "torch.bfloat16",
+        "exp_avg_sq": "torch.bfloat16",
+        "master_param": "torch.float32",
+    }
+    assert all(torch.equal(trained[name], tensor) for name, tensor in resumed.items())
