@@ -68,6 +68,10 @@ class LostEngineError(WorkerError):
     """A rollout engine has ended or hangs; its requests can be retried on another engine."""
 
 
+class OutdatedEngineError(WorkerError):
+    """A restarted engine needs weights that the trainer has already updated; it serves after the next push."""
+
+
 class HungWorkerError(WorkerError):
     """A trainer worker, rollout worker or engine did not answer within a timeout; the message names it."""
 

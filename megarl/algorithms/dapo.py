@@ -5,6 +5,8 @@ Groups with zero reward variance carry no gradient; prompts are resampled until 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from typing_extensions import override
 
@@ -12,7 +14,7 @@ from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.grpo import group_estimates
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.functional import keep_informative_groups, overlong_penalty
-from megarl.groups.rollout_group import FinishedGroup
+from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.rl_run import RLRun
 from megarl.run.rollout_batch import RolloutBatch
@@ -31,45 +33,39 @@ class Dapo(Algorithm[DapoConfig]):
         """Run the GRPO loop on informative groups only; sample up to `max_batches` batches per step to find them."""
         run.begin()
         metric = config.filter_metric or run.config.reward.eval_name
+        is_informative = partial(differs_in, metric)
         for prompts in run.steps():
-            kept: list[FinishedGroup] = []
-            sampled_values: list[float] = []
-            for attempt in range(config.max_batches):
-                batch = run.sample(run.prompts() if attempt else prompts, attempt=attempt)
-                kept += filter_informative(batch, metric)
-                sampled_values += batch.reward_term(metric)
-                if len(kept) >= config.prompts_per_step:
-                    break
+            found = run.sample_kept(prompts, is_informative, max_batches=config.max_batches)
+            batch, num_kept = found.batch, sum(map(is_informative, found.groups))
+            values = [value for sampled in found.sampled for value in sampled.reward_term(metric)]
             run.add_metrics(
                 {
-                    "dapo/batches": attempt + 1,
-                    "dapo/informative_groups": len(kept),
-                    **({SAMPLED_REWARD: sum(sampled_values) / len(sampled_values)} if sampled_values else {}),
+                    "dapo/batches": found.num_batches,
+                    "dapo/informative_groups": num_kept,
+                    **({SAMPLED_REWARD: sum(values) / len(values)} if values else {}),
                 }
             )
-            if len(kept) < config.prompts_per_step:
+            if num_kept < config.prompts_per_step:
                 run.notify(
-                    f"step {run.step}: {len(kept)} of {config.prompts_per_step} informative groups in "
+                    f"step {run.step}: {num_kept} of {config.prompts_per_step} informative groups in "
                     f"{config.max_batches} batches (algorithm.max_batches)"
                 )
-            if not kept:
-                run.finish_step(batch, None)
+            if not batch.groups:
+                run.finish_step(found.sampled[-1], None)
                 continue
-            batch = RolloutBatch(groups=kept[: config.prompts_per_step])
             apply_overlong_penalty(batch, config, run.config.rollout.max_new_tokens)
             run.add_reference_logprobs(batch)
             run.estimate(group_estimates, batch, config, run.kl_coefficient)
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
-def filter_informative(batch: RolloutBatch, metric: str) -> list[FinishedGroup]:
-    """Return the groups in which the metric differs between completions.
+def differs_in(metric: str, group: FinishedGroup) -> bool:
+    """Return whether a reward term differs between the completions of the group (arXiv 2503.14476, equation 11).
 
     Call it before the overlong penalty, which would make almost every group look informative.
     """
-    keep_N = keep_informative_groups(torch.tensor(batch.reward_term(metric)), torch.tensor(batch.group_ids))
-    offsets = batch.group_offsets
-    return [group for group, n in zip(batch.groups, offsets, strict=True) if bool(keep_N[n])]
+    values_n = torch.tensor([group.summary.trajectories[i].rewards[metric] for i in group.summary.kept])
+    return bool(keep_informative_groups(values_n, torch.zeros(len(values_n), dtype=torch.int64)).any())
 
 
 def apply_overlong_penalty(batch: RolloutBatch, algorithm: DapoConfig, max_new_tokens: int) -> None:

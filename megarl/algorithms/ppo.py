@@ -69,7 +69,7 @@ def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficie
         lam=algorithm.lam,
     )
     if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T)
+        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {"critic/explained_variance": tokens.explained_variance(values_T, returns_T)}
     return tokens.with_advantages(advantages_T, metrics, returns=returns_T)
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.dapo import SAMPLED_REWARD
 from megarl.config.algorithms.model_advantages import PrimeConfig
-from megarl.functional import prime_rewards
+from megarl.functional import prime_rewards, whiten
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.megatron.losses.supervised import ImplicitPrmLoss
 from megarl.run.rl_run import RLRun
-from megarl.run.rollout_batch import RolloutBatch
 
 
 class Prime(Algorithm[PrimeConfig]):
@@ -29,14 +30,15 @@ class Prime(Algorithm[PrimeConfig]):
         """
         run.begin()
         for prompts in run.steps():
-            sampled = run.sample(prompts)
-            batch = filter_by_accuracy(sampled, config)
+            found = run.sample_kept(prompts, partial(has_useful_accuracy, config))
+            batch = found.batch
             run.add_metrics({"prime/kept_groups": len(batch.groups)})
-            if sampled.groups:
-                run.add_metrics({SAMPLED_REWARD: sum(sampled.rewards) / len(sampled.rewards)})
+            rewards = [reward for sampled in found.sampled for reward in sampled.rewards]
+            if rewards:
+                run.add_metrics({SAMPLED_REWARD: sum(rewards) / len(rewards)})
             if not batch.groups:
                 run.notify(f"step {run.step}: no group has an accuracy between min_accuracy and max_accuracy")
-                run.finish_step(sampled, None)
+                run.finish_step(found.sampled[-1], None)
                 continue
             run.add_reference_logprobs(batch)
             batch.scalars["outcomes"] = [float(reward > 0) for reward in batch.rewards]
@@ -46,15 +48,11 @@ class Prime(Algorithm[PrimeConfig]):
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
-def filter_by_accuracy(batch: RolloutBatch, algorithm: PrimeConfig) -> RolloutBatch:
-    """Return the groups whose accuracy (share of completions with reward > 0) is within the configured limits."""
-    kept = []
-    for group in batch.groups:
-        rewards = [group.summary.trajectories[i].reward for i in group.summary.kept]
-        accuracy = sum(reward > 0 for reward in rewards) / len(rewards)
-        if algorithm.min_accuracy <= accuracy <= algorithm.max_accuracy:
-            kept.append(group)
-    return RolloutBatch(groups=kept)
+def has_useful_accuracy(algorithm: PrimeConfig, group: FinishedGroup) -> bool:
+    """Return whether the group's accuracy (share of completions with reward > 0) is within the configured limits."""
+    rewards = [group.summary.trajectories[i].reward for i in group.summary.kept]
+    accuracy = sum(reward > 0 for reward in rewards) / len(rewards)
+    return algorithm.min_accuracy <= accuracy <= algorithm.max_accuracy
 
 
 def prime_estimates(tokens: TokenBatch, algorithm: PrimeConfig) -> EstimatorOutput:
@@ -69,8 +67,9 @@ def prime_estimates(tokens: TokenBatch, algorithm: PrimeConfig) -> EstimatorOutp
         beta=algorithm.beta,
         process_coefficient=algorithm.process_coefficient,
         outcome_coefficient=algorithm.outcome_coefficient,
+        scales_process=algorithm.scale_process,
     )
+    if algorithm.whiten:
+        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     process_T = algorithm.beta * (tokens.columns["reward_logprobs"] - tokens.columns["ref_logprobs"])
-    return tokens.with_advantages(
-        torch.as_tensor(advantages_T), {"prime/process_reward": tokens.masked_mean(process_T)}
-    )
+    return tokens.with_advantages(advantages_T, {"prime/process_reward": tokens.masked_mean(process_T)})

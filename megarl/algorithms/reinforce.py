@@ -58,11 +58,19 @@ def reinforce_estimates(
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     if isinstance(algorithm, ReinforcePlusPlusConfig):
         advantages_T = reinforce_pp_advantages(
-            tokens.token_rewards(penalty_T), tokens.mask_T, tokens.cu_seqlens_N, gamma=algorithm.gamma
+            tokens.token_rewards(penalty_T),
+            tokens.mask_T,
+            tokens.cu_seqlens_N,
+            gamma=algorithm.gamma,
+            unbiased=algorithm.whiten_unbiased,
         )
     else:
         advantages_T = reinforce_pp_baseline_advantages(
-            tokens.sequence_rewards(penalty_T), tokens.group_ids_N, tokens.mask_T, tokens.cu_seqlens_N
+            tokens.sequence_rewards(penalty_T),
+            tokens.group_ids_N,
+            tokens.mask_T,
+            tokens.cu_seqlens_N,
+            unbiased=algorithm.whiten_unbiased,
         )
     return tokens.with_advantages(advantages_T, metrics)
 
@@ -77,16 +85,11 @@ class Remax(Algorithm[RemaxConfig]):
         """Run the ReMax loop: the reward of a prompt's greedy completion is the baseline of its sampled completions."""
         run.begin()
         for prompts in run.steps():
-            greedy = run.sample(prompts, greedy=True)
-            batch = run.sample(prompts)
-            greedy_rewards = {
-                group.summary.group_id: reward for group, reward in zip(greedy.groups, greedy.rewards, strict=True)
-            }
-            batch.drop_groups_except(greedy_rewards)  # the others have no baseline: their greedy reward failed
+            batch, greedy_rewards = run.sample_with_baselines(prompts)
             run.add_reference_logprobs(batch)
-            baselines = [greedy_rewards[batch.groups[group].summary.group_id] for group in batch.group_ids]
+            baselines = [greedy_rewards[group] for group in batch.group_ids]
             if greedy_rewards:
-                run.add_metrics({"remax/greedy_reward": sum(greedy.rewards) / len(greedy.rewards)})
+                run.add_metrics({"remax/greedy_reward": sum(greedy_rewards) / len(greedy_rewards)})
             run.estimate(remax_estimates, batch, config, run.kl_coefficient, baselines, outputs=("advantages",))
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 

@@ -86,7 +86,7 @@ def safe_estimates(
     cost_adv_T, cost_returns_T = estimate(costs_T, cost_values_T)
     advantages_T = safe_rlhf_advantages(reward_adv_T, cost_adv_T, multiplier=multiplier)
     if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T)
+        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {
         "critic/explained_variance": tokens.explained_variance(values_T, returns_T),
         "cost_critic/explained_variance": tokens.explained_variance(cost_values_T, cost_returns_T),

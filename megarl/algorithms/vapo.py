@@ -111,6 +111,6 @@ def vapo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: fl
         metrics["vapo/lambda"] = float(lam_N.mean())
         advantages_T, _ = gae(*gae_inputs, gamma=algorithm.gamma, lam=lam_N)
     if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T)
+        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {EXPLAINED_VARIANCE: tokens.explained_variance(values_T, returns_T)}
     return tokens.with_advantages(advantages_T, metrics, returns=returns_T)

@@ -1,7 +1,8 @@
 """Load balancing: assign sequences to data-parallel ranks and micro-batches.
 
-With expert or pipeline parallelism, ranks synchronize in every micro-batch. A step therefore takes the sum, over
-micro-batch indices, of the most expensive rank. The micro-batches of one index form a *round*:
+With expert parallelism, ranks exchange tokens in every micro-batch. A step therefore takes the sum, over micro-batch
+indices, of the most expensive rank. Without it, data-parallel ranks meet once per update, which takes as long as the
+rank with the largest total. The plan balances both. The micro-batches of one index form a *round*:
 
               rank 0    rank 1    rank 2
     round 0  [#######] [#######] [###### ]   most expensive round first
@@ -19,6 +20,7 @@ Shapes: N sequences, M micro-batches (rounds * dp); a micro-batch is a list of i
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ BALANCE_TOLERANCE = 5e-4
 
 SWAPS_PER_RANK = 4
 """Maximum number of swaps per rank and round; the first few achieve nearly all of the balance."""
+
+ANY_LENGTH = 2**62
+"""Room of an empty micro-batch, in tokens."""
 
 MICRO_BATCHES_PER_CHUNK = 16
 """Full micro-batches per replica in one request over a long list: enough to balance replicas and to fill a pipeline."""
@@ -67,6 +72,16 @@ class SequenceCost:
         pairs += self.windowed_layers * _num_attended_pairs(num_tokens, self.window)
         return 2 * (self.matmul_parameters * num_tokens + self.attention_width * pairs)
 
+    def flops_of_each(self, lengths_N: NDArray[np.int64]) -> list[int]:
+        """Return `flops` of N sequences, computed once for each length."""
+        lengths_U, inverse_N = np.unique(lengths_N, return_inverse=True)
+        by_length = [self.flops(n) for n in lengths_U.tolist()]
+        return [by_length[i] for i in inverse_N.tolist()]
+
+    def total_flops(self, lengths_N: NDArray[np.int64]) -> int:
+        """Return the sum of `flops` over N sequences."""
+        return sum(self.flops_of_each(lengths_N))
+
 
 def _num_attended_pairs(num_tokens: int, window: int) -> int:
     """Return the number of (query, key) position pairs of one layer."""
@@ -83,7 +98,7 @@ QWEN2_5_7B = SequenceCost(
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, dp: int, max_tokens: int, cost: SequenceCost = QWEN2_5_7B
+    lengths: Sequence[int] | NDArray[np.int64], *, dp: int, max_tokens: int, cost: SequenceCost = QWEN2_5_7B
 ) -> list[list[list[int]]]:
     """Return the plan `[dp][micro-batch]`: ascending indices into `lengths`, equally many micro-batches per rank.
 
@@ -97,23 +112,23 @@ def plan_micro_batches(
         cost: compute cost of a sequence by its length.
     """
     lengths_N = np.array(lengths, np.int64)
-    costs_N = np.array([cost.flops(n) for n in lengths], np.float64)
+    costs_N = np.array(cost.flops_of_each(lengths_N), np.float64)
     descending_N = np.argsort(-lengths_N, kind="stable")
-    fewest = _best_fit(lengths_N, descending_N, max_tokens)
+    fewest = best_fit(lengths_N, descending_N, max_tokens)
     rounds = max(1, -(-len(fewest) // dp))
-    targets_M = np.repeat(_cost_targets(costs_N[descending_N], rounds, dp), dp)
-    micro_batches = _fill_to_targets(lengths_N, costs_N, descending_N, targets_M, max_tokens)
+    targets_M = np.repeat(cost_targets(costs_N[descending_N], rounds, dp), dp)
+    micro_batches = fill_to_targets(lengths_N, costs_N, descending_N, targets_M, max_tokens)
     if micro_batches is None:
         micro_batches = fewest + [[] for _ in range(rounds * dp - len(fewest))]
     micro_batches = [micro_batch[::-1] for micro_batch in micro_batches]
     micro_batches.sort(key=lambda micro_batch: -costs_N[micro_batch].sum())
     for first in range(0, rounds * dp, dp):
         members = slice(first, first + dp)
-        micro_batches[members] = _balance_round(micro_batches[members], lengths_N, costs_N, max_tokens)
+        micro_batches[members] = balance_round(micro_batches[members], lengths_N, costs_N, max_tokens)
     return _assign_to_ranks(micro_batches, costs_N, dp)
 
 
-def _best_fit(lengths_N: NDArray[np.int64], descending_N: NDArray[np.intp], max_tokens: int) -> list[list[int]]:
+def best_fit(lengths_N: NDArray[np.int64], descending_N: NDArray[np.intp], max_tokens: int) -> list[list[int]]:
     """Return a small number of micro-batches that hold all sequences, by best-fit-decreasing bin packing."""
     micro_batches: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
@@ -129,7 +144,7 @@ def _best_fit(lengths_N: NDArray[np.int64], descending_N: NDArray[np.intp], max_
     return micro_batches
 
 
-def _cost_targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int) -> list[float]:
+def cost_targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int) -> list[float]:
     """Return, for each round, the target cost of each of its micro-batches."""
     left = float(descending_costs_N.sum())
     targets = []
@@ -140,7 +155,7 @@ def _cost_targets(descending_costs_N: NDArray[np.float64], rounds: int, dp: int)
     return targets
 
 
-def _fill_to_targets(
+def fill_to_targets(
     lengths_N: NDArray[np.int64],
     costs_N: NDArray[np.float64],
     descending_N: NDArray[np.intp],
@@ -149,27 +164,44 @@ def _fill_to_targets(
 ) -> list[list[int]] | None:
     """Fill micro-batches close to their target costs, longest sequence first; None if a sequence does not fit."""
     micro_batches: list[list[int]] = [[] for _ in targets_M]
-    missing_M = targets_M.copy()
-    room_M = np.full(len(targets_M), np.iinfo(np.int64).max)  # an empty micro-batch takes a sequence of any length
-    for i in descending_N.tolist():
-        m = int(np.where(room_M >= lengths_N[i], missing_M, -np.inf).argmax())
-        if room_M[m] < lengths_N[i]:
+    # heaps of (-missing cost, index, room) and, of those without room for the last sequence, (-room, index, missing)
+    roomy = [(-target, m, ANY_LENGTH) for m, target in enumerate(targets_M.tolist())]
+    full: list[tuple[int, int, float]] = []
+    heapq.heapify(roomy)
+    ordered = zip(descending_N.tolist(), lengths_N[descending_N].tolist(), costs_N[descending_N].tolist(), strict=True)
+    for i, length, cost in ordered:
+        while full and -full[0][0] >= length:
+            room, m, missing = heapq.heappop(full)
+            heapq.heappush(roomy, (-missing, m, -room))
+        while roomy and roomy[0][2] < length:
+            negative, m, space = heapq.heappop(roomy)
+            heapq.heappush(full, (-space, m, -negative))
+        if not roomy:
             return None
-        room_M[m] = (room_M[m] if micro_batches[m] else max_tokens) - lengths_N[i]
-        missing_M[m] -= costs_N[i]
+        negative, m, space = roomy[0]
+        heapq.heapreplace(roomy, (negative + cost, m, (space if micro_batches[m] else max_tokens) - length))
         micro_batches[m].append(i)
     return micro_batches
 
 
-def _balance_round(
-    micro_batches: Sequence[list[int]], lengths_N: NDArray[np.int64], costs_N: NDArray[np.float64], max_tokens: int
+def balance_round(
+    micro_batches: Sequence[list[int]],
+    lengths_N: NDArray[np.int64],
+    costs_N: NDArray[np.float64],
+    max_tokens: int,
+    tolerance: float = BALANCE_TOLERANCE,
 ) -> list[list[int]]:
-    """Return a round after swaps between its most expensive micro-batch and the cheapest one that gains from it."""
+    """Return a round after swaps between its most expensive micro-batch and the cheapest one that gains from it.
+
+    Args:
+        micro_batches: shortest sequence first.
+        tolerance: swapping ends once the most expensive one exceeds the mean by at most this fraction.
+    """
     held = [np.array(micro_batch, np.intp) for micro_batch in micro_batches]
     loads = np.array([costs_N[indices].sum() for indices in held])
     for _ in range(SWAPS_PER_RANK * len(held)):
         top = int(loads.argmax())
-        if loads[top] <= loads.mean() * (1 + BALANCE_TOLERANCE):
+        if loads[top] <= loads.mean() * (1 + tolerance):
             break
         for other in np.argsort(loads, kind="stable").tolist():
             room = max_tokens - int(lengths_N[held[other]].sum())

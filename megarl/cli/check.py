@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from megarl.cli.options import add_config_options
 from megarl.config import STAGES, dump_config, load_config
 from megarl.config.import_path import recorded_imports
-from megarl.config.placement import PlacementConfig
+from megarl.config.limits import describe_auto, describe_healthy
+from megarl.config.run import RunConfig, StageConfig
 from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
-from megarl.preflight.model_checks import find_model_notices
+from megarl.preflight.machine_checks import find_device
+from megarl.preflight.model_checks import describe_trainer, find_model_notices
 from megarl.preflight.run_checks import check_or_raise
+from megarl.preflight.schedule_checks import find_schedule_notices
+from megarl.preflight.tiny_model import will_write_model
+from megarl.preflight.weight_sync_checks import find_weight_sync_notices
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `CONFIG [--set KEY=VALUE ...] [--stage train|sft|rm|dpo]`, and the nodes and time limit of a job."""
+    """Declare `CONFIG [--set KEY=VALUE ...] [--stage ...] [--gpu NAME]`, and the nodes and time limit of a job."""
     add_config_options(parser)
     parser.epilog = (
         "No process is started, but modules that CONFIG names by import path (package.module:name), such as reward "
@@ -30,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names each of them."
     )
     parser.add_argument("--stage", choices=tuple(STAGES), default="train", help="command that CONFIG is for")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="check and print what each phase takes of the memory of such GPUs: h100-80, ..."
+    )
     job = parser.add_argument_group("for a job on other nodes; of a heterogeneous job, one number per component")
     job.add_argument("--nodes", type=int, nargs="+", metavar="N", help="number of nodes")
     job.add_argument("--gpus-per-node", type=int, nargs="+", metavar="N", help="GPUs per node")
@@ -56,16 +64,34 @@ def run(args: argparse.Namespace) -> int:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
             config = with_local_models(config)
             check_or_raise(config, nodes)
+            memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:
             for key, path in imported.items():
                 print(f"# imported {path.partition(':')[0]} for {key}: {path}")
     print(dump_config(config), end="")
-    for line in _describe_pools(config.placement, nodes) if nodes else ():
+    device = find_device(config.placement, nodes)
+    for line in describe_trainer(config, device):
         print(f"# {line}")
-    for notice in find_model_notices(config):
+    limits = _describe_limits(config, device) if isinstance(config, RunConfig) and device is not None else []
+    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory]:
+        print(f"# {line}")
+    notices = find_weight_sync_notices(config, device)
+    schedule = find_schedule_notices(config) if isinstance(config, RunConfig) else ()
+    for notice in (*find_model_notices(config), *notices, *schedule):
         print(f"# {notice}")
     print(f"# ok: no problems found for megarl {args.stage}")
     return 0
+
+
+def _describe_limits(config: RunConfig, device: str) -> list[str]:
+    """Return one line per limit of the difference between trainer and engines, with values measured in the demo."""
+    dtype = config.model.resolved_dtype(device)
+    auto, lines = config.limits.auto_keys, []
+    for key, limit in config.limits.resolved(dtype).mismatch.items():
+        rule = describe_auto(key, dtype) if key in auto else f"{limit.max:g}" if limit.max is not None else ""
+        healthy = describe_healthy(key, dtype)
+        lines += [f"limits.{key}: {rule}{healthy and f' ({healthy})'}"] if rule else []
+    return lines
 
 
 def _planned_nodes(args: argparse.Namespace) -> list[ClusterNode] | None:
@@ -89,8 +115,28 @@ def _planned_nodes(args: argparse.Namespace) -> list[ClusterNode] | None:
     return planned_nodes(args.nodes, gpus=args.gpus_per_node or none, cpus=args.cpus_per_node or none)
 
 
-def _describe_pools(placement: PlacementConfig, nodes: Sequence[ClusterNode]) -> list[str]:
-    """Return one line per pool with its nodes, and one for idle slots."""
+def _describe_memory(config: StageConfig, gpu: str) -> list[str]:
+    """Return the tables of GPU memory.
+
+    Raises:
+        ConfigError: a phase does not fit.
+    """
+    # imports the messages of a run, and with them Ray
+    from megarl.offline.memory_report import describe_memory, find_memory_problems, report_memory
+
+    if will_write_model(config):
+        raise ConfigError(f"--gpu: needs the model in model.path, {config.model.path} has not been written yet")
+    reports = report_memory(config, gpu)
+    lines = [line for report in reports for line in describe_memory(report)]
+    if problems := [*find_memory_problems(config, reports)]:
+        print("".join(f"# {line}\n" for line in lines), end="")
+        raise ConfigError("\n".join(problems))
+    return lines
+
+
+def _describe_pools(config: StageConfig, nodes: Sequence[ClusterNode]) -> list[str]:
+    """Return one line per pool with its nodes, one per engine that spans nodes, and one for idle slots."""
+    placement = config.placement
     device = resolve_device(placement, nodes)
     unit = "GPUs" if device == "cuda" else "CPU slots"
     chosen = assign_nodes(placement.all_pools, nodes, device)
@@ -98,5 +144,10 @@ def _describe_pools(placement: PlacementConfig, nodes: Sequence[ClusterNode]) ->
     for name, pool in placement.all_pools.items():
         hostnames = " ".join(node.hostname for node in chosen[name])
         lines.append(f"pool {name}: {pool.slots_per_node} {unit} on each of {hostnames}")
+    if isinstance(config, RunConfig) and (spanned := config.nodes_per_engine) > 1:
+        hosts = chosen[placement.rollout.pool]
+        for replica in range(config.rollout.replicas):
+            names = " ".join(node.hostname for node in hosts[replica * spanned : (replica + 1) * spanned])
+            lines.append(f"engine {replica}: tensor-parallel ranks 0 to {config.rollout.tp - 1} on {names}, in order")
     idle = sum(node.slots(device) for node in nodes) - placement.total_slots
     return [*lines, f"idle: {idle} {unit}"] if idle else lines

@@ -202,8 +202,8 @@ def _choose_components(packages: dict[str, str | None], gpu: bool) -> tuple[Choi
         ),
         Choice(
             what="kernels",
-            uses="torch",
-            otherwise="torch on every machine: megarl has no kernels of its own",
+            uses="Triton" if gpu and packages["triton"] else "torch",
+            otherwise="Triton, with a GPU and triton",
         ),
     )
 

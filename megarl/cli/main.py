@@ -25,6 +25,7 @@ SUMMARIES = {
     "dpo": "train a policy by direct preference optimization",
     "eval": "evaluate a model on held-out prompts",
     "score": "compute log-probabilities and entropies of given tokens",
+    "replay": "train again on the rollouts of a run's journal, and compare the checkpoints",
     "convert": "convert a model between Hugging Face and Megatron formats",
     "checkpoint": "list, verify or remove the checkpoints of a run",
     "check": "check a configuration without starting a process",

@@ -98,7 +98,7 @@ def _print_table(explained: Sequence[tuple[str, Explanation]]) -> None:
         "MB = 10^6 bytes"
     )
     headings = ["strategy", "MB total", "in max", "in mean", "in bound", "of model", "cross node", "node max"]
-    headings += ["node bound", "peak extra", "messages", "plan s", "cached s"]
+    headings += ["node bound", "peak extra", "messages", "NCCL", "plan s", "cached s"]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
@@ -108,7 +108,13 @@ def _print_table(explained: Sequence[tuple[str, Explanation]]) -> None:
     for name, each in explained:
         if each.machines_per_tensor_group > 1:
             machines = each.machines_per_tensor_group
-            out.print(f"{name}: tensor-parallel ranks of an engine are on {machines} nodes; a run needs them on one")
+            out.print(
+                f"{name}: tensor-parallel ranks of an engine are on {machines} nodes; only engines with a pool of "
+                "their own (placement.rollout.pool) may span nodes"
+            )
+        if each.stalls:
+            more = f" (and {len(each.stalls) - 1} more)" if len(each.stalls) > 1 else ""
+            out.print(f"{name}: the sync would hang over NCCL: {each.stalls[0]}{more}")
         if each.report.messages is None:
             busiest = each.busiest_rank_stats
             out.print(
@@ -127,6 +133,7 @@ def _format_cells(each: Explanation) -> list[str]:
         f"{each.fraction_in_max:.4f}",
         *map(_megabytes, nodes),
         "-" if r.messages is None else str(r.messages),
+        "-" if each.stalls is None else "stalls" if each.stalls else "ok",
         f"{r.plan_seconds_cold:.3f}",
         f"{r.plan_seconds_cached:.4f}",
     ]

@@ -31,5 +31,9 @@ class CheckpointConfig(Section):
     hf: bool = False
     """Also write the model in Hugging Face format, to the checkpoint's folder `hf`. Training waits for this."""
 
+    keep_journal: Literal["needed", "all"] = "needed"
+    """Which groups stay in `<run_dir>/journal`. `needed`: those that a run reads that resumes from one of the last
+    `keep_last` checkpoints. `all`: of every step, 8 bytes a token, so that `megarl replay` can repeat the whole run."""
+
     verify: Literal["checksums", "sizes"] = "checksums"
     """What is compared with the manifest before a checkpoint is loaded: checksums of all files, or only their sizes."""

@@ -59,3 +59,13 @@ class ModelConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation. `auto`: bfloat16 on CUDA, float32 on CPU."""
+
+    fp32_lm_head: bool = False
+    """Compute logits in float32, in the engines and in the trainer, where hidden states and weights are bfloat16
+    (arXiv 2506.13585, section 3.2). The weights stay bfloat16."""
+
+    def resolved_dtype(self, device: str) -> Literal["float32", "bfloat16"]:
+        """Return the dtype on `device`, `cpu` or `cuda`."""
+        if self.dtype == "auto":
+            return "bfloat16" if device == "cuda" else "float32"
+        return self.dtype

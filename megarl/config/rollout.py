@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from megarl.config.engine_options import find_option_problems
 from megarl.config.section import Section
 
 
@@ -40,7 +41,12 @@ class SglangConfig(Section):
     type: Literal["sglang"] = "sglang"
 
     mem_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Fraction of GPU memory for weights and KV cache. Default: SGLang's."""
+    """Fraction of the free GPU memory for weights and KV cache. Default: where engines share GPUs with the trainer, the
+    largest with which all phases of a step fit, by the estimate of `megarl check --gpu`; elsewhere SGLang's."""
+
+    release_memory: bool | None = None
+    """Free the engines' memory for weights and KV cache while the trainer needs the devices. On CPU, engines drop the
+    contents and keep the memory. Default: true on CUDA where engines share the devices."""
 
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Capacity of the KV cache in tokens. Default: 65,536 on CPU, SGLang's on GPU."""
@@ -59,7 +65,21 @@ class SglangConfig(Section):
     """Seconds that an engine may take to start."""
 
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `sglang.Engine`, by SGLang's names."""
+    """Further options of SGLang, by the names of `sglang.Engine`'s arguments. Options with which a weight sync cannot
+    work, or tokens would not be sampled from the model's distribution, are refused with the reason."""
+
+    @property
+    def ep_size(self) -> int:
+        """Expert-parallel size of one engine."""
+        return int(self.extra_args.get("ep_size", 1))
+
+    @field_validator("extra_args")
+    @classmethod
+    def _check_extra_args(cls, extra_args: dict[str, Any]) -> dict[str, Any]:
+        problems = list(find_option_problems(extra_args))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return extra_args
 
 
 class AgentConfig(Section):
@@ -78,7 +98,8 @@ class RolloutConfig(Section):
     """Generation of completions: engines, sampling and rollout workers."""
 
     tp: int = Field(default=1, ge=1)
-    """Tensor-parallel size of one engine."""
+    """Tensor-parallel size of one engine. Engines with a pool of their own (placement.rollout.pool) may have more ranks
+    than a node has slots: each spans tp / slots_per_node nodes, which becomes SGLang's nnodes."""
 
     replicas: int = Field(default=1, ge=1)
     """Number of engines, each with a replica of the policy."""
@@ -102,3 +123,11 @@ class RolloutConfig(Section):
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout in seconds of one completion, with an agent of your own of one episode; one that takes longer ends the
     run with an error."""
+
+    @model_validator(mode="after")
+    def _check_expert_parallelism(self) -> RolloutConfig:
+        if self.engine.ep_size not in (1, self.tp):
+            raise ValueError(
+                f"engine.extra_args: ep_size needs to be 1 or rollout.tp = {self.tp}, got {self.engine.ep_size}"
+            )
+        return self

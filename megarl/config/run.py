@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from megarl.config.algorithms.algorithm import AlgorithmConfig
 from megarl.config.algorithms.group_baseline import GrpoConfig
 from megarl.config.algorithms.model_sections import CriticConfig
+from megarl.config.algorithms.policy import RolloutIsConfig
 from megarl.config.auxiliary_model import AuxiliaryModel, auxiliary_models_of
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
@@ -16,6 +17,7 @@ from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
 from megarl.config.rollout import RolloutConfig
+from megarl.config.schedule import ScheduleConfig
 from megarl.config.section import Section
 from megarl.config.tracking import TrackingConfig
 from megarl.config.trainer import SupervisedTrainerConfig, TrainerConfig
@@ -99,6 +101,9 @@ class RunConfig(StageConfig):
     """The algorithm: its batches, loss, KL penalties and auxiliary models."""
 
     rollout: RolloutConfig = RolloutConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    """When groups are sampled and trained on."""
+
     reward: RewardsConfig = RewardsConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -121,6 +126,14 @@ class RunConfig(StageConfig):
         return tuple(auxiliary_models_of(self.algorithm, self.reward, self.model, self.trainer, self.placement))
 
     @model_validator(mode="after")
+    def _correct_old_samples(self) -> RunConfig:
+        """Set `algorithm.rollout_is` where steps train on samples of older weights, unless the file says otherwise."""
+        algorithm = self.algorithm
+        if self.schedule.type != "sync" and not algorithm.model_fields_set & {"rollout_is", "decoupled"}:
+            self.__dict__["algorithm"] = algorithm.model_copy(update={"rollout_is": RolloutIsConfig()})  # frozen
+        return self
+
+    @model_validator(mode="after")
     def _check_engines(self) -> RunConfig:
         tp, replicas, pool = self.rollout.tp, self.rollout.replicas, self.rollout_pool
         key = pool_key(self.placement.rollout.pool)
@@ -129,10 +142,15 @@ class RunConfig(StageConfig):
                 f"rollout needs tp * replicas <= slots, got {tp} * {replicas} = {tp * replicas} > {pool.slots} "
                 f"({key}.nodes * {key}.slots_per_node)"
             )
-        if tp > pool.slots_per_node:
+        if tp > pool.slots_per_node and not self.disaggregated:
             raise ValueError(
                 f"rollout.tp needs to fit on one node, got rollout.tp = {tp} > {key}.slots_per_node = "
-                f"{pool.slots_per_node}"
+                f"{pool.slots_per_node}; only engines with a pool of their own (placement.rollout.pool) may span nodes"
+            )
+        if tp > pool.slots_per_node and tp % pool.slots_per_node:
+            raise ValueError(
+                f"rollout.tp needs to fit on one node or to fill several, got rollout.tp % {key}.slots_per_node = "
+                f"{tp} % {pool.slots_per_node} = {tp % pool.slots_per_node}"
             )
         return self
 
@@ -154,10 +172,29 @@ class RunConfig(StageConfig):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_delta(self) -> RunConfig:
+        if self.weight_sync.delta and self.rollout.engine.release_memory:
+            raise ValueError(
+                "weight_sync.delta needs engines that keep their weights while the trainer works, got "
+                "rollout.engine.release_memory: true"
+            )
+        return self
+
     @property
     def disaggregated(self) -> bool:
         """Whether engines have their own pool of slots and receive weights over the network."""
         return self.placement.rollout.pool != MAIN_POOL
+
+    def releases_engine_memory(self, device: str) -> bool:
+        """Whether engines on `device`, `cpu` or `cuda`, free their memory while the trainer needs it."""
+        wanted = self.rollout.engine.release_memory
+        return device == "cuda" and not self.disaggregated if wanted is None else wanted
+
+    @property
+    def nodes_per_engine(self) -> int:
+        """Number of nodes that one engine spans: 1, or as many as its `rollout.tp` slots fill."""
+        return max(1, self.rollout.tp // self.rollout_pool.slots_per_node)
 
     @property
     def rollout_pool(self) -> PoolConfig:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import lcm
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config.megatron import MegatronConfig, MoeConfig
 from megarl.config.section import Section
 
 
@@ -75,11 +77,24 @@ class RecomputeConfig(Section):
     granularity: Literal["none", "selective", "full"] = "none"
     """What to recompute. `selective`: only `modules`. `full`: complete layers."""
 
-    modules: tuple[Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
-    """Parts of a layer that `selective` recomputes."""
+    modules: tuple[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], ...] = (
+        "core_attn",
+    )
+    """Parts of a layer that `selective` recomputes. `layernorm` and `moe_act` need Transformer Engine."""
+
+    method: Literal["uniform", "block"] = "uniform"
+    """With `full`: `uniform` recomputes all layers, in blocks of `layers`; `block` recomputes only the first `layers`
+    layers of each pipeline stage."""
 
     layers: int = Field(default=1, ge=1)
-    """With `full`, number of layers per recomputed block; only the input of each block is kept."""
+    """With `full`, number of layers per recomputed block, of which only the input is kept; with `method: block`, number
+    of recomputed layers of each pipeline stage."""
+
+    def find_te_problems(self) -> Iterator[str]:
+        """Yield a message if `modules` are recomputed that need Transformer Engine."""
+        for name in self.modules:
+            if self.granularity == "selective" and name in ("layernorm", "moe_act"):
+                yield f"trainer.recompute.modules: {name} needs CUDA and Transformer Engine"
 
 
 class OptimizerConfig(Section):
@@ -143,6 +158,16 @@ class OffloadConfig(Section):
         return self.model_copy(update=dict.fromkeys(unset, device == "cuda" and shared))
 
 
+class ProfileConfig(Section):
+    """Traces of training steps for https://ui.perfetto.dev, by PyTorch's profiler."""
+
+    steps: tuple[int, ...] = Field(min_length=1)
+    """Steps whose update of the model is traced, from 1. A trace takes megabytes per step, and the step is slower."""
+
+    ranks: tuple[int, ...] = (0,)
+    """Trainer ranks that write a trace, each to `<run_dir>/profile/step-<step>-rank-<rank>.json.gz` on its node."""
+
+
 class TrainerConfig(Section):
     """Settings of the Megatron workers that train the model."""
 
@@ -155,8 +180,24 @@ class TrainerConfig(Section):
     recompute: RecomputeConfig = RecomputeConfig()
     """Activation recomputation in the backward pass."""
 
+    moe: MoeConfig = MoeConfig()
+    """Training of the routers of models with experts."""
+
+    megatron: MegatronConfig = MegatronConfig()
+    """Fields of megatron-core's own configurations."""
+
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Timeout in seconds of a collective among trainer ranks, in every process group."""
+
     offload: OffloadConfig = OffloadConfig()
     """Offloading while engines generate. Only `megarl train` has engines."""
+
+    fused_lm_head: bool | None = None
+    """Compute log-probabilities and entropies from hidden states, without keeping the logits of a micro-batch: their
+    matrix product is computed once more in the backward pass. Logits are in float32 then. Default: true on CUDA."""
+
+    profile: ProfileConfig | None = None
+    """Traces of training steps. null: none."""
 
     steps: int = Field(default=100, ge=1)
     """Number of controller steps. In `sft`, `rm` and `dpo`: number of optimizer steps."""
@@ -167,6 +208,39 @@ class TrainerConfig(Section):
 
     eval_every: int = Field(default=0, ge=0)
     """Number of steps between evaluations on held-out rows. 0: only before the first step and after the last."""
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> TrainerConfig:
+        for step in () if self.profile is None else self.profile.steps:
+            if not 1 <= step <= self.steps:
+                raise ValueError(f"profile.steps needs steps from 1 to trainer.steps = {self.steps}, got {step}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_megatron(self) -> TrainerConfig:
+        model, ddp, parallel = self.megatron.model, self.megatron.ddp, self.parallel
+        if ddp.get("overlap_param_gather") and not self.optimizer.distributed:
+            raise ValueError("megatron.ddp.overlap_param_gather needs optimizer.distributed: true, got false")
+        is_special = self.megatron.optimizer.get("use_precision_aware_optimizer") or self.megatron.offloads_adam
+        if is_special and not self.optimizer.distributed:
+            raise ValueError(
+                "megatron.optimizer: Adam on the CPU or in other precisions needs optimizer.distributed: true, got "
+                "false"
+            )
+        if "cp_comm_type" in model and parallel.cp == 1:
+            raise ValueError("megatron.model.cp_comm_type needs parallel.cp > 1, got cp = 1")
+        if model.get("overlap_p2p_comm_warmup_flush") and parallel.vpp == 1:
+            raise ValueError("megatron.model.overlap_p2p_comm_warmup_flush needs parallel.vpp > 1, got vpp = 1")
+        if model.get("moe_token_dispatcher_type") == "flex" and parallel.expert_tp * parallel.ep == 1:
+            raise ValueError(
+                "megatron.model.moe_token_dispatcher_type: flex needs parallel.etp * parallel.ep > 1, got 1 * 1"
+            )
+        if model.get("cpu_offloading") and (parallel.pp > 1 or self.recompute.granularity != "none"):
+            raise ValueError(
+                "megatron.model.cpu_offloading needs parallel.pp = 1 and recompute.granularity: none, got pp = "
+                f"{parallel.pp} and {self.recompute.granularity}"
+            )
+        return self
 
 
 class SupervisedTrainerConfig(TrainerConfig):

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.config.section import Section
+
+
+class VerifyConfig(Section):
+    """Comparison of samples of the engines' weights with the trainer's, bit by bit, before engines serve them."""
+
+    every: int = Field(default=1, ge=1)
+    """Compare in the sync of every policy version that this number divides."""
+
+    sample: int = Field(default=16, ge=1)
+    """Number of boxes, of at most 262,144 elements each, that are compared in a sync. Others are chosen for each
+    policy version, and are the same in every engine."""
 
 
 class WeightSyncConfig(Section):
@@ -24,3 +35,26 @@ class WeightSyncConfig(Section):
 
     timeout_seconds: float = Field(default=300.0, gt=0)
     """Timeout in seconds of one weight sync; a longer one ends the run with an error."""
+
+    abort_seconds: float = Field(default=10.0, gt=0)
+    """A weight sync is aborted on all ranks if one of them fails, if one gives no sign of life for this many seconds,
+    or if all wait for each other for this long. A rank that is busy may hold the others up three times as long."""
+
+    delta: bool = False
+    """Send only weights that have changed since the previous sync, in pieces of up to 256 KiB, which every sending rank
+    compares by digests. The first sync, and the one after a failed sync or a restarted engine, sends all weights. Needs
+    boxes (`micro_dp` or `exact`) and engines that keep their weights while the trainer works."""
+
+    verify: VerifyConfig | None = None
+    """Compare samples of what engines hold with what the trainer has sent, after every sync or some of them. An engine
+    that differs does not serve the new weights, and the run ends with an error. Default: no comparison; coverage,
+    dtypes and bytes are checked in every sync."""
+
+    @model_validator(mode="after")
+    def _check_delta(self) -> WeightSyncConfig:
+        if self.delta and self.strategy == "gather_hf":
+            raise ValueError(
+                "weight_sync.delta needs weight_sync.strategy to be auto, micro_dp or exact: gather_hf always sends "
+                "all weights"
+            )
+        return self

@@ -173,6 +173,19 @@ class Controller:
         run.train()
         run.raise_if_stopped_early()
 
+    def replay(self, config: RunConfig, resume: Path | None, last_step: int) -> dict[str, float]:
+        """Train again on the rollouts of a journal; return the seconds in all and by phase.
+
+        Args:
+            resume: checkpoint to begin from; None: from step 0.
+            last_step: last step of the journal.
+        """
+        from megarl.controller.replay import replay_journal
+
+        self._events.add(MessageEvent("starting trainer ranks"))
+        with self._stage() as closing:
+            return replay_journal(config, self._events, closing, self._startup, resume=resume, last_step=last_step)
+
     def evaluate(self, config: RunConfig) -> float:
         """Return the mean greedy score of the untrained model on the held-out prompts.
 

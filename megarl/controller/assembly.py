@@ -15,21 +15,24 @@ from megarl.config import RunConfig
 from megarl.config.placement import MAIN_POOL
 from megarl.errors import ConfigError, HungWorkerError, LostNodeError, MegarlError, WeightSyncError, WorkerError
 from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.build import read_prompts, start_engines, trainer_spec
+from megarl.groups.build import read_prompts, shares_gpus, start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.rollout_group import RolloutGroup
-from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
+from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group, read_gpu_bytes
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
+from megarl.preflight.schedule_checks import find_schedule_problems
+from megarl.rollout.engine import KV_CACHE, WEIGHTS
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.events import EventLog, MessageEvent
+from megarl.run.mem_fraction import engine_mem_fraction
 from megarl.run.run_state import RunState
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import find_losses, pause
-from megarl.workers.group import WorkerProcesses
+from megarl.workers.group import RemoteCall, WorkerProcesses
 
 if TYPE_CHECKING:
     from megarl.run.rl_run import RLRun
@@ -74,7 +77,7 @@ class RunAssembly:
         """Trainer processes that `assemble` has not used yet."""
         self._start_rollout(self._requested[1])
         with startup.phase("data"):
-            self._prompts, self._held_out = read_prompts(config)
+            self._prompts, self._held_out = read_prompts(config, Path(config.run_dir))
 
     def _reserve(self, device: str | None = None) -> None:
         placement = self._config.placement
@@ -102,6 +105,14 @@ class RunAssembly:
             self._requested = None
             is_first_start = not self._is_rollout_started
             engines, rollout = self._rollout or self._start_rollout(trainer)
+            for problem in find_schedule_problems(config, pool.device):  # the device may only be known now
+                raise ConfigError(problem)
+            releases_memory = config.releases_engine_memory(pool.device)
+            is_shared = is_first_start and shares_gpus(config, pool.device)
+            gpu_bytes = processes.begin_run(read_gpu_bytes) if is_shared else None
+            if releases_memory:
+                engines.call("abort_all")
+                engines.release((WEIGHTS, KV_CACHE))
             load_weights = resume is None
             models, starting = AuxiliaryModels.start(config, processes, self._pools, load_weights=load_weights)
             self._processes = list(models.processes)
@@ -110,8 +121,13 @@ class RunAssembly:
             from megarl.groups.weight_sync import WeightSync
             from megarl.run.rl_run import RLRun
 
+            if is_first_start and engines.waits_for_memory:
+                engines.begin_start(self._choose_mem_fraction(gpu_bytes))
             for pending in starting:
                 pending.result(config.placement.start_timeout_seconds)
+            if engines.waits_for_memory:
+                trainer.offload()  # also returns the memory that building has left in torch's cache
+                engines.resume((WEIGHTS,) if releases_memory else ())
             if is_first_start:
                 engines.wait_started()
                 rollout.start()
@@ -141,6 +157,8 @@ class RunAssembly:
             models=models,
             rollout=rollout,
             weights=weights,
+            dtype=config.model.resolved_dtype(pool.device),
+            engines=engines if releases_memory else None,
             prompts=self._prompts,
             held_out=self._held_out,
             checkpoints=checkpoints,
@@ -148,6 +166,22 @@ class RunAssembly:
             restart_budget=self._restart_budget,
             monitor=self._monitor,
         )
+
+    def _choose_mem_fraction(self, gpu_bytes: RemoteCall[list[int]] | None) -> float | None:
+        """Return the engines' fraction of device memory; None: SGLang chooses.
+
+        Args:
+            gpu_bytes: of the GPUs that the engines share with the trainer; None: they share none.
+
+        Raises:
+            ConfigError: no memory is left for the KV cache.
+        """
+        config = self._config
+        if gpu_bytes is None:
+            return config.rollout.engine.mem_fraction
+        fraction = engine_mem_fraction(config, min(gpu_bytes.result(config.placement.start_timeout_seconds)))
+        self._notify(f"engines: {fraction.origin} {fraction.value:.3f}")
+        return fraction.value
 
     def find_lost_process(self, error: MegarlError) -> MegarlError | None:
         """Return the loss of a trainer process that explains `error`, which a call raised; None: no process was lost.

@@ -14,6 +14,10 @@ from megarl.config import RunConfig, StageConfig, command_of, load_resolved
 from megarl.errors import ConfigError, DataError
 from megarl.rollout.journal.journal import journal_fingerprint
 from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints
+from megarl.run.run_state import RunState
+from megarl.run.schedule_log import log_folder
+from megarl.run.schedule_recovery import continues_log
+from megarl.schedule.events import ScheduleState
 
 AUTO = "auto"
 
@@ -64,7 +68,8 @@ def plan_resume(
     if saved.folder.resolve().parent != store.folder.resolve():
         return ResumePlan(checkpoint=saved.folder, to_rotate=tuple(run_dir / name for name in artifacts))
     later = [each.folder for each in store.entries() if each.step > saved.step] if which != AUTO else []
-    return ResumePlan(checkpoint=saved.folder, to_rotate=(*later, *_incompatible_journal(config, saved.step, notify)))
+    incompatible = _incompatible_journal(config, saved.step, notify, checkpoint=saved.folder)
+    return ResumePlan(checkpoint=saved.folder, to_rotate=(*later, *incompatible))
 
 
 def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> CheckpointEntry | None:
@@ -105,17 +110,25 @@ def verifies_checksums(config: StageConfig) -> bool:
     return config.checkpoint.verify == "checksums"
 
 
-def _incompatible_journal(config: StageConfig, step: int, notify: Callable[[str], None]) -> list[Path]:
+def _incompatible_journal(
+    config: StageConfig, step: int, notify: Callable[[str], None], *, checkpoint: Path | None = None
+) -> list[Path]:
     """Journal paths to rotate: they hold rollouts that a run resumed at `step` would not reproduce.
 
-    Either the journal was written with another configuration, or a step between `step` and its last one is missing: the
-    weights after the missing step may differ this time.
+    Either the journal was written with another configuration, or a step between `step` and its last one is missing, or
+    events of the schedule after the checkpoint: the weights after the missing step may differ this time.
     """
     folder = Path(config.run_dir) / JOURNAL
     expected = {journal_fingerprint(config)} if isinstance(config, RunConfig) else set()
     if read_fingerprints(config.run_dir) - expected:
         notify(f"{folder} was written with other settings and is renamed")
         return [folder]
+    if isinstance(config, RunConfig) and config.schedule.type != "sync":
+        state = (RunState.read(checkpoint).schedule if checkpoint is not None else None) or ScheduleState()
+        if not continues_log(config, state):
+            notify(f"{log_folder(folder)} lacks the events after step {step}; {folder} is renamed")
+            return [folder]
+        return []
     later = [each for each in list_steps(config.run_dir) if each > step]
     missing = next((each for each in range(step + 1, max(later, default=0)) if each not in later), None)
     if missing is not None:

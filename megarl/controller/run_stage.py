@@ -66,6 +66,7 @@ def run_stage(
     begins_run: bool = True,
     startup: Startup | None = None,
     resume: str | None = None,
+    extra_arguments: tuple[object, ...] = (),
     detach: bool = False,
 ) -> Any:
     """Run a method of `Controller` on the Ray cluster, show its progress, and return its result.
@@ -77,6 +78,7 @@ def run_stage(
         begins_run: lock the folder and rename the artifacts of an earlier run; False for a command that trains nothing.
         startup: start-up trace of the command; None: create one that starts now.
         resume: `auto`, a step or a checkpoint folder, see `megarl.controller.resume`; None: start a new run.
+        extra_arguments: further arguments of the method, for one that begins no run.
         detach: return once the controller has started and leave the run to the cluster; needs RAY_ADDRESS and `train`.
 
     Raises:
@@ -100,7 +102,7 @@ def run_stage(
                 checkpoint = begin_run(config, method.__name__, resume, closing)
             else:
                 prepare_folder(config, method.__name__, ())
-        arguments = (config,) if checkpoint is None else (config, checkpoint)
+        arguments = (config, *extra_arguments) if checkpoint is None else (config, checkpoint)
         return _run_on_cluster(config, method, arguments, startup, detach=detach)
 
 

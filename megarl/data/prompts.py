@@ -13,6 +13,7 @@ from megarl.config.data import DataConfig
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.progress_bar import track
 from megarl.data.rows import Row, read_rows
+from megarl.data.stored_prompts import StoredPrompts
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,9 +26,22 @@ BATCH_ROWS = 1024
 
 
 def load_prompts(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    path: str,
+    max_prompt_tokens: int,
+    folder: Path | None = None,
+) -> StoredPrompts:
+    """Return the prompts that `tokenize_prompts` yields, stored in a file in `folder`; raises as it does."""
+    prompts = tokenize_prompts(config, tokenizer, path=path, max_prompt_tokens=max_prompt_tokens)
+    return StoredPrompts.store(prompts, folder)
+
+
+def tokenize_prompts(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, path: str, max_prompt_tokens: int
-) -> list[Prompt]:
-    """Return the tokenized prompts of `path` in file order, each of at most `max_prompt_tokens` tokens.
+) -> Iterator[Prompt]:
+    """Yield the tokenized prompts of `path` in file order, each of at most `max_prompt_tokens` tokens.
 
     Raises:
         DataError: a row cannot be read or rendered, a prompt is empty, or a prompt is overlong while
@@ -37,21 +51,19 @@ def load_prompts(
     overlong = OverlongFilter(
         Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", "data.max_prompt_tokens"
     )
-    prompts: list[Prompt] = []
+    num_kept = 0
     for rows in track(batch_rows(read_rows(path)), f"tokenizing {Path(path).name}"):
         texts = [template.render(row) for row in rows]
         for row, text, ids in zip(rows, texts, template.tokenize(texts), strict=True):
             if not ids:
                 raise DataError(f"{row.where}: field {config.fields.prompt!r} (data.fields.prompt) holds no tokens")
             if overlong.keep(row, len(ids)):
+                num_kept += 1
                 answer = _answer(row.fields.get(config.fields.answer))
-                prompts.append(
-                    Prompt(
-                        prompt_id=row.prompt_id, text=text, token_ids=tuple(ids), row=dict(row.fields), answer=answer
-                    )
+                yield Prompt(
+                    prompt_id=row.prompt_id, text=text, token_ids=tuple(ids), row=dict(row.fields), answer=answer
                 )
-    overlong.report_dropped(num_kept=len(prompts))
-    return prompts
+    overlong.report_dropped(num_kept=num_kept)
 
 
 def batch_rows(rows: Iterable[Row], size: int = BATCH_ROWS) -> Iterator[list[Row]]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.errors import DataError
+
+KEPT_EPOCHS = 2
+"""Number of epochs whose order is kept: prompts in flight may belong to the current epoch or the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,47 @@ class SamplerState:
     seed: int
 
 
+class PromptOrder:
+    """The order of prompts of a run: a pure function of the seed from a prompt's ordinal to its row.
+
+    The ordinal of a prompt is the number of prompts before it, over all epochs. Each epoch has every row once.
+
+    >>> order = PromptOrder(num_rows=3, seed=0, shuffle=False)
+    >>> [order.row_at(ordinal) for ordinal in (0, 2, 3)]
+    [0, 2, 0]
+    """
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+        if num_rows < 1:
+            raise DataError(f"a sampler needs at least one row, got {num_rows}")
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self._kept: dict[int, NDArray[np.int64]] = {}
+        """The order of the epochs used last, by epoch."""
+
+    def row_at(self, ordinal: int) -> int:
+        """Return the row of a prompt by its ordinal, from 0."""
+        assert ordinal >= 0, f"ordinals count from 0, got {ordinal}"
+        epoch, position = divmod(ordinal, self.num_rows)
+        return int(self.epoch(epoch)[position])
+
+    def epoch(self, epoch: int) -> NDArray[np.int64]:
+        """Return the rows of an epoch in their order."""
+        if epoch in self._kept:
+            return self._kept[epoch]
+        while len(self._kept) >= KEPT_EPOCHS:
+            del self._kept[min(self._kept)]
+        self._kept[epoch] = self._permutation(epoch)
+        return self._kept[epoch]
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return np.arange(self.num_rows, dtype=np.int64)
+        # NumPy guarantees RandomState's stream for good; a Generator's may change between releases, and a resumed run
+        # would then repeat prompts.
+        bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
+        return np.random.RandomState(bits).permutation(self.num_rows).astype(np.int64)
+
+
 class PromptSampler:
     """Yields row numbers in `range(num_rows)`, each once per epoch, in an order that depends only on (seed, epoch).
 
@@ -31,30 +76,34 @@ class PromptSampler:
     """
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
-        if num_rows < 1:
-            raise DataError(f"a sampler needs at least one row, got {num_rows}")
-        self.num_rows = num_rows
-        self.shuffle = shuffle
-        self._seed = seed
+        self.order = PromptOrder(num_rows, seed, shuffle)
         self._epoch = 0
         self._position = 0
-        self._order = self._permutation()
+
+    @property
+    def ordinal(self) -> int:
+        """Ordinal of the next prompt: the number of prompts taken so far, over all epochs."""
+        return self._epoch * self.order.num_rows + self._position
 
     def take(self, n: int) -> list[int]:
         """Return the next `n` row numbers; a batch may cross the end of an epoch."""
         taken: list[int] = []
         while len(taken) < n:
-            if self._position == self.num_rows:
+            if self._position == self.order.num_rows:
                 self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._permutation()
-            some = self._order[self._position : self._position + n - len(taken)]
+            some = self.order.epoch(self._epoch)[self._position : self._position + n - len(taken)]
             self._position += len(some)
             taken += some.tolist()
         return taken
 
     def state(self) -> SamplerState:
         """Return the current position."""
-        return SamplerState(epoch=self._epoch, position=self._position, seed=self._seed)
+        return SamplerState(epoch=self._epoch, position=self._position, seed=self.order.seed)
+
+    def state_at(self, ordinal: int) -> SamplerState:
+        """Return the state of a sampler that has taken the prompts before `ordinal`."""
+        epoch, position = divmod(ordinal, self.order.num_rows)
+        return SamplerState(epoch=epoch, position=position, seed=self.order.seed)
 
     def restore(self, state: SamplerState) -> None:
         """Resume from `state`; its seed replaces that of this sampler.
@@ -62,18 +111,11 @@ class PromptSampler:
         Raises:
             DataError: the state refers to more rows than the data has.
         """
-        if not 0 <= state.position <= self.num_rows or state.epoch < 0:
+        num_rows = self.order.num_rows
+        if not 0 <= state.position <= num_rows or state.epoch < 0:
             raise DataError(
                 f"the sampler state is at prompt {state.position} of epoch {state.epoch}, but the data has "
-                f"{self.num_rows} rows: it is not the data that the state was saved with"
+                f"{num_rows} rows: it is not the data that the state was saved with"
             )
-        self._seed, self._epoch, self._position = state.seed, state.epoch, state.position
-        self._order = self._permutation()
-
-    def _permutation(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        if not self.shuffle:
-            return np.arange(self.num_rows, dtype=np.int64)
-        # NumPy guarantees RandomState's stream for good; a Generator's may change between releases, and a resumed run
-        # would then repeat prompts.
-        bits = np.random.MT19937(np.random.SeedSequence([self._seed, self._epoch]))
-        return np.random.RandomState(bits).permutation(self.num_rows).astype(np.int64)
+        self.order = PromptOrder(num_rows, state.seed, self.order.shuffle)
+        self._epoch, self._position = state.epoch, state.position

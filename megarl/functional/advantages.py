@@ -73,26 +73,32 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, 
     return returns_T
 
 
-def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def whiten(values_T: Tensor, mask_T: Tensor, *, unbiased: bool = False) -> Tensor:
     """[T] whitened values (value - mean) / (std + 1e-8) over all tokens inside the mask, 0 outside.
 
-    The standard deviation divides by n, not n - 1, as in REINFORCE++ of OpenRLHF: a single token becomes 0.
+    A single token becomes 0.
+
+    Args:
+        unbiased: the variance divides by n - 1, as in verl and slime; else by n, as in REINFORCE++ of OpenRLHF.
     """
     values_K = values_T[mask_T].double()
     whitened_T = torch.zeros_like(values_T)
     if len(values_K):
         centred_K = values_K - values_K.mean()
-        whitened_T[mask_T] = (centred_K / (centred_K.square().mean().sqrt() + WHITEN_EPSILON)).to(values_T.dtype)
+        variance = centred_K.square().sum() / max(1, len(centred_K) - unbiased)
+        whitened_T[mask_T] = (centred_K / (variance.sqrt() + WHITEN_EPSILON)).to(values_T.dtype)
     return whitened_T
 
 
-def reinforce_pp_advantages(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, gamma: float) -> Tensor:
+def reinforce_pp_advantages(
+    rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, gamma: float, unbiased: bool = False
+) -> Tensor:
     """[T] discounted returns, whitened over the whole batch (REINFORCE++, arXiv 2501.03262)."""
-    return whiten(discounted_returns(rewards_T, mask_T, cu_seqlens_S, gamma=gamma), mask_T)
+    return whiten(discounted_returns(rewards_T, mask_T, cu_seqlens_S, gamma=gamma), mask_T, unbiased=unbiased)
 
 
 def reinforce_pp_baseline_advantages(
-    rewards_N: Tensor, group_ids_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor
+    rewards_N: Tensor, group_ids_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, unbiased: bool = False
 ) -> Tensor:
     """[T] reward minus the group mean on every token, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
 
@@ -100,7 +106,7 @@ def reinforce_pp_baseline_advantages(
         ValueError: a group has fewer than two members.
     """
     centred_N = group_advantages(rewards_N, group_ids_N, kind="dr_grpo")
-    return whiten(spread_completions(centred_N, mask_T, cu_seqlens_S), mask_T)
+    return whiten(spread_completions(centred_N, mask_T, cu_seqlens_S), mask_T, unbiased=unbiased)
 
 
 def remax_advantages(rewards_T: Tensor, baseline_S: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ class PolicyLossOutput:
     clipped_T: Tensor
     """bool [T] mask of tokens where a clip determined the loss."""
 
+    weight_T: Tensor | None = None
+    """Weight of each token by which `loss_T` was multiplied; None for a loss without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValueLossOutput:
@@ -161,7 +164,7 @@ def decoupled_policy_loss(
     proximal = clipped_policy_loss(
         logprobs_T, proximal_logprobs_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    return replace(proximal, loss_T=weight_T * proximal.loss_T)
+    return replace(proximal, loss_T=weight_T * proximal.loss_T, weight_T=weight_T)
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None) -> ValueLossOutput:

@@ -26,6 +26,7 @@ def prime_rewards(
     beta: float,
     process_coefficient: float,
     outcome_coefficient: float,
+    scales_process: bool = False,
 ) -> Tensor:
     """[T] PRIME advantages: leave-one-out process and outcome rewards, weighted and added; 0 outside the mask.
 
@@ -34,6 +35,8 @@ def prime_rewards(
 
     Args:
         logprobs_T: log-probs of the implicit reward model.
+        scales_process: multiply the deviation of r_t from its completion's mean by n / (n - 1), n the size of the
+            group, as in the authors' code (verl, recipe/prime); the mean itself has the same baseline either way.
 
     Raises:
         ValueError: a group has fewer than two members.
@@ -41,6 +44,11 @@ def prime_rewards(
     process_T = beta * (logprobs_T - ref_logprobs_T)
     mean_N = Sequences.of(cu_seqlens_S).mean(process_T, mask_T)[: len(group_ids_N)]
     others_N = mean_N - group_advantages(mean_N, group_ids_N, kind="rloo")
+    if scales_process:
+        own_T = spread_completions(mean_N, mask_T, cu_seqlens_S)
+        _, group_N, count_G = torch.unique(group_ids_N, return_inverse=True, return_counts=True)
+        factor_N = (count_G / (count_G - 1))[group_N].to(process_T.dtype)
+        process_T = own_T + (process_T - own_T) * spread_completions(factor_N, mask_T, cu_seqlens_S)
     centred_T = process_T - spread_completions(others_N, mask_T, cu_seqlens_S)
     outcome_N = group_advantages(outcome_rewards_N, group_ids_N, kind="rloo").to(process_T.dtype)
     return process_coefficient * discounted_returns(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megarl.config import RunConfig
+from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.config.auxiliary_model import REWARD_MODEL_NAME, AuxiliaryModel
 from megarl.config.placement import MAIN_POOL
 from megarl.config.trainer import OffloadConfig
@@ -63,7 +64,7 @@ class AuxiliaryModels:
                     cost=cost,
                     offload_config=OffloadConfig(),
                 )
-                updates = total_updates(config) + pretraining_updates(config)
+                updates = auxiliary_updates(config)
                 spec = replace(spec, weights="hf" if load_weights else "none")
                 starting.append(
                     trainer.start_workers(
@@ -83,14 +84,16 @@ class AuxiliaryModels:
         return {name.removeprefix(prefix): group for name, group in self.frozen.items() if name.startswith(prefix)}
 
 
-def total_updates(config: RunConfig) -> int:
-    """Return the number of the policy's optimizer steps in the whole run."""
-    return config.trainer.steps * config.algorithm.updates_per_step
+def policy_updates(config: RunConfig) -> int:
+    """Return the number of the policy's optimizer steps in the whole run: none in the warm-up of a critic."""
+    sections = (use.section for use in config.algorithm.models())
+    warmup = max((section.warmup_steps for section in sections if isinstance(section, CriticConfig)), default=0)
+    return (config.trainer.steps - warmup) * config.algorithm.updates_per_step
 
 
-def pretraining_updates(config: RunConfig) -> int:
-    """Return the number of the critic's optimizer steps before the policy's first."""
-    return config.algorithm.pretraining_steps * config.algorithm.updates_per_step
+def auxiliary_updates(config: RunConfig) -> int:
+    """Return the number of optimizer steps of each auxiliary model that is trained, those before the run included."""
+    return (config.algorithm.pretraining_steps + config.trainer.steps) * config.algorithm.updates_per_step
 
 
 def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> ModelSpec:
@@ -100,8 +103,13 @@ def _model_spec(config: RunConfig, auxiliary: AuxiliaryModel, device: str) -> Mo
         family=config.model.family,
         head=auxiliary.head,
         dtype=config.model.dtype,
+        fused_lm_head=config.trainer.fused_lm_head,
+        fp32_lm_head=config.model.fp32_lm_head,
         parallel=auxiliary.parallel,
         recompute=config.trainer.recompute,
+        megatron=config.trainer.megatron,
+        moe=config.trainer.moe,
+        timeout_seconds=config.trainer.timeout_seconds,
         temperature=config.rollout.sampling.temperature if auxiliary.head == "lm" else 1.0,
         seed=config.seed,
         offload_when_idle=swap and auxiliary.pool == MAIN_POOL,

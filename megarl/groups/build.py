@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,9 @@ from megarl.checkpoint.run_lock import find_claim
 from megarl.config import DpoConfig, RunConfig, StageConfig
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
 from megarl.data.prompts import load_prompts
+from megarl.data.stored_prompts import StoredPrompts
 from megarl.data.tokenizer import load_tokenizer
-from megarl.groups.auxiliary_models import total_updates
+from megarl.groups.auxiliary_models import policy_updates
 from megarl.groups.engine_group import EngineGroup
 from megarl.groups.engine_placement import place_dedicated_engines, place_engines
 from megarl.groups.rollout_group import RolloutGroup
@@ -32,13 +33,18 @@ def trainer_spec(config: StageConfig, *, load_weights: bool = True) -> TrainerSp
     """Return the spec of this stage's trainer ranks; `load_weights`: start from the weights of the model folder."""
     steps, temperature = config.trainer.steps, 1.0
     if isinstance(config, RunConfig):
-        steps, temperature = total_updates(config), config.rollout.sampling.temperature
+        steps, temperature = policy_updates(config), config.rollout.sampling.temperature
     model = ModelSpec(
         model_path=config.model.path,
         family=config.model.family,
         dtype=config.model.dtype,
+        fused_lm_head=config.trainer.fused_lm_head,
+        fp32_lm_head=config.model.fp32_lm_head,
         parallel=config.trainer.parallel,
         recompute=config.trainer.recompute,
+        megatron=config.trainer.megatron,
+        moe=config.trainer.moe,
+        timeout_seconds=config.trainer.timeout_seconds,
         weights="hf" if load_weights else "none",
         head=model_head(config),
         temperature=temperature,
@@ -108,10 +114,17 @@ def start_engines(
     """
     pool = pools[config.placement.rollout.pool]
     engine_slots = place_dedicated_engines(config, pool) if config.disaggregated else place_engines(config, pool, grid)
-    return EngineGroup(config, pool, engine_slots, restart_budget)
+    # until the trainer has been built and offloaded
+    waits = shares_gpus(config, pool.device) or config.releases_engine_memory(pool.device)
+    return EngineGroup(config, pool, engine_slots, restart_budget, waits_for_memory=waits)
 
 
-def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, list[Prompt]]:
+def shares_gpus(config: RunConfig, device: str) -> bool:
+    """Return whether the engines run on the GPUs of the trainer; `device`: `cpu` or `cuda`."""
+    return device == "cuda" and not config.disaggregated
+
+
+def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGroup, Sequence[Prompt]]:
     """Start engines with the weights of the model folder; return rollout workers and the held-out prompts.
 
     Args:
@@ -122,18 +135,22 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     closing.callback(rollout.shutdown)
-    _, held_out = read_prompts(config)
+    _, held_out = read_prompts(config, None)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
 
 
-def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Load the training prompts and the held-out prompts, which may be none."""
+def read_prompts(config: RunConfig, folder: Path | None) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Load the training prompts and the held-out prompts, which may be none; `folder`: as for `load_prompts`."""
     tokenizer = load_tokenizer(config.model.path)
     budget = resolve_max_prompt_tokens(config, read_hf_config(Path(config.model.path)))
-    prompts = load_prompts(config.data, tokenizer, path=config.data.path, max_prompt_tokens=budget)
+
+    def load(path: str) -> StoredPrompts:
+        return load_prompts(config.data, tokenizer, path=path, max_prompt_tokens=budget, folder=folder)
+
+    prompts = load(config.data.path)
     if config.data.eval_path is None:
         return prompts, []
-    held_out = load_prompts(config.data, tokenizer, path=config.data.eval_path, max_prompt_tokens=budget)
+    held_out = load(config.data.eval_path)
     return prompts, held_out[: config.data.eval_size]

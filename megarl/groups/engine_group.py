@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
-from megarl.errors import WorkerError
-from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
+from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.groups.remote_engine import EngineSink, RemoteEngine
+from megarl.groups.remote_node import RemoteNode
 from megarl.placement.nodes import cluster_nodes
-from megarl.placement.pool import SlotPool
+from megarl.placement.pool import Slot, SlotPool
+from megarl.process.ports import find_unused_port, join_address
 from megarl.process.startup_trace import StartupTiming, record_imports
-from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.layout import WeightNeeds
+from megarl.rollout.engine import EngineMemory
 from megarl.rollout.engine_spec import EngineSpec, make_engine_spec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl.rollout.sglang.start_gate import open_process_gate
 from megarl.supervision.engine_supervisor import EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers.failures import wait_all
@@ -27,6 +31,7 @@ from megarl.workers.worker_host import AsyncWorkerHost
 
 if TYPE_CHECKING:
     from megarl.reshard.planning.disaggregated import TransferSpec
+    from megarl.reshard.transfer.process_groups import TransferGroup
     from megarl.rollout.sglang.sglang_engine import SglangEngine
 
 SHUTDOWN_SECONDS = 3.0
@@ -35,10 +40,12 @@ SHUTDOWN_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
-    """The Ray actor of an engine and its name in messages."""
+    """The Ray actors of an engine and its name in messages."""
 
     handle: ray.actor.ActorHandle
     name: str
+    others: tuple[RemoteNode, ...] = ()
+    """The other nodes that the engine spans."""
 
 
 class EngineHandles:
@@ -49,20 +56,23 @@ class EngineHandles:
     ) -> None:
         self.engines, self.engine_slots, self.pool, self._timeout = list(engines), engine_slots, pool, timeout
 
-    def layouts(self) -> list[WeightLayout]:
-        """Return the weight layout of an engine by tensor rank; all replicas have the same."""
-        first: list[WeightLayout] = self.call("layouts")[0]
-        return first
+    def weight_needs(self) -> WeightNeeds:
+        """Return what every engine needs of the weights: one engine sends it, the others a digest of theirs.
 
-    def full_tensors(self) -> tuple[str, ...]:
-        """Tensors that every engine takes through its sink of `sinks`, also where all others go to `rank_sink`s."""
-        first: tuple[str, ...] = self.call("full_tensors")[0]
-        return first
-
-    def rank_sink(self, replica: int, tp_rank: int) -> EngineRankSink:
-        """Return the sink through which the trainer rank on the same slot sends boxes to this engine rank."""
-        engine = self.engines[replica]
-        return EngineRankSink(engine.handle, engine.name, tp_rank, self._timeout)
+        Raises:
+            WeightSyncError: an engine needs other weights than the first; names it.
+        """
+        methods = ["weight_needs", *["weight_needs_digest"] * (len(self.engines) - 1)]
+        refs = [engine.handle.invoke.remote(method) for engine, method in zip(self.engines, methods, strict=True)]
+        first, *digests = self._remote_call("weight_needs", refs).result(self._timeout)
+        needs: WeightNeeds = first
+        for engine, digest in zip(self.engines[1:], digests, strict=True):
+            if digest != needs.digest:
+                raise WeightSyncError(
+                    f"{engine.name} does not hold the weights in the layout of {self.engines[0].name}: all engines of "
+                    f"a run need the same model, tensor-parallel size and versions of SGLang and megarl"
+                )
+        return needs
 
     def sinks(self) -> tuple[EngineSink, ...]:
         """Return a sink for each engine, for the trainer rank that sends full tensors to it."""
@@ -74,18 +84,23 @@ class EngineHandles:
 
     def begin(self, method: str, *arguments: object) -> RemoteCall[list[Any]]:
         """Begin `call`; returns at once."""
-        return self._begin(method, [arguments] * len(self.engines))
+        return self.begin_each(method, [arguments] * len(self.engines))
 
-    def prepare_receive(self, transfer_spec: TransferSpec) -> None:
-        """Make each engine plan what it receives from the trainer ranks; raises as `wait_all` does."""
+    def begin_join(self, transfer_spec: TransferSpec, transfer_group: TransferGroup) -> RemoteCall[list[Any]]:
+        """Make each engine plan what it receives from the trainer ranks, and then connect with them; returns at once.
+
+        The trainer ranks have to connect at the same time.
+        """
         ref = ray.put(transfer_spec)
-        self._begin("prepare_receive", [(ref, number) for number in range(len(self.engines))]).result(self._timeout)
+        return self.begin_each("join_trainer", [(ref, i, transfer_group) for i in range(len(self.engines))])
 
-    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> RemoteCall[list[Any]]:
+    def begin_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> RemoteCall[list[Any]]:
         """Begin a call of `method` on every engine; `arguments`: those of each engine."""
         refs = [engine.handle.invoke.remote(method, *own) for engine, own in zip(self.engines, arguments, strict=True)]
-        names = {ref: engine.name for ref, engine in zip(refs, self.engines, strict=True)}
-        return RemoteCall(refs, list, method, names)
+        return self._remote_call(method, refs)
+
+    def _remote_call(self, what: str, refs: Sequence[ray.ObjectRef]) -> RemoteCall[list[Any]]:
+        return RemoteCall(refs, list, what, {ref: e.name for ref, e in zip(refs, self.engines, strict=True)})
 
 
 class EngineGroup(EngineHandles):
@@ -100,17 +115,37 @@ class EngineGroup(EngineHandles):
         pool: SlotPool,
         engine_slots: Sequence[Sequence[int]],
         restart_budget: RestartBudget | None = None,
+        *,
+        waits_for_memory: bool = False,
     ) -> None:
         """Args:
+        waits_for_memory: only request the processes, which import SGLang; `begin_start` has to follow.
         restart_budget: the run's budget; None: a budget of its own, whose messages are not shown.
         """
         super().__init__([], engine_slots, pool, config.weight_sync.timeout_seconds)
         self._config = config
+        self.waits_for_memory = waits_for_memory
+        """Whether engines that start now wait for `resume` before they allocate device memory."""
+        self._mem_fraction = config.rollout.engine.mem_fraction
+        self._processes: dict[int, list[ray.actor.ActorHandle]] = {}
+        """By replica, processes that were requested for its first start and are not used yet."""
         self.requested_at = time.time()
         """Unix time at which the engines' processes were requested from Ray."""
         self.supervisor = EngineSupervisor(
             self, len(engine_slots), config, restart_budget or RestartBudget(config.recovery, lambda text: None)
         )
+        if waits_for_memory:
+            self._request_processes()
+        else:
+            self.supervisor.start()
+
+    def begin_start(self, mem_fraction: float | None) -> None:
+        """Begin to start the engines, which import SGLang and wait for `resume`; returns at once.
+
+        Args:
+            mem_fraction: of the device memory that will be free then, for weights and KV cache; None: SGLang chooses.
+        """
+        self._mem_fraction = mem_fraction
         self.supervisor.start()
 
     def wait_started(self) -> None:
@@ -128,8 +163,9 @@ class EngineGroup(EngineHandles):
         return wait_all(refs, what="start", names=names, timeout=self._timeout)
 
     def actors(self) -> dict[str, ray.actor.ActorHandle]:
-        """Return the Ray actors by their names in messages."""
-        return {engine.name: engine.handle for engine in self.engines}
+        """Return the Ray actors of all nodes by their names in messages."""
+        others = {f"{engine.name} on {node.name}": node.handle for engine in self.engines for node in engine.others}
+        return {engine.name: engine.handle for engine in self.engines} | others
 
     def first_completion_time(self) -> float:
         """Return the Unix time of the first completion on any engine; now if no live engine has had one."""
@@ -158,48 +194,113 @@ class EngineGroup(EngineHandles):
         """Return the engine's name for messages."""
         return f"engine {replica}"
 
-    def handle(self, replica: int) -> ray.actor.ActorHandle:
-        """Return the engine's Ray actor, an AsyncWorkerHost."""
-        return self.engines[replica].handle
+    def handles(self, replica: int) -> list[ray.actor.ActorHandle]:
+        """Return the engine's Ray actors, which are AsyncWorkerHosts: the engine, then those of its other nodes."""
+        return _handles(self.engines[replica])
 
     def has_live_node(self, replica: int) -> bool:
-        """Return whether the node of the engine's slots is alive."""
+        """Return whether all nodes of the engine's slots are alive."""
         alive = {node.id for node in cluster_nodes()}
         return all(self.pool.slots[slot].node in alive for slot in self.engine_slots[replica])
 
+    def may_allocate(self) -> bool:
+        """Return whether the devices have memory for engines that start now."""
+        return not self.waits_for_memory
+
     def start(self, replica: int) -> ray.ObjectRef:
-        """Start a new process for the engine; return a Ray reference that resolves when it has started or failed."""
+        """Start new processes for the engine; return a Ray reference that resolves when it has started or failed."""
         started, ref = self._launch(replica)
         self.engines[replica : replica + 1] = [started]  # appends at the first start, replaces at a restart
         return ref
 
+    def release(self, memory: Sequence[EngineMemory]) -> None:
+        """Free these kinds of device memory on all engines; engines restarted before the next `resume` wait for it."""
+        self.waits_for_memory = True
+        self._call_serving("release", memory)
+
+    def resume(self, memory: Sequence[EngineMemory]) -> None:
+        """Allocate these kinds of device memory on all engines, and let those that wait allocate theirs."""
+        self.waits_for_memory = False
+        for replica in self.supervisor.starting:
+            for handle in self.handles(replica):
+                handle.run.remote(open_process_gate)
+        self._call_serving("resume", memory)
+
+    def _call_serving(self, method: str, memory: Sequence[EngineMemory]) -> None:
+        """Call `method` on the engines that serve, and again if one of them is lost meanwhile."""
+        is_done = False
+        while not is_done:
+            try:
+                self.select(self.supervisor.serving).call(method, tuple(memory))
+                is_done = True
+            except MegarlError as error:
+                if not self.supervisor.attribute_failure(error):
+                    raise
+
     def shutdown(self) -> None:
         """Stop the engines' processes gracefully, even while they start; ignores processes that have ended."""
         self.supervisor.close()
-        refs = [engine.handle.stop.remote() for engine in self.engines]
+        unused = [handle for handles in self._processes.values() for handle in handles]
+        handles = [*unused, *(handle for engine in self.engines for handle in _handles(engine))]
+        refs = [handle.stop.remote() for handle in handles]
         ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_SECONDS)
 
     def _launch(self, replica: int) -> tuple[StartedEngine, ray.ObjectRef]:
-        config, device = self._config, self.pool.device
+        """Create a process on each node of the engine; the first one starts the engine on all of them."""
+        spec = make_engine_spec(self._config, replica, self.pool.device)
+        spec = replace(spec, mem_fraction=self._mem_fraction, waits_for_memory=self.waits_for_memory)
+        by_node = self._slots_by_node(replica)
+        environments = [self._make_environment(here) for here in by_node]
+        handles = self._processes.pop(replica, None) or self._create_actors(by_node)
+        others: tuple[RemoteNode, ...] = ()
+        if spec.nnodes > 1:
+            nodes = {node.id: (node.name, node.address) for node in cluster_nodes()}
+            lost = ("a lost node", "")
+            specs = [spec.on_node(rank, *nodes.get(here[0].node, lost)) for rank, here in enumerate(by_node)]
+            spec, others = specs[0], tuple(map(RemoteNode, handles[1:], specs[1:], environments[1:]))
+        ref = handles[0].build.remote(_start_engine, (spec, others), environments[0], time.time())
+        return StartedEngine(handles[0], self.name(replica), others), ref
+
+    def _request_processes(self) -> None:
+        """Request the processes of all engines, which import SGLang."""
+        for replica in range(len(self.engine_slots)):
+            self._processes[replica] = self._create_actors(self._slots_by_node(replica))
+            for handle in self._processes[replica]:
+                handle.run.remote(_import_engine)
+
+    def _slots_by_node(self, replica: int) -> list[list[Slot]]:
         slots = [self.pool.slots[rank] for rank in self.engine_slots[replica]]
-        environment = make_engine_environment(device, config.rollout.tp)
-        if device == "cuda":
+        size = len(slots) // self._config.nodes_per_engine
+        return [slots[i : i + size] for i in range(0, len(slots), size)]
+
+    def _create_actors(self, by_node: Sequence[Sequence[Slot]]) -> list[ray.actor.ActorHandle]:
+        return [self._create_actor(here, self._make_environment(here)) for here in by_node]
+
+    def _make_environment(self, slots: Sequence[Slot]) -> dict[str, str]:
+        """Return the environment variables of an engine's process on the node of `slots`."""
+        environment = make_engine_environment(self.pool.device, self._config.rollout.tp)
+        if self.pool.device == "cuda":
             # Otherwise Ray hides the GPUs that it has not assigned to this process: those of all slots if trainer ranks
             # own them, else those of all slots but the first.
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        environment |= gpu_environment([slot.gpu_id for slot in slots])
+        return environment | gpu_environment([slot.gpu_id for slot in slots])
+
+    def _create_actor(self, slots: Sequence[Slot], environment: Mapping[str, str]) -> ray.actor.ActorHandle:
+        """Create a process on the node of `slots`, which holds the resources of the first slot if engines have any."""
+        disaggregated = self._config.disaggregated
         actor = ray.remote(AsyncWorkerHost).options(
-            num_cpus=slots[0].cpus if config.disaggregated else 0,
-            num_gpus=slots[0].gpus if config.disaggregated else 0,
+            num_cpus=slots[0].cpus if disaggregated else 0,
+            num_gpus=slots[0].gpus if disaggregated else 0,
             max_restarts=0,
             max_concurrency=10_000,  # every request in flight is a call
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.pool.group, slots[0].bundle),
             runtime_env={"env_vars": environment},
         )
-        handle = actor.remote(environment)
-        spec = make_engine_spec(config, replica, device)
-        ref = handle.build.remote(_start_engine, (spec,), environment, time.time())
-        return StartedEngine(handle, self.name(replica)), ref
+        return actor.remote(environment)
+
+
+def _handles(engine: StartedEngine) -> list[ray.actor.ActorHandle]:
+    return [engine.handle, *(node.handle for node in engine.others)]
 
 
 def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:
@@ -208,11 +309,18 @@ def gpu_environment(gpu_ids: Sequence[int | None]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(ids)} if ids else {}
 
 
-async def _start_engine(spec: EngineSpec) -> SglangEngine:
+def _import_engine() -> None:
+    with record_imports():
+        import megarl.rollout.sglang.sglang_engine  # noqa: F401 -- imported for the engine
+
+
+async def _start_engine(spec: EngineSpec, nodes: tuple[RemoteNode, ...]) -> SglangEngine:
     with record_imports():  # here, because the controller does without torch until all processes are requested
         from megarl.rollout.sglang.sglang_engine import SglangEngine
 
-    engine = SglangEngine(spec)
+    if nodes:
+        spec = replace(spec, dist_init_addr=join_address(spec.node_address, spec.port or find_unused_port()))
+    engine = SglangEngine(spec, nodes)
     try:
         await engine.start()
     except BaseException:

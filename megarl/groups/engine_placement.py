@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
@@ -20,6 +21,7 @@ from megarl.reshard.layout.engine_ranks import (
     require_single_node_groups,
     resolve_strategy,
 )
+from megarl.reshard.layout.quantized_layout import quantize_sources
 from megarl.reshard.layout.topology import Topology
 from megarl.rollout.engine_spec import make_engine_spec
 
@@ -36,19 +38,24 @@ def node_indices(slots: Iterable[Slot]) -> tuple[int, ...]:
 
 
 def place_dedicated_engines(config: RunConfig, pool: SlotPool) -> list[TensorGroup]:
-    """Return [engine][tensor rank] -> slot for engines with a pool of their own: consecutive slots of one node.
+    """Return [engine][tensor rank] -> slot for engines with a pool of their own.
+
+    An engine has consecutive slots of one node, or all slots of `nodes_per_engine` consecutive nodes.
 
     Raises:
         ConfigError: the nodes have too few slots.
     """
     tp, replicas, nodes = config.rollout.tp, config.rollout.replicas, pool_topology(pool).nodes
+    slots_of_nodes = [[slot for slot, at in enumerate(nodes) if at == node] for node in range(len(set(nodes)))]
+    spanned = config.nodes_per_engine
     groups: list[TensorGroup] = []
-    for node in sorted(set(nodes)):
-        here = [slot for slot, at in enumerate(nodes) if at == node]
+    for first in range(0, len(slots_of_nodes) - spanned + 1, spanned):
+        here = list(chain.from_iterable(slots_of_nodes[first : first + spanned]))
         groups += [tuple(here[i : i + tp]) for i in range(0, len(here) - tp + 1, tp)]
     if len(groups) < replicas:
+        where = "one node" if spanned == 1 else f"{spanned} nodes"
         raise ConfigError(
-            f"rollout.replicas: each engine needs rollout.tp = {tp} slots of one node, which the pool has "
+            f"rollout.replicas: each engine needs rollout.tp = {tp} slots of {where}, which the pool has "
             f"for {len(groups)} engines, got {replicas}"
         )
     return groups[:replicas]
@@ -88,6 +95,6 @@ def _place_by_overlap(config: RunConfig, device: str, grid: RankGrid, topology: 
 
     model, _ = load_architecture_and_dtype(config.model.path, family=config.model.family)
     tp, dtype = config.rollout.tp, make_engine_spec(config, 0, device).dtype
-    engine = trace_layouts(config.model.path, tp=tp, device=device, dtype=dtype)
-    sources = trainer_layouts(model, grid, dtype)
+    engine = trace_layouts(config.model.path, tp=tp, ep=config.rollout.engine.ep_size, device=device, dtype=dtype)
+    sources = quantize_sources(trainer_layouts(model, grid, dtype), engine)
     return place_engines_by_overlap(sources, [engine], replicas=config.rollout.replicas, topology=topology)

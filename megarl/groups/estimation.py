@@ -7,7 +7,6 @@ included) are concatenated.
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 
 from megarl.batch.pack import ColumnName
+from megarl.batch.sample_table import SampleKey
 from megarl.batch.trajectory import Trajectory
-from megarl.megatron.requests import SampleKey, TokenColumn
+from megarl.megatron.requests import TokenColumn
+from megarl.megatron.token_column import merge_column
 from megarl.workers.payload import Payload
 
 
@@ -164,5 +165,5 @@ def make_token_batch(
 
 
 def _concatenate(column: TokenColumn, keys: Sequence[SampleKey]) -> Tensor:
-    merged = ChainMap(*map(dict, column))
+    merged = merge_column(column)
     return torch.from_numpy(np.concatenate([merged[key] for key in keys]))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError
 
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError
-from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest
 from megarl.workers.failures import to_megarl_error, wait_all
 
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+    from megarl.reshard.transfer.bucket import WeightBucket
 
 RETRY_SECONDS = 1.0
 """Delay before a call whose answer was lost is retried."""
@@ -40,6 +41,26 @@ class RemoteEngine:
         generations: list[Generation] = await self._invoke("generate_many", requests)
         return generations
 
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
+        """Yield the completions as they finish, one remote call for each list of them.
+
+        Requests whose completions were lost on the way are sent again, as a new batch.
+        """
+        left = dict(enumerate(requests))
+        while left:
+            batch_id, indices = uuid4().hex, list(left)
+            call = self._call("begin_requests", batch_id, list(left.values()))
+            try:
+                while left:
+                    finished = [(indices[i], outcome) for i, outcome in await call]
+                    for index, _ in finished:
+                        del left[index]
+                    yield finished
+                    if left:
+                        call = self._call("finished_requests", batch_id)
+            except (ActorUnavailableError, ObjectLostError):
+                await asyncio.sleep(RETRY_SECONDS)  # by then Ray may have noticed that the engine has died
+
     async def abort(self, request_id: str) -> None:
         """End the request early, with finish_reason `abort`."""
         await self._invoke("abort", request_id)
@@ -48,29 +69,20 @@ class RemoteEngine:
         """Call the engine; retry if the answer is lost, because the engine drops running requests with the same ids."""
         while True:
             try:
-                return await asyncio.wrap_future(self.handle.invoke.remote(method, argument).future())
+                return await self._call(method, argument)
             except (ActorUnavailableError, ObjectLostError):
                 await asyncio.sleep(RETRY_SECONDS)  # by then Ray may have noticed that the engine has died
-            except RayError as error:
-                cause = to_megarl_error(error, what=method, name=self.name)
-                # an engine that reports its own end raises LostEngineError already
-                raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
 
-
-@dataclass(frozen=True, slots=True)
-class EngineRankSink:
-    """A `ShardSink` that sends boxes to one tensor rank of an engine on the same node."""
-
-    handle: ActorHandle
-    name: str
-    tp_rank: int
-    timeout_seconds: float
-
-    def load_boxes(self, index: int, bucket: BoxBucket | None) -> Callable[[], None]:
-        """Begin to load the bucket; return a function that blocks until it is loaded."""
-        ref = self.handle.invoke.remote("load_boxes", self.tp_rank, index, bucket)
-        name = f"{self.name} rank {self.tp_rank}"
-        return lambda: _wait_loaded(ref, "load_boxes", name, self.timeout_seconds)
+    async def _call(self, method: str, *arguments: object) -> Any:
+        """Call the engine once; raises Ray's error if the answer is lost, a `MegarlError` if the call has failed."""
+        try:
+            return await asyncio.wrap_future(self.handle.invoke.remote(method, *arguments).future())
+        except (ActorUnavailableError, ObjectLostError):
+            raise
+        except RayError as error:
+            cause = to_megarl_error(error, what=method, name=self.name)
+            # an engine that reports its own end raises LostEngineError already
+            raise LostEngineError(str(cause)) if isinstance(error, RayActorError) else cause from error
 
 
 @dataclass(frozen=True, slots=True)

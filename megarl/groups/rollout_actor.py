@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import WorkerError
 from megarl.megatron.requests import TokenColumn
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.engine import GenerationEngine
-from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_step
+from megarl.rollout.journal.journal import open_journal, parse_step
 from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
 from megarl.tracking.rollout_log import write_rollouts
 
 if TYPE_CHECKING:
     from megarl.groups.estimation import EstimateJob, EstimateSummary
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryReward:
-    """Rewards of one trajectory: their weighted sum and each term by name."""
-
-    total: float
-    terms: Mapping[str, float]
 
 
 class RolloutActor(RolloutWorker):
@@ -50,7 +45,7 @@ class RolloutActor(RolloutWorker):
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"
-        self._replay = Replay(Journal(config.run_dir, journal_fingerprint(config)))
+        self._replay = Replay(open_journal(config))
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
         """Return the journal entry for this job if any process has finished it; otherwise generate and append it.
@@ -72,14 +67,15 @@ class RolloutActor(RolloutWorker):
     async def record(
         self,
         step: int,
-        rewards: Sequence[TrajectoryReward],
+        rewards: Sequence[tuple[float, Mapping[str, float]]],
         advantages: Sequence[float | None],
         *groups: Sequence[Trajectory],
     ) -> None:
         """Write the trajectories of the groups to `rollouts/step-<step>.parquet`.
 
         Args:
-            rewards: final rewards, one per trajectory, including terms added after generation.
+            rewards: final rewards, one per trajectory: the weighted sum and each term, also those added after
+                generation.
             advantages: one per trajectory; None for one that was not trained on.
 
         Raises:
@@ -87,7 +83,9 @@ class RolloutActor(RolloutWorker):
         """
         # group ids are unique within one sampling call only; a step may combine several
         trajectories = [replace(trajectory, group_id=g) for g, group in enumerate(groups) for trajectory in group]
-        known = [replace(t, reward=r.total, rewards=r.terms) for t, r in zip(trajectories, rewards, strict=True)]
+        known = [
+            replace(t, reward=total, rewards=terms) for t, (total, terms) in zip(trajectories, rewards, strict=True)
+        ]
         path = self._folder / f"step-{step:06d}.parquet"
         require_lock(self._run_dir)
         await asyncio.to_thread(write_rollouts, path, known, advantages, step=step, decode=self._decode)
@@ -100,3 +98,20 @@ class RolloutActor(RolloutWorker):
 
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary
+
+
+class ReplayActor(RolloutActor):
+    """Has no engine: every group is one of the journal."""
+
+    @override
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+        """Return the journal entry for this job.
+
+        Raises:
+            WorkerError: the journal lacks the group, or cannot be used.
+        """
+        step = parse_step(job.request_id)
+        group = None if step is None else await self._replay.lookup(step, job)
+        if group is None:
+            raise WorkerError(f"{job.request_id}: the rollout journal lacks this group, prompt {job.prompt.prompt_id}")
+        return replace(group.summary, replayed=True), group.trajectories

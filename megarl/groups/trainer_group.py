@@ -8,17 +8,21 @@ from operator import add
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from megarl.batch.balance import SequenceCost
+from megarl.batch.sample_table import SampleKey
 from megarl.config import RunConfig, StageConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.megatron.families.cost import sequence_cost
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.megatron.request_split import computed_column, forward_dispatch, train_dispatch
 from megarl.megatron.requests import (
-    SUM_SYNC_STATS,
+    PREPARE,
+    PUSH,
     ForwardRequest,
     LoadReport,
     ModelSpec,
-    RendezvousInfo,
-    SampleKey,
+    PreparedSync,
+    PushRequest,
+    PushResult,
     SavedShard,
     SaveRequest,
     SaveStats,
@@ -27,20 +31,19 @@ from megarl.megatron.requests import (
     TrainerSpec,
     TrainRequest,
     TrainStats,
-    forward_dispatch,
-    train_dispatch,
 )
 from megarl.megatron.trainer_worker import ForwardWorker, FrozenWorker, TrainerWorker
 from megarl.placement.pool import SlotPool
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.dispatch import BROADCAST, Dispatch, from_rank0, to_all
+from megarl.workers.dispatch import BROADCAST, Dispatch, to_all
 from megarl.workers.group import Group, Processes, WorkerFuture, WorkerProcesses
 from megarl.workers.payload import Payload
 
 if TYPE_CHECKING:
     from megarl.megatron.runtime.offload import OffloadStats
-    from megarl.reshard.planning.strategy import SyncStats
+    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.transfer.process_groups import TransferGroup
+    from megarl.reshard.transfer.sample_digests import PartDigests
 
 W = TypeVar("W", bound=ForwardWorker)
 
@@ -50,7 +53,7 @@ class ModelGroup(Generic[W]):
 
     def __init__(self, group: Group[W], *, cost: SequenceCost) -> None:
         """`cost`: cost model by which micro-batches are balanced."""
-        self.group = group
+        self.group, self._cost = group, cost
         self._forward_dispatch = forward_dispatch(cost)
 
     @property
@@ -60,11 +63,13 @@ class ModelGroup(Generic[W]):
 
     def logprobs(self, request: ForwardRequest) -> Payload[TokenColumn]:
         """Return the log-probability of each token; the values stay with the ranks."""
-        return self.group.call_remote(ForwardWorker.logprobs, request, dispatch=self._forward_dispatch)
+        results = self.group.call_remote(ForwardWorker.logprobs, request, dispatch=self._forward_dispatch)
+        return computed_column(request, results, self.grid, cost=self._cost)
 
     def values(self, request: ForwardRequest) -> Payload[TokenColumn]:
         """Return the value before each token, of a value model; the values stay with the ranks."""
-        return self.group.call_remote(ForwardWorker.values, request, dispatch=self._forward_dispatch)
+        results = self.group.call_remote(ForwardWorker.values, request, dispatch=self._forward_dispatch)
+        return computed_column(request, results, self.grid, cost=self._cost)
 
     def scores(self, request: ForwardRequest) -> Mapping[SampleKey, float]:
         """Return one score per trajectory, of a value model."""
@@ -101,21 +106,21 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """Begin `train_step`; return at once if the ranks are other processes. Steps run in the order of the calls."""
         return self.group.begin(TrainerWorker.train_step, request, dispatch=self._train_dispatch)
 
-    def prepare_sync(self, setup: SyncSetup) -> RendezvousInfo | None:
-        """Plan the next pushes of weights; return the rendezvous for disaggregated engines, None for colocated ones."""
-        return self.group.call(TrainerWorker.prepare_sync, setup, dispatch=_PREPARE)
+    def prepare_sync(self, setup: SyncSetup) -> PreparedSync:
+        """Plan the next pushes of weights; return what the engines prepare from."""
+        return self.group.call(TrainerWorker.prepare_sync, self.group.put(setup), dispatch=PREPARE)
 
     def begin_connect(self, transfer_group: TransferGroup) -> WorkerFuture[None]:
         """Begin to connect to disaggregated engines, which must join at the same time."""
         return self.group.begin(TrainerWorker.connect_engines, transfer_group, dispatch=BROADCAST)
 
-    def push_weights(self) -> SyncStats:
-        """Push the current weights to the engines."""
-        return self.begin_push().result()
+    def begin_push(self, request: PushRequest | None) -> WorkerFuture[PushResult]:
+        """Begin to push the current weights to the engines, which have to receive at the same time."""
+        return self.group.begin(TrainerWorker.push_weights, request, dispatch=PUSH)
 
-    def begin_push(self) -> WorkerFuture[SyncStats]:
-        """Begin `push_weights`; returns at once, so that disaggregated engines can receive at the same time."""
-        return self.group.begin(TrainerWorker.push_weights, None, dispatch=SUM_SYNC_STATS)
+    def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
+        """Return by rank the digests of the parts of the samples that it holds."""
+        return self.group.call(TrainerWorker.digest_samples, samples, dispatch=_DIGEST)
 
     def offload(self) -> OffloadStats:
         """Move what only training needs to host memory; return the totals of all ranks."""
@@ -137,6 +142,10 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         """Return whether all files are written, so that `finish_save` will not block."""
         return self.group.call(TrainerWorker.is_save_written, None, dispatch=_IS_WRITTEN)
 
+    def wait_save_written(self) -> None:
+        """Block until all files are written, or a rank has failed to; ranks report it, they are not polled."""
+        self.group.call(TrainerWorker.wait_save_written, None, dispatch=BROADCAST)
+
     def finish_save(self) -> SavedShard:
         """Block until all files are written; return the files of all ranks."""
         return self.group.call(TrainerWorker.finish_save, None, dispatch=_FINISH_SAVE)
@@ -146,7 +155,11 @@ class TrainerGroup(ModelGroup[TrainerWorker]):
         return self.group.call(TrainerWorker.load_training, folder, dispatch=_LOAD)
 
 
-_PREPARE: Dispatch[SyncSetup, RendezvousInfo | None] = Dispatch(to_all, from_rank0)
+def _join_digests(results: Sequence[list[PartDigests]], _: RankGrid) -> list[PartDigests]:
+    return [digests for of_rank in results for digests in of_rank]
+
+
+_DIGEST: Dispatch[Sequence[SampledBox], list[PartDigests]] = Dispatch(to_all, _join_digests)
 
 
 def _sum_offload_stats(results: Sequence[OffloadStats], _: RankGrid) -> OffloadStats:
@@ -190,6 +203,13 @@ def make_trainer_group(config: StageConfig, processes: Processes) -> TrainerGrou
 def make_rank_processes(pool: SlotPool, name: str) -> WorkerProcesses:
     """Create a process for Megatron ranks on each slot of the pool; `name` is used in error messages."""
     return WorkerProcesses(name, pool, rank_environment(pool.device))
+
+
+def read_gpu_bytes() -> int:
+    """Return the memory of the GPU of this process, a Megatron rank, in bytes."""
+    from megarl.megatron.runtime import platform  # imports torch
+
+    return platform.device_bytes()
 
 
 def rank_environment(device: str) -> dict[str, str]:

@@ -16,9 +16,10 @@ from megarl.launch.connection import ConnectionLostError
 from megarl.launch.launch_node import SIGNAL_EXIT_CODE_BASE, LaunchNode, LaunchOptions
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Failed, Hello, Joined, Stop, Welcome
-from megarl.launch.ray_node import find_free_port, make_ray_environment
+from megarl.launch.ray_node import make_ray_environment
 from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses
 from megarl.process.child_processes import ChildProcess
+from megarl.process.ports import find_unused_port
 from megarl.process.startup_trace import STARTED_VARIABLE, process_creation_time
 
 COMMAND_GRACE_SECONDS = 20.0
@@ -69,7 +70,7 @@ class HeadNode(LaunchNode):
         names += [f"{peer.hello.host} ({address})" for peer, address in zip(self._peers, other_addresses, strict=True)]
         started = self._report_phase("nodes connected", started, ", ".join(names))
 
-        ray_address = f"{own_address}:{find_free_port()}"
+        ray_address = f"{own_address}:{find_unused_port()}"
         ray_nonce = make_nonce()
         try:
             await self.start_ray(ray_address, own_address, ray_nonce)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.errors import LaunchError
-from megarl.launch.node_world import FIRST_PORT, PORT_SPAN, SECRET_VARIABLE
+from megarl.launch.node_world import SECRET_VARIABLE
 from megarl.placement.hardware import object_store_bytes
 from megarl.placement.network import interface_of, interface_variables, is_loopback
 from megarl.process.child_processes import ChildProcesses
@@ -166,15 +163,6 @@ def _find_temp_dir(rank: int) -> str:
     """Return a temporary folder specific to this user and this node, which may share a machine with others."""
     # kept short: it contains sockets, whose paths may have at most 107 characters
     return str(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"ray-{os.getuid()}" / f"node{rank}")  # noqa: S108
-
-
-def find_free_port() -> int:
-    """Return an unused TCP port outside of the system's ephemeral range."""
-    while True:
-        port = random.randrange(FIRST_PORT, FIRST_PORT + PORT_SPAN)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 def make_interface_environment(address: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Read boxes of a model folder's tensors directly into other tensors.
 
-Files are read, not memory-mapped: mapped pages would count as memory of the process.
+Files are read, not memory-mapped: mapped pages would count as memory of the process. Weights in FP8 are multiplied by
+the scales of their blocks (`block_fp8`), chunk by chunk, on the device that they are read to.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
+from megarl.model_files.block_fp8 import BLOCK, find_scale_problems, scale_name
 from megarl.model_files.file_boxes import Box, contiguous_runs, extent, relative_slices, split_box
 from megarl.model_files.header import StoredTensor
 from megarl.model_files.weight_index import read_headers
+from megarl_kernels import fp8_block_dequantize
 
 CHUNK_ELEMENTS = 2**21
 """Maximum number of tensor elements per read: 8 MiB of float32."""
@@ -69,7 +72,7 @@ class SafetensorsReader:
         """Read a box of tensor `name` into `out`, converted to the dtype of `out`.
 
         Reads only the bytes of the box: directly into `out` if it is contiguous, on the CPU and of the stored dtype,
-        else through a scratch buffer of `CHUNK_ELEMENTS` elements.
+        else through a scratch buffer of `CHUNK_ELEMENTS` elements. A weight in FP8 is dequantized, unless `out` is FP8.
 
         Args:
             out: tensor with the shape of the box, on any device, with any strides.
@@ -77,12 +80,14 @@ class SafetensorsReader:
 
         Raises:
             DataError: the tensor does not exist, the box exceeds it, only one of stored dtype and `out` is floating
-                point, the file is truncated, or a value is not finite.
+                point, the scales of a weight in FP8 are missing or do not fit, the file is truncated, or a value is not
+                finite.
         """
         stored = self._find(name)
         dtype: torch.dtype = getattr(torch, stored.dtype)
         _check_request(name, stored, box, dtype, out)
         out = out.detach()
+        scales = self._read_scales(name, box, out, require_finite) if _needs_scales(dtype, out) else None
         is_direct = out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous()
         check = _FiniteCheck(name, stored) if require_finite and dtype.is_floating_point else None
         done = 0
@@ -91,12 +96,27 @@ class SafetensorsReader:
             values = out.view(-1)[done : done + count] if is_direct else self._scratch_view(count, dtype)
             self._read_box(name, stored, chunk, values)
             if not is_direct:
-                out[relative_slices(chunk, box)].copy_(values.view(extent(chunk)))
+                values_there = values.view(extent(chunk))
+                part = (
+                    values_there if scales is None else scales.dequantize(values_there.to(out.device), chunk, out.dtype)
+                )
+                out[relative_slices(chunk, box)].copy_(part)
             if check is not None:
                 check.update(values, chunk)
             done += count
         if check is not None:
             check.raise_if_not_finite()
+
+    def _read_scales(self, name: str, box: Box, out: Tensor, require_finite: bool) -> _BlockScales:
+        """Return the scales of the blocks that the box touches, on the device of `out`."""
+        scales = scale_name(name)
+        of_weight = {each: self.tensors[each] for each in (name, scales) if each in self.tensors}
+        for problem in find_scale_problems(of_weight):
+            raise DataError(problem)
+        blocks = tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
+        values = torch.empty(extent(blocks), dtype=torch.float32)
+        self.read(scales, blocks, values, require_finite=require_finite)
+        return _BlockScales(values.to(out.device), (blocks[0][0] * BLOCK, blocks[1][0] * BLOCK))
 
     def _find(self, name: str) -> StoredTensor:
         if name not in self.tensors:
@@ -124,6 +144,25 @@ class SafetensorsReader:
             except OSError as e:
                 raise DataError(f"{file} cannot be read: {e.strerror}") from e
         return self._handles[file]
+
+
+@dataclass(frozen=True)
+class _BlockScales:
+    """The scales of some blocks of a weight."""
+
+    scales: Tensor
+    """float32 [blocks, blocks]."""
+    first: tuple[int, int]
+    """First row and column of the weight that the first of them belongs to."""
+
+    def dequantize(self, values: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return the weight's `box`, whose FP8 values are given."""
+        row, column = (start - first for (start, _), first in zip(box, self.first, strict=True))
+        return fp8_block_dequantize(values, self.scales, row_offset=row, column_offset=column, dtype=dtype)
+
+
+def _needs_scales(dtype: torch.dtype, out: Tensor) -> bool:
+    return dtype == torch.float8_e4m3fn and out.dtype != dtype
 
 
 def _as_memoryview(values: Tensor) -> memoryview:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megarl.errors import DataError
+from megarl.model_files.block_fp8 import find_scale_problems, scales_of
 from megarl.model_files.header import StoredTensor, read_header
 from megarl.model_files.json_object import read_json_object
 
@@ -90,12 +91,18 @@ def find_tensor_mismatches(
             f"{folder} holds {len(wrong)} tensors of another shape than config.json gives them, first "
             f"{'; '.join(shapes)}"
         )
-    unexpected = [name for name in tensors if name not in needed and not _matches(name, ignored)]
+    scales = scales_of(tensors)
+    unexpected = [name for name in tensors if name not in needed and name not in scales and not _matches(name, ignored)]
     if unexpected:
         found.append(
             f"{folder} holds {len(unexpected)} tensors that {model} as config.json describes it does not have, "
             f"{_first(sorted(unexpected))}"
         )
+    needed_or_scales = {name: each for name, each in tensors.items() if name in needed or scales.get(name) in needed}
+    unscaled = list(find_scale_problems(needed_or_scales))
+    if unscaled:
+        more = f"; {len(unscaled) - 1} more weights likewise" if len(unscaled) > 1 else ""
+        found.append(unscaled[0] + more)
     return found
 
 

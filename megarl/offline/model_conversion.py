@@ -30,6 +30,7 @@ from megarl.megatron.families.model_folder import (
     load_architecture_from_folder,
 )
 from megarl.megatron.requests import ModelSpec
+from megarl.model_files.block_fp8 import VALUES_DTYPE
 from megarl.model_files.header import itemsize
 from megarl.model_files.hub import local_model
 from megarl.model_files.weight_index import read_headers
@@ -113,7 +114,8 @@ def plan_import(
     """Check and plan the conversion of the model in `folder`, or of that hub id, to the Megatron checkpoint `output`.
 
     Args:
-        dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly.
+        dtype: `float32`, `bfloat16`, or `auto`: the smaller of these that represents every stored weight exactly, and
+            bfloat16 for weights in FP8, whose products with their scales are rounded.
         family: import path of the model's family, if that is outside the package.
 
     Raises:
@@ -132,7 +134,7 @@ def plan_import(
     stored = {name: tensor.dtype for name, tensor in read_headers(folder).items()}
     # leave out tensors with a fixed dtype, independent of the model's
     free = [name for name, spec in model.tensors("bfloat16").items() if spec.dtype == "bfloat16"]
-    dtype = _smallest_lossless_dtype(stored[name] for name in free) if dtype == "auto" else dtype
+    dtype = _smallest_dtype(stored[name] for name in free) if dtype == "auto" else dtype
     _require_space(output, num_bytes := _num_bytes(model, dtype))
     return Conversion(
         config=config,
@@ -181,7 +183,7 @@ def plan_export(
     if dtype == "auto":
         # the expert bias is float32 whatever the model's dtype is
         weights_only = [name for name in index if name.startswith(MODEL_PREFIXES) and not name.endswith("expert_bias")]
-        dtype = _smallest_lossless_dtype(index[name].dtype for name in weights_only)
+        dtype = _smallest_dtype(index[name].dtype for name in weights_only)
     _require_space(output, num_bytes := _num_bytes(model, dtype))
     return Conversion(
         config=config,
@@ -222,8 +224,8 @@ def _existing_parent(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
 
 
-def _smallest_lossless_dtype(dtypes: Iterable[str]) -> str:
-    return "bfloat16" if set(dtypes) == {"bfloat16"} else "float32"
+def _smallest_dtype(dtypes: Iterable[str]) -> str:
+    return "bfloat16" if set(dtypes) <= {"bfloat16", VALUES_DTYPE} else "float32"
 
 
 def _num_bytes(model: ModelArchitecture, dtype: str) -> int:

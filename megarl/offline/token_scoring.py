@@ -72,6 +72,8 @@ class ScoreGroup:
             model_path=str(Path(config.model.path).absolute()),
             family=config.model.family,
             dtype=config.model.dtype,
+            fused_lm_head=config.trainer.fused_lm_head,
+            fp32_lm_head=config.model.fp32_lm_head,
             parallel=config.trainer.parallel,
             temperature=config.temperature,
             seed=config.seed,

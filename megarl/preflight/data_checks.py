@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +75,11 @@ def _read_data(
 ) -> None:
     from megarl.data.demonstrations import load_demonstrations
     from megarl.data.preference_pairs import load_preferences
-    from megarl.data.prompts import load_prompts
+    from megarl.data.prompts import tokenize_prompts
 
     if tokenizer is not None and token_limit is not None:
         if isinstance(config, RunConfig):
-            prompts = load_prompts(config.data, tokenizer, path=path, max_prompt_tokens=token_limit)
+            prompts = tokenize_prompts(config.data, tokenizer, path=path, max_prompt_tokens=token_limit)
             _require_answers(config, prompts)
             return
         if isinstance(config, PreferenceConfig):
@@ -93,11 +93,15 @@ def _read_data(
         pass
 
 
-def _require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+def _require_answers(config: RunConfig, prompts: Iterable[Prompt]) -> None:
     numeric = [name for name, term in config.reward.terms.items() if isinstance(term, NumericRewardConfig)]
-    without = [prompt.prompt_id for prompt in prompts if prompt.answer is None]
+    num_rows, without = 0, list[str]()
+    for prompt in prompts:
+        num_rows += 1
+        if prompt.answer is None:
+            without.append(prompt.prompt_id)
     if numeric and without:
         raise DataError(
             f"reward.terms.{numeric[0]} (numeric) needs field {config.data.fields.answer!r} (data.fields.answer), "
-            f"{len(without)} of {len(prompts)} rows have none, first {without[0]}"
+            f"{len(without)} of {num_rows} rows have none, first {without[0]}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from megarl.config.engine_options import find_variable_problems
 from megarl.config.placement import PlacementConfig, pool_key
 from megarl.config.run import RunConfig, StageConfig
 from megarl.errors import ConfigError
@@ -60,7 +61,7 @@ def find_engine_placement_problems(config: RunConfig) -> Iterator[str]:
     """
     placement, tp, replicas, pool = config.placement, config.rollout.tp, config.rollout.replicas, config.rollout_pool
     per_node = pool.slots_per_node // tp
-    if pool.nodes * per_node < replicas:
+    if config.nodes_per_engine == 1 and pool.nodes * per_node < replicas:
         of_pool = f" of {pool_key(placement.rollout.pool)}" if config.disaggregated else ""
         yield (
             f"rollout.replicas: engines need rollout.tp = {tp} slots of one node each, got replicas = {replicas} > "
@@ -86,6 +87,14 @@ def find_engine_placement_problems(config: RunConfig) -> Iterator[str]:
         yield str(e)
 
 
+def find_profile_problems(config: StageConfig) -> Iterator[str]:
+    """Find ranks to be traced that the trainer does not have."""
+    profile, slots = config.trainer.profile, config.placement.slots
+    for rank in () if profile is None else profile.ranks:
+        if not 0 <= rank < slots:
+            yield f"trainer.profile.ranks: the trainer has ranks 0 to {slots - 1}, got {rank}"
+
+
 def find_port_problems(config: RunConfig) -> Iterator[str]:
     """Find ports of rollout.engine.base_port that are out of range or in use on this node."""
     base = config.rollout.engine.base_port
@@ -99,6 +108,11 @@ def find_port_problems(config: RunConfig) -> Iterator[str]:
             yield f"rollout.engine.base_port: replica {replica} needs a port up to 65535, got {sum_}"
         elif not is_port_free(port):
             yield f"rollout.engine.base_port: replica {replica} needs a free port, {sum_} is in use"
+
+
+def find_engine_variable_problems() -> Iterator[str]:
+    """Find environment variables of this process that engines would have too, and must not have."""
+    yield from find_variable_problems(os.environ)
 
 
 def find_package_problems(config: StageConfig) -> Iterator[str]:

@@ -19,7 +19,9 @@ from megarl.megatron.families.model_folder import (
     load_architecture_from_folder,
     model_head,
 )
+from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping, JsonObject
+from megarl.preflight.megatron_checks import describe_megatron, find_megatron_problems
 from megarl.preflight.tiny_model import will_write_model
 from megarl.rollout.unsupported_options import find_engine_problems
 
@@ -48,8 +50,14 @@ def find_model_problems(config: StageConfig, hf_config: JsonObject, device: str 
     yield from (f"model.path: {problem}" for problem in find_weight_problems(folder, model))
     yield from parallel_problems(model, config.trainer.parallel, config.placement.slots)
     yield from recompute_problems(model, config.trainer.parallel, config.trainer.recompute)
+    yield from find_megatron_problems(config, model, device)
     if isinstance(config, RunConfig):
         yield from _find_engine_tp_problems(model, config.rollout.tp)
+        if hf_config.get(CONFIG_KEY) and config.weight_sync.strategy == "gather_hf":
+            yield (
+                f"weight_sync.strategy: engines of {folder} need weights in FP8, which micro_dp and exact send, "
+                "gather_hf does not"
+            )
         if device is not None:
             yield from find_engine_problems(hf_config, device, origin=str(folder / "config.json"))
 
@@ -81,6 +89,14 @@ def find_model_notices(config: StageConfig) -> list[str]:
         if message is not None:
             notices.setdefault(message, f"{key}: {message}")  # models in the same folder share one notice
     return list(notices.values())
+
+
+def describe_trainer(config: StageConfig, device: str | None) -> list[str]:
+    """Return lines that describe what megatron-core is given for the policy, whose folder needs to have passed."""
+    if will_write_model(config):
+        return []
+    model = load_architecture_from_folder(Path(config.model.path), head=model_head(config), family=config.model.family)
+    return describe_megatron(config, model, device)
 
 
 def find_reference_problems(config: DpoConfig) -> Iterator[str]:

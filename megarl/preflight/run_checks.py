@@ -23,10 +23,12 @@ from megarl.preflight.machine_checks import (
     find_allocation_problems,
     find_device,
     find_engine_placement_problems,
+    find_engine_variable_problems,
     find_folder_problems,
     find_local_gpu_problems,
     find_package_problems,
     find_port_problems,
+    find_profile_problems,
 )
 from megarl.preflight.model_checks import (
     find_family_problems,
@@ -35,7 +37,9 @@ from megarl.preflight.model_checks import (
     find_token_limit,
 )
 from megarl.preflight.reward_checks import find_reward_problems
+from megarl.preflight.schedule_checks import find_schedule_problems
 from megarl.preflight.tiny_model import will_write_model, write_missing_model
+from megarl.preflight.weight_sync_checks import find_delta_problems, find_stall_problems
 
 
 def check_or_raise(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -> None:
@@ -64,14 +68,17 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         *(find_local_gpu_problems(config) if nodes is None else find_allocation_problems(config.placement, nodes))
     ]
     problems += [*find_package_problems(config), *find_batch_problems(config), *find_folder_problems(config)]
+    problems += find_profile_problems(config)
     family_problems = [*find_family_problems(config)]
     has_family = not family_problems  # models cannot be read without theirs
     problems += family_problems
     if isinstance(config, RunConfig):
         problems += [
             *find_engine_placement_problems(config),
+            *find_engine_variable_problems(),
             *find_reward_problems(config),
             *find_agent_problems(config),
+            *find_schedule_problems(config, find_device(config.placement, nodes)),
             *(find_auxiliary_model_problems(config) if has_family else ()),
         ]
         problems += find_port_problems(config) if nodes is None else ()
@@ -84,7 +91,12 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         problems.append(f"model.path: {e}")
     else:
         if has_family:
-            problems += find_model_problems(config, hf_config, find_device(config.placement, nodes))
+            device = find_device(config.placement, nodes)
+            problems += find_model_problems(config, hf_config, device)
+            if isinstance(config, RunConfig):
+                problems += find_delta_problems(config, device)
+            if isinstance(config, RunConfig) and not problems:
+                problems += find_stall_problems(config, device)
         try:
             token_limit = find_token_limit(config, hf_config)
         except ConfigError as e:

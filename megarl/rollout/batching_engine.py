@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
-from megarl.errors import LostEngineError
-from megarl.rollout.engine import Generation, GenerationEngine, GenerationRequest
+from megarl.errors import LostEngineError, MegarlError
+from megarl.rollout.engine import FinishedRequest, Generation, GenerationEngine, GenerationRequest
 
 
 class BatchingEngine:
-    """Wraps a `GenerationEngine` and sends it concurrent `generate` calls as one `generate_many` call.
+    """Wraps a `GenerationEngine` and sends it the `generate` calls of one event-loop iteration together.
 
     A call to an engine in another process costs about a millisecond of CPU on either side, more than a small model
-    spends on a token. The drawback: a request returns only when the slowest request of its batch is done.
+    spends on a token. Each request returns when it is done, not when its batch is.
     """
 
     def __init__(self, engine: GenerationEngine) -> None:
@@ -28,7 +28,7 @@ class BatchingEngine:
         """Number of completions that arrived when no caller was waiting for them any more."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Return the completion, once all requests of the same event-loop iteration are done.
+        """Return the completion.
 
         Raises:
             LostEngineError: the engine is marked lost, or is marked lost before it replies.
@@ -52,6 +52,13 @@ class BatchingEngine:
             raise self.lost_error
         return await self._engine.generate_many(requests)
 
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
+        """Send the requests to the wrapped engine in a call of their own; raises as `generate_many`."""
+        if self.lost_error is not None:
+            raise self.lost_error
+        async for finished in self._engine.stream(requests):
+            yield finished
+
     async def abort(self, request_id: str) -> None:
         """Abort a request on the wrapped engine."""
         await self._engine.abort(request_id)
@@ -73,19 +80,25 @@ class BatchingEngine:
         task.add_done_callback(self._send_tasks.discard)
 
     async def _send(self, batch: list[tuple[GenerationRequest, asyncio.Future[Generation]]]) -> None:
-        self._in_flight.update((future, None) for _, future in batch)
+        futures = [future for _, future in batch]
+        self._in_flight.update(dict.fromkeys(futures))
         try:
-            generations = await self._engine.generate_many([request for request, _ in batch])
+            async for finished in self._engine.stream([request for request, _ in batch]):
+                for index, outcome in finished:
+                    self._resolve(futures[index], outcome)
         except Exception as e:  # noqa: BLE001 -- raised again in each of the callers
-            for _, future in batch:
+            for future in futures:
                 if not future.done():
                     future.set_exception(e)
-            return
         finally:
-            for _, future in batch:
-                del self._in_flight[future]
-        for (_, future), generation in zip(batch, generations, strict=True):
-            if future.done():
-                self.num_stale_replies += 1
-            else:
-                future.set_result(generation)
+            for future in futures:
+                self._in_flight.pop(future, None)
+
+    def _resolve(self, future: asyncio.Future[Generation], outcome: Generation | MegarlError) -> None:
+        self._in_flight.pop(future, None)
+        if future.done():
+            self.num_stale_replies += 1
+        elif isinstance(outcome, MegarlError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

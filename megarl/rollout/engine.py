@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.errors import MegarlError
+
 if TYPE_CHECKING:  # these import torch, which checks of a configuration do without
-    from megarl.reshard.layout.layout import WeightLayout
+    from megarl.reshard.layout.layout import WeightLayout, WeightNeeds
+    from megarl.reshard.layout.sampled_boxes import SampledBox
     from megarl.reshard.planning.disaggregated import TransferSpec
-    from megarl.reshard.planning.strategy import SyncStats
-    from megarl.reshard.transfer.bucket import BoxBucket, WeightBucket
+    from megarl.reshard.planning.strategy import DeltaUpdate, SyncStats
+    from megarl.reshard.transfer.box_channel import BoxOffer
+    from megarl.reshard.transfer.bucket import WeightBucket
+    from megarl.reshard.transfer.commit_decision import CommitSpec
     from megarl.reshard.transfer.process_groups import TransferGroup
+    from megarl.reshard.transfer.sample_digests import ExpectedBox
+
+
+EngineMemory = Literal["weights", "kv_cache"]
+"""Device memory of an engine that can be freed while another process needs it."""
+
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +67,37 @@ class Generation:
     """Why generation ended: `stop`, `length` or `abort`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUpdate:
+    """A weight update of one engine, which takes part in the controller's decision about all engines."""
+
+    policy_version: int
+    commit: CommitSpec
+    """Where engines report that they have all weights, and learn whether to serve them."""
+    begins: bool = True
+    """Stop decoding first; False: `begin_weights` has done so."""
+    receives: bool = True
+    """The TP ranks receive boxes; False: all tensors come through `load_weights`."""
+    delta: DeltaUpdate | None = None
+    """What the trainer ranks leave out, because the engine holds it; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What a successful update of one engine moved, and how long generation was stopped for its first and last step."""
+
+    stats: tuple[SyncStats, ...]
+    """By TP rank that received over the network."""
+    open_seconds: float
+    """Until the engine had stopped decoding."""
+    commit_seconds: float
+    """From the controller's decision until the engine resumed."""
+
+
+FinishedRequest = tuple[int, Generation | MegarlError]
+"""Index of a request among those that were sent together, and its completion or error."""
+
+
 class GenerationEngine(Protocol):
     """The methods of an engine that agents use."""
 
@@ -65,13 +109,32 @@ class GenerationEngine(Protocol):
         """Return one completion per request, in order, once all are done: one inter-process call instead of many."""
         ...
 
+    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
+        """Yield the completions of the requests as they finish, those that finish together in one list."""
+        ...
+
     async def abort(self, request_id: str) -> None:
         """End a request early; it completes with finish_reason `abort`. Unknown ids are ignored."""
         ...
 
 
 class RolloutEngine(GenerationEngine, Protocol):
-    """The methods of an engine that the controller uses: generation, and weight updates between begin and end."""
+    """The methods of an engine that the controller uses: generation, and weight updates."""
+
+    async def release(self, memory: Sequence[EngineMemory]) -> None:
+        """Free these kinds of device memory, once no request is in flight; no-op for what is free already.
+
+        The contents are lost: the engine serves no requests until all of its memory is allocated again and, after a
+        release of the weights, until an update has succeeded.
+
+        Raises:
+            WorkerError: requests are still in flight after the timeout of one step of a weight update.
+        """
+        ...
+
+    async def resume(self, memory: Sequence[EngineMemory]) -> None:
+        """Allocate these kinds of device memory again; no-op for what is allocated."""
+        ...
 
     async def begin_weights(self) -> None:
         """Stop decoding and open a weight update."""
@@ -86,7 +149,15 @@ class RolloutEngine(GenerationEngine, Protocol):
         ...
 
     async def layouts(self) -> list[WeightLayout]:
-        """Return the weight layout of each TP rank, by rank; `load_boxes` takes boxes of these local tensors."""
+        """Return the weight layout of each TP rank, by rank: the boxes that a sync sends and their local tensors."""
+        ...
+
+    async def weight_needs(self) -> WeightNeeds:
+        """Return `layouts` and `full_tensors` together."""
+        ...
+
+    async def weight_needs_digest(self) -> bytes:
+        """Return the digest of `weight_needs`, which is the same for all engines of a run."""
         ...
 
     async def full_tensors(self) -> tuple[str, ...]:
@@ -97,58 +168,55 @@ class RolloutEngine(GenerationEngine, Protocol):
         """
         ...
 
-    async def load_boxes(self, tp_rank: int, index: int, bucket: BoxBucket | None) -> None:
-        """Write TP rank `tp_rank`'s boxes of round `index` into its parameters (None if it has no boxes).
-
-        Every TP rank has its own sender. A call returns once the parts of all ranks for the round have arrived and
-        have been written; the bucket may then be reused. Rounds may overlap.
+    async def update_weights(self, update: EngineUpdate) -> UpdateReport:
+        """Run a whole weight update: stop decoding, receive, and do what the controller decides for all engines.
 
         Raises:
-            WeightSyncError: a parameter is unknown, or a box is out of bounds, has another dtype, or was already
-                written in this update: no rank writes anything of the round. Also raised if another rank's part did
-                not arrive in time, or the engine does not reply. The update is closed. The engine serves the old
-                weights if nothing of the update was written yet; otherwise it serves no requests until an update
-                succeeds.
+            WeightSyncError: a box does not fit the engine's parameters, a rank of either side has died or is late, or
+                the controller has aborted the update. The engine serves the old weights if nothing of the update was
+                written yet; otherwise it serves no requests until an update succeeds.
             WorkerError: the engine has exited.
         """
         ...
 
-    async def prepare_receive(self, transfer_spec: TransferSpec, engine: int) -> None:
-        """Plan what this engine's TP ranks receive, as engine number `engine` of the transfer spec.
+    async def prepare_boxes(self, offers: Sequence[BoxOffer]) -> None:
+        """Connect each TP rank with the trainer rank on the same slot, from which it receives boxes from then on.
+
+        Args:
+            offers: by TP rank, what its trainer rank offers.
 
         Raises:
-            WeightSyncError: no trainer rank holds an element that the TP ranks need.
+            WeightSyncError: a box is no part of the engine's parameters, has another dtype, or overlaps another.
         """
         ...
 
-    async def join_trainer(self, transfer_group: TransferGroup) -> None:
-        """Connect to the trainer's ranks and to those of the other engines, which must join at the same time.
+    async def join_trainer(self, transfer_spec: TransferSpec, engine: int, transfer_group: TransferGroup) -> None:
+        """Plan what this engine's TP ranks receive, and connect them to the trainer's ranks and those of other engines.
 
-        Required once before the first `receive_weights`, and again after each one that failed.
+        All ranks must join at the same time. Required before the first update, and again after each one that failed;
+        if the transfer spec is that of the last call, the plan is kept.
+
+        Args:
+            engine: number of this engine in the transfer spec.
 
         Raises:
-            WeightSyncError: another rank did not connect in time.
+            WeightSyncError: no trainer rank holds an element that the TP ranks need, boxes do not fit the engine's
+                parameters, or another rank did not connect in time.
         """
         ...
 
-    async def receive_weights(self) -> list[SyncStats]:
-        """Receive the weights while the trainer sends them: boxes go directly into the parameters, full tensors
-        through the engine's weight loader.
+    async def sample_boxes(self, policy_version: int, count: int) -> list[SampledBox]:
+        """Return boxes of the engine's weights that are to be compared in the sync of a policy version.
+
+        The choice depends on the engine's layout and the version only, so that all replicas return the same.
+        """
+        ...
+
+    async def verify_weights(self, expected: Sequence[ExpectedBox]) -> str | None:
+        """Compare boxes that have arrived since `begin_weights` with the trainer's values.
 
         Returns:
-            The transfer statistics of each TP rank, by rank.
-
-        Raises:
-            WeightSyncError: a box does not fit the engine's parameters, and no rank receives anything; or a rank of
-                either side has died or is late. The update is closed, as by `load_boxes`.
-            WorkerError: the engine has exited.
-        """
-        ...
-
-    async def end_weights(self, policy_version: int) -> None:
-        """Flush the KV cache, set the policy version, and resume decoding.
-
-        Raises:
-            WeightSyncError: a tensor of the model, or a box of one, has not arrived since `begin_weights`.
+            Which box differs, on which TP rank; the update is then closed, and the engine serves no requests until an
+            update succeeds. None if all boxes are equal.
         """
         ...

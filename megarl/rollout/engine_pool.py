@@ -66,6 +66,11 @@ class EnginePool:
         self._slots[index] = EngineSlot(BatchingEngine(engine))
         self._engine_available.set()
 
+    def live(self, index: int) -> EngineSlot | None:
+        """Return the slot of engine `index`; None if it is lost or has not started."""
+        slot = self._slots[index]
+        return None if slot is None or slot.engine.lost_error is not None else slot
+
     async def least_loaded(self) -> EngineSlot:
         """Return the live engine with the fewest outstanding samples; waits until at least one is live."""
         while True:
@@ -79,8 +84,9 @@ class EnginePool:
 class EngineLease:
     """Keeps all samples of a group on one engine, so that the prompt's KV cache is computed once."""
 
-    def __init__(self, pool: EnginePool, num_samples: int) -> None:
-        self._pool, self._num_samples = pool, num_samples
+    def __init__(self, pool: EnginePool, num_samples: int, preferred: int | None = None) -> None:
+        """`preferred`: index of the engine to use while it is live; None: the one with the fewest samples."""
+        self._pool, self._num_samples, self._preferred = pool, num_samples, preferred
         self._slot: EngineSlot | None = None
         self._lock = asyncio.Lock()
 
@@ -89,7 +95,8 @@ class EngineLease:
         async with self._lock:
             if self._slot is None or self._slot.engine.lost_error is not None:
                 self.release()
-                self._slot = await self._pool.least_loaded()
+                preferred = None if self._preferred is None else self._pool.live(self._preferred)
+                self._slot = preferred or await self._pool.least_loaded()
                 self._slot.outstanding += self._num_samples
             return self._slot.engine
 

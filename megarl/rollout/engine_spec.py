@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config import RunConfig
@@ -29,12 +29,31 @@ class EngineSpec:
     device: str = "cpu"
     dtype: str = "float32"
     """Parameter dtype by its torch name."""
+    fp32_lm_head: bool = False
+    """Compute logits in float32, whatever `dtype` is."""
     context_length: int | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction: float | None = None
+    """Fraction of the free device memory for weights and KV cache."""
+    releases_memory: bool = False
+    """Whether the engine frees its memory for weights and KV cache while the trainer needs the devices."""
+    holds_requests: bool = False
+    """Whether requests wait, paused, while memory is released; else a release waits until none is in flight."""
+    waits_for_memory: bool = False
+    """Whether the engine's schedulers wait after their imports, before they allocate device memory, for `StartGate`."""
     port: int | None = None
     """Port of the engine's process group. None: any free port."""
+    nnodes: int = 1
+    """Number of nodes, which have tp / nnodes TP ranks each, in order."""
+    node_rank: int = 0
+    """Index of the node that this spec is for; node 0 takes the requests."""
+    node_name: str = ""
+    """Name of that node in messages. Empty: not named, as the engine has one node only."""
+    node_address: str = ""
+    """Address at which the other nodes of the engine reach that node. Empty: it has one node only."""
+    dist_init_addr: str | None = None
+    """Address of node 0, `host:port`, at which the TP ranks of all nodes connect; None on a single node."""
     seed: int = 0
     deterministic: bool = False
     """Whether a completion depends only on its prompt, seed and weights, and not on the rest of the batch."""
@@ -46,11 +65,22 @@ class EngineSpec:
     """Folder for the logs of the scheduler processes. None: a temporary folder that is removed on shutdown."""
     start_timeout_seconds: float = 600.0
     round_timeout_seconds: float = 60.0
-    """How long the boxes of one TP rank wait for the other ranks' boxes of the same round."""
+    """How long a TP rank waits for the boxes of a round."""
     answer_timeout_seconds: float = 60.0
     """Timeout for one step of a weight update."""
     extra_args: Mapping[str, object] = field(default_factory=dict)
     """Additional keyword arguments of `sglang.Engine`."""
+
+    @property
+    def node_ranks(self) -> range:
+        """The TP ranks that run on the node."""
+        size = self.tp // self.nnodes
+        return range(size * self.node_rank, size * (self.node_rank + 1))
+
+    def on_node(self, node_rank: int, name: str, address: str) -> EngineSpec:
+        """Return the spec of the engine's part on one of its nodes, with a log folder of its own."""
+        log_dir = self.log_dir and f"{self.log_dir}/node-{node_rank}"
+        return replace(self, node_rank=node_rank, node_name=name, node_address=address, log_dir=log_dir)
 
 
 def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec:
@@ -66,25 +96,26 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
     check_engine_support(_read_json(file), device, origin=str(file))
     engine = config.rollout.engine
     cpu = device == "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if cpu else "bfloat16"
+    dtype = config.model.resolved_dtype(device)
     return EngineSpec(
         model_path=config.model.path,
         tp=config.rollout.tp,
+        nnodes=config.nodes_per_engine,
         device=device,
         dtype=dtype,
+        fp32_lm_head=config.model.fp32_lm_head,
         max_total_tokens=engine.max_total_tokens or (CPU_MAX_TOTAL_TOKENS if cpu else None),
         max_running_requests=engine.max_running_requests or (CPU_MAX_RUNNING_REQUESTS if cpu else None),
         mem_fraction=engine.mem_fraction,
+        releases_memory=config.releases_engine_memory(device),
+        holds_requests=config.schedule.type != "sync",
         port=None if engine.base_port is None else engine.base_port + PORTS_PER_REPLICA * replica,
         seed=config.seed + replica,
         deterministic=cpu if engine.deterministic is None else engine.deterministic,
         stop_token_ids=read_stop_token_ids(config.model.path),
         log_dir=f"{config.run_dir}/logs/engine-{replica}",
         start_timeout_seconds=engine.start_timeout_seconds,
-        # together no more than the senders' own timeout, so that their error names the missing rank
-        round_timeout_seconds=config.weight_sync.timeout_seconds / 2,
+        round_timeout_seconds=config.weight_sync.timeout_seconds,
         answer_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         extra_args=dict(engine.extra_args),
     )

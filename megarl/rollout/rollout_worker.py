@@ -26,6 +26,7 @@ from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
+from megarl.rollout.request_clock import RequestClock
 from megarl.rollout.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class GroupJob:
     """If not empty, each sample's seed is derived from it, the group id and the sample's index."""
     request_id: str
     """Prefix of the samples' ids: `<request_id>-<sample>`; unique among the jobs in flight."""
+    has_baseline: bool = False
+    """Whether the group ends with one more completion, with temperature 0, that is not trained on."""
+    engine: int | None = None
+    """Index of the engine to use while it is live; None: the one with the fewest samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +79,24 @@ class TrajectorySummary:
     rewards: Mapping[str, float]
     """As `Trajectory.rewards`."""
     finish_reason: str
-    min_policy_version: int
-    """Smallest policy version among the sampled tokens; -1 if none was sampled."""
-    max_policy_version: int
-    """Largest policy version among the sampled tokens; -1 if none was sampled."""
+    tokens_by_version: tuple[tuple[int, int], ...]
+    """(policy version, number of tokens that it has sampled), ascending; empty if no token was sampled."""
     dropped_by: tuple[str, ...] = ()
     """Reward terms that failed on the trajectory; if there are any, it is dropped: it is not trained on."""
+
+    @property
+    def min_policy_version(self) -> int:
+        """Smallest policy version among the sampled tokens; -1 if none was sampled."""
+        return self.tokens_by_version[0][0] if self.tokens_by_version else -1
+
+    @property
+    def max_policy_version(self) -> int:
+        """Largest policy version among the sampled tokens; -1 if none was sampled."""
+        return self.tokens_by_version[-1][0] if self.tokens_by_version else -1
+
+    def num_tokens_since(self, version: int) -> int:
+        """Return the number of tokens sampled by this version or later ones."""
+        return sum(num for sampled_by, num in self.tokens_by_version if sampled_by >= version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +113,19 @@ class GroupSummary:
     """Time from the last token to the last reward."""
     replayed: bool = False
     """Whether the group was read from the journal and not generated."""
+    has_baseline: bool = False
+    """Whether the last trajectory is the greedy one, which is not trained on."""
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Indices of the trajectories that are not dropped."""
-        return tuple(i for i, trajectory in enumerate(self.trajectories) if not trajectory.dropped_by)
+        """Indices of the trajectories that are trained on: not the dropped ones, nor the greedy one."""
+        sampled = self.trajectories[:-1] if self.has_baseline else self.trajectories
+        return tuple(i for i, trajectory in enumerate(sampled) if not trajectory.dropped_by)
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy trajectory; None if there is none, or its reward failed."""
+        return None if not self.has_baseline or self.trajectories[-1].dropped_by else self.trajectories[-1].reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +159,7 @@ class RolloutWorker:
         self._pool = EnginePool(engines)
         self._scorer = scorer
         self._tokenizer = tokenizer
+        self._clock = RequestClock()
 
     async def mark_engine_lost(self, index: int, error: LostEngineError) -> None:
         """Stop using an engine; its unfinished requests are retried on another one."""
@@ -142,6 +168,14 @@ class RolloutWorker:
     async def replace_engine(self, index: int, engine: GenerationEngine) -> None:
         """Use `engine` as engine `index`, which was lost or had not started yet."""
         self._pool.replace(index, engine)
+
+    async def pause_clock(self) -> None:
+        """Stop the timeouts of requests: the engines are paused for new weights."""
+        self._clock.pause()
+
+    async def resume_clock(self) -> None:
+        """Let the timeouts continue."""
+        self._clock.resume()
 
     async def retry_counts(self) -> RetryCounts:
         """Return how many samples were retried and how many replies were dropped so far."""
@@ -158,11 +192,12 @@ class RolloutWorker:
             RewardError: a reward could not be computed.
         """
         start = time.perf_counter()
-        lease = EngineLease(self._pool, job.num_samples)
+        num_samples = job.num_samples + job.has_baseline
+        lease = EngineLease(self._pool, num_samples, job.engine)
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
             trajectories = await _gather_or_cancel(
-                self._run_episode(job, sample, lease) for sample in range(job.num_samples)
+                self._run_episode(job, sample, lease) for sample in range(num_samples)
             )
         finally:
             lease.release()
@@ -174,6 +209,7 @@ class RolloutWorker:
             trajectories=tuple(summarize(trajectory) for trajectory in trajectories),
             generation_seconds=generated - start,
             scoring_seconds=time.perf_counter() - generated,
+            has_baseline=job.has_baseline,
         )
         return summary, trajectories
 
@@ -194,10 +230,12 @@ class RolloutWorker:
     async def _attempt(self, job: GroupJob, sample: int, engine: BatchingEngine) -> Trajectory:
         request_id = f"{job.request_id}-{sample}"
         sampling = replace(job.sampling, seed=_derive_seed(job, sample)) if job.seed else job.sampling
-        seconds = self._spec.request_timeout_seconds
+        if sample == job.num_samples:
+            sampling = replace(sampling, temperature=0.0)
+        seconds = self._spec.request_timeout_seconds  # pauses of the engines do not count
         episode = Episode(job.prompt, self._tokenizer, engine, sampling, request_id=request_id, group_id=job.group_id)
         try:
-            async with asyncio.timeout(seconds):
+            async with self._clock.timeout(seconds):
                 return await run_agent(self._spec.agent, episode, path=self._spec.agent_path)
         except TimeoutError as e:
             for unfinished in sorted(episode.unfinished_requests):
@@ -210,7 +248,7 @@ class RolloutWorker:
 
 def summarize(trajectory: Trajectory) -> TrajectorySummary:
     """Return the scalars of a trajectory."""
-    versions = trajectory.policy_versions[trajectory.loss_mask]
+    versions, counts = np.unique(trajectory.policy_versions[trajectory.loss_mask], return_counts=True)
     return TrajectorySummary(
         num_tokens=trajectory.num_tokens,
         prompt_length=trajectory.prompt_length,
@@ -218,8 +256,7 @@ def summarize(trajectory: Trajectory) -> TrajectorySummary:
         reward=trajectory.reward,
         rewards=trajectory.rewards,
         finish_reason=trajectory.finish_reason,
-        min_policy_version=int(versions.min()) if len(versions) else -1,
-        max_policy_version=int(versions.max()) if len(versions) else -1,
+        tokens_by_version=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
         dropped_by=tuple(trajectory.reward_errors),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megarl.errors import ConfigError
+from megarl.model_files.block_fp8 import CONFIG_KEY
 from megarl.model_files.json_object import JsonMapping
 
 _GEMMA2_LAYERS = ("sliding_attention", "full_attention")
@@ -39,8 +40,8 @@ def find_engine_problems(config: JsonMapping, device: str, *, origin: str) -> li
         case "DeepseekV3ForCausalLM":
             problems = _deepseek_v3(config, device, origin)
         case _:
-            return []
-    return list(problems)
+            problems = iter(())
+    return [*_quantized(config, device, origin), *problems]
 
 
 def find_build_problems(config: JsonMapping, device: str, *, origin: str) -> list[str]:
@@ -72,6 +73,21 @@ def check_engine_support(config: JsonMapping, device: str, *, origin: str) -> No
     problems = find_engine_problems(config, device, origin=origin)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _quantized(config: JsonMapping, device: str, origin: str) -> Iterator[str]:
+    stated = config.get(CONFIG_KEY)
+    if not isinstance(stated, Mapping):
+        return
+    if device == "cpu":
+        yield f"placement.device: {origin}: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu"
+    needs = {"activation_scheme": ("dynamic",), "scale_fmt": (None, "float")}
+    for key, allowed in needs.items():
+        if stated.get(key) not in allowed:
+            yield (
+                f"model.path: {origin}: a weight sync needs {CONFIG_KEY}.{key} {' or '.join(map(str, allowed))}, got "
+                f"{stated.get(key)}"
+            )
 
 
 def _gemma2(config: JsonMapping, device: str, origin: str) -> Iterator[str]:

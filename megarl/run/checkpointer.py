@@ -20,19 +20,18 @@ from typing import Protocol, TypeVar
 
 from megarl.checkpoint.manifest import CheckpointMetadata, FileRecord
 from megarl.checkpoint.run_lock import require_lock
-from megarl.checkpoint.store import CheckpointStore, PendingCheckpoint
+from megarl.checkpoint.store import CheckpointEntry, CheckpointStore, PendingCheckpoint
 from megarl.checkpoint.verify import hash_file
-from megarl.config import StageConfig, dump_config
+from megarl.config import RunConfig, StageConfig, dump_config
 from megarl.errors import DataError
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import SavedShard, SaveRequest
-from megarl.rollout.journal.journal_folder import remove_steps
+from megarl.rollout.journal.journal_folder import journal_folder, remove_steps
 from megarl.run.run_state import RunState
+from megarl.run.schedule_log import log_folder, remove_events
+from megarl.run.schedule_recovery import first_needed_step
 
 T = TypeVar("T")
-
-POLL_SECONDS = 0.02
-"""Interval between two checks whether a checkpoint is written, while waiting for it."""
 
 POLICY = "policy"
 """Folder of the trained main model in a checkpoint; auxiliary models have folders named after their roles."""
@@ -161,9 +160,9 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for and complete the checkpoint in progress; report and discard it if it could not be written."""
         if self._open is not None:
-            # poll: ranks that have finished would block in a collective, which can time out
-            while not self._is_written():
-                time.sleep(POLL_SECONDS)
+            # before the collective that agrees on the result, which can time out where ranks wait for the slowest
+            for model in self._models.values():
+                model.wait_save_written()
             self._start_commit(self._open)
         self._wait_for_commit()
 
@@ -240,8 +239,18 @@ class Checkpointer:
     def _remove_old(self, newest: int) -> None:
         options = self._config.checkpoint
         self._store.prune(keep_last=options.keep_last, keep_every=options.keep_every, newest=newest)
-        # checkpoints that only keep_every retains are not resumed from automatically: they need no journal
-        remove_steps(self._config.run_dir, up_to=self._store.entries()[-options.keep_last :][0].step)
+        if options.keep_journal == "needed":
+            # checkpoints that only keep_every retains are not resumed from automatically: they need no journal
+            self._remove_journal(self._store.entries()[-options.keep_last :][0])
+
+    def _remove_journal(self, oldest: CheckpointEntry) -> None:
+        """Remove what a run does not read that resumes from the checkpoint `oldest` or a later one."""
+        run_dir, schedule = self._config.run_dir, RunState.read(oldest.folder).schedule
+        if schedule is None or not isinstance(self._config, RunConfig):
+            remove_steps(run_dir, up_to=oldest.step)
+            return
+        remove_steps(run_dir, up_to=first_needed_step(schedule, self._config.algorithm.prompts_per_step) - 1)
+        remove_events(log_folder(journal_folder(run_dir)), up_to=schedule.num_events)
 
     def _abort(self, step: int, draft: PendingCheckpoint | None, error: DataError) -> None:
         """Discard and report the failed checkpoint. If the run has lost its folder, the run ends: LostLockError."""

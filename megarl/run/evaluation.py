@@ -25,6 +25,8 @@ def greedy_score(config: RunConfig, rollout: RolloutGroup, prompts: Sequence[Pro
     """Evaluate `reward.eval_term` on one greedy completion per prompt."""
     greedy = Sampling(temperature=0.0, max_new_tokens=config.rollout.max_new_tokens)
     groups = rollout.collect(prompts, num_samples=1, sampling=greedy, label=label)
+    versions = {v for group in groups for t in group.summary.trajectories for v, _ in t.tokens_by_version}
+    assert len(versions) <= 1, f"{label}: weights were pushed during the evaluation, versions {sorted(versions)}"
     name = config.reward.eval_name
     rewards = [t.rewards for group in groups for t in group.summary.trajectories]
     values = [each[name] for each in rewards if name in each]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.config.algorithms.policy import PolicyConfig
-from megarl.functional import kl_penalty
+from megarl.config.algorithms.policy import KlRewardConfig, PolicyConfig
+from megarl.functional import AdaptiveKl, kl_penalty
 from megarl.groups.estimation import TokenBatch
 
 KL_METRIC = "kl/reference"
@@ -21,3 +21,10 @@ def reward_kl_penalty(
     logprobs_T, ref_logprobs_T = tokens.columns["old_logprobs"], tokens.columns["ref_logprobs"]
     kl_T = kl_penalty(logprobs_T, ref_logprobs_T, kind=algorithm.kl_reward.kind)
     return kl_coefficient * kl_T, {KL_METRIC: tokens.masked_mean(kl_T)}
+
+
+def make_adaptive_kl(config: KlRewardConfig | None) -> AdaptiveKl | None:
+    """Return the coefficient of the penalty, which moves if `config` has a target; None without a penalty."""
+    if config is None:
+        return None
+    return AdaptiveKl(coefficient=config.coefficient, target=config.target or 1.0, horizon=config.horizon)

@@ -7,19 +7,33 @@ computed, are not among them: they are left out here, before anything is estimat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megarl.batch.pack import ColumnName
+from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
-from megarl.groups.rollout_group import FinishedGroup
+from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.loss import AnyLoss
-from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleKey, SampleRef, TokenColumn, TrainRequest
+from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
 from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload, StoredPayload
+
+
+@dataclass(frozen=True, slots=True)
+class BatchVersions:
+    """Versions of the policy in a batch, as the engines label their tokens."""
+
+    current: int
+    """The version that the trainer holds before the update."""
+    oldest: int
+    """Tokens of older versions are not trained on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +50,8 @@ class RolloutBatch:
     """Per token: references to arrays in the object store."""
     sample_indices: list[int] | None = None
     """Completions to train on, possibly repeated; None: each completion once."""
+    versions: BatchVersions | None = None
+    """Set if the batch may have tokens of older policies."""
 
     @classmethod
     def from_sampled(cls, groups: Sequence[FinishedGroup], *, min_completions: int = 1) -> RolloutBatch:
@@ -103,12 +119,22 @@ class RolloutBatch:
             **{f"reward/{name}/dropped": float(num) for name, num in by_term.items()},
         }
 
-    def drop_groups_except(self, group_ids: Container[int]) -> None:
-        """Drop the groups with other ids in their summary; call it before adding scalars or columns."""
+    def drop_groups(self, dropped: Sequence[FinishedGroup]) -> None:
+        """Move these groups to the dropped ones; call it before adding scalars or columns."""
         assert not self.scalars, "they are numbered by completion"
         assert not self.columns, "they are numbered by completion"
-        self.dropped_groups += [group for group in self.groups if group.summary.group_id not in group_ids]
-        self.groups = [group for group in self.groups if group.summary.group_id in group_ids]
+        self.dropped_groups += dropped
+        ids = set(map(id, dropped))
+        self.groups = [group for group in self.groups if id(group) not in ids]
+
+    def without_truncated(self) -> RolloutBatch:
+        """Return a copy that does not train on completions that were truncated at a token limit.
+
+        They stay part of the batch, of its rewards and its metrics.
+        """
+        summaries = self.summaries
+        trained = range(len(summaries)) if self.sample_indices is None else self.sample_indices
+        return replace(self, sample_indices=[n for n in trained if summaries[n].finish_reason != "length"])
 
     def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
         """Add reward terms and recompute all total rewards.
@@ -147,7 +173,7 @@ class RolloutBatch:
     def forward_request(self, config: RunConfig) -> ForwardRequest:
         """Return a forward request (log-probs, values, scores) over all completions."""
         return ForwardRequest(
-            samples=tuple(self._sample(sample_index, key, ()) for sample_index, key in enumerate(self.keys)),
+            samples=self._table({}),
             payloads=self._payloads,
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         )
@@ -165,30 +191,26 @@ class RolloutBatch:
             ValueError: the batch lacks a column of the loss other than `old_logprobs`, which the trainer computes.
         """
         columns = self._columns_of(loss, names or {})
-        algorithm, keys, summaries = config.algorithm, self.keys, self.summaries
-        sample_indices = range(len(keys)) if self.sample_indices is None else self.sample_indices
-        by_group: list[list[int]] = [[] for _ in self.groups]
-        for sample_index in sample_indices:
-            by_group[keys[sample_index][0]].append(sample_index)
-        starts = [round(i * len(by_group) / algorithm.num_mini_batches) for i in range(algorithm.num_mini_batches + 1)]
-        positive = self.scalars.get("positive")
+        algorithm, table = config.algorithm, self._table(columns)
+        order_N = np.arange(len(table)) if self.sample_indices is None else np.array(self.sample_indices, np.int64)
+        order_N = order_N[np.argsort(table.keys_N2[order_N, 0], kind="stable")]  # group after group
+        lengths_N = self._num_tokens(None if self.versions is None else self.versions.oldest)
+        positive_N = np.array(self.scalars.get("positive", [0.0] * len(table))) != 0
+        num = algorithm.num_mini_batches
+        starts = np.searchsorted(table.keys_N2[order_N, 0], [round(i * len(self.groups) / num) for i in range(num + 1)])
         mini_batches = []
-        for start, stop in pairwise(starts):
-            indices = [sample_index for group in by_group[start:stop] for sample_index in group]
-            if not indices:
+        for start, stop in pairwise(starts.tolist()):
+            indices = order_N[start:stop]
+            if not len(indices):
                 continue
-            lengths = [summaries[n].response_length for n in indices]
-            positive_lengths = (
-                [] if positive is None else [k for n, k in zip(indices, lengths, strict=True) if positive[n]]
-            )
             mini_batches.append(
                 MiniBatch(
-                    samples=tuple(self._sample(n, keys[n], columns.items()) for n in indices),
+                    samples=table.take(indices),
                     # at least 1: a mini-batch without sampled tokens has loss 0, not 0 / 0
                     denominators=Denominators(
-                        num_tokens=max(1, sum(lengths)),
+                        num_tokens=max(1, int(lengths_N[indices].sum())),
                         num_sequences=len(indices),
-                        num_positive_tokens=sum(positive_lengths),
+                        num_positive_tokens=int(lengths_N[indices][positive_N[indices]].sum()),
                     ),
                 )
             )
@@ -199,7 +221,21 @@ class RolloutBatch:
             loss=loss,
             columns={name: self.columns[own_name] for name, own_name in columns.items() if own_name in self.columns},
             epochs=algorithm.ppo_epochs,
+            versions=self._version_range(order_N),
         )
+
+    def _num_tokens(self, oldest: int | None) -> NDArray[np.int64]:
+        """Return the number of sampled tokens of each completion, [N]; of versions from `oldest` on, if given."""
+        if oldest is None:
+            return np.array([summary.response_length for summary in self.summaries], np.int64)
+        return np.array([summary.num_tokens_since(oldest) for summary in self.summaries], np.int64)
+
+    def _version_range(self, order_N: NDArray[np.int64]) -> VersionRange | None:
+        if self.versions is None:
+            return None
+        current, oldest = self.versions.current, self.versions.oldest
+        num_current = int(self._num_tokens(max(current, oldest))[order_N].sum())
+        return VersionRange(current=current, oldest=oldest, num_current_tokens=num_current)
 
     def _columns_of(self, loss: AnyLoss, names: Mapping[ColumnName, ColumnName]) -> dict[ColumnName, ColumnName]:
         """Return column of the loss -> column or scalar of this batch."""
@@ -219,26 +255,44 @@ class RolloutBatch:
     def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
-    def _sample(self, sample_index: int, key: SampleKey, columns: Iterable[tuple[ColumnName, ColumnName]]) -> SampleRef:
-        payload, index = key
-        return SampleRef(
-            payload=payload,
-            index=index,
-            num_tokens=self.groups[payload].summary.trajectories[index].num_tokens,
-            scalars={
-                name: self.scalars[own_name][sample_index]
-                for name, own_name in columns
+    def _table(self, columns: Mapping[ColumnName, ColumnName]) -> SampleTable:
+        """Return all samples, with those columns of the loss that have one value per completion."""
+        return SampleTable(
+            np.array(self.keys, np.int64).reshape(-1, 2),
+            np.array([summary.num_tokens for summary in self.summaries], np.int64),
+            {
+                name: np.array(self.scalars[own_name], np.float64)
+                for name, own_name in columns.items()
                 if own_name in self.scalars and own_name not in self.columns
             },
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSample:
+    """What was sampled for a step that trains on some groups only."""
+
+    batch: RolloutBatch
+    """The groups that are trained on."""
+    sampled: Sequence[RolloutBatch]
+    """All groups that were sampled, dropped ones included; more may be kept than are trained on."""
+    num_batches: float
+    """Number of batches that were sampled."""
+
+    @property
+    def groups(self) -> list[FinishedGroup]:
+        """All groups that were sampled, without dropped ones."""
+        return [group for batch in self.sampled for group in batch.groups]
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
     groups, summaries = batch.groups, batch.summaries
     num = len(summaries)
+    seconds = [group.summary.generation_seconds for group in batch.all_groups]
     metrics: dict[str, float] = {
-        "rollout/generation_seconds_max": max(group.summary.generation_seconds for group in batch.all_groups),
+        "rollout/generation_seconds_mean": sum(seconds) / len(seconds),
+        "rollout/generation_seconds_max": max(seconds),
         "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
     }
     if not summaries:

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
 from megarl.process.atomic_files import atomic_write
+from megarl.run.mismatch_limits import MismatchHistory
 from megarl.run.run_totals import RunTotals
+from megarl.schedule.events import ScheduleState
 from megarl.tracking.tracker import ResumedMetrics
 
 STATE_FILE = "state.json"
@@ -20,7 +22,7 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Run state between two steps, when no request is in flight and every finished trajectory has been used.
+    """Run state between two steps. Groups in flight or not used yet are part of `schedule`; with `sync`, none is.
 
     SFT, reward-model and DPO stages leave the RL fields at their defaults.
     """
@@ -32,8 +34,12 @@ class RunState:
     """Position of each data sampler, in rows."""
     algorithm_state: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Fields of each state registered with `RLRun.register_state`, by name."""
+    schedule: ScheduleState | None = None
+    """Of schedules other than `sync`, which have groups in flight between two steps."""
     skips_in_a_row: int = 0
     """Consecutive steps without a policy update, see `limits.max_skips_in_a_row`."""
+    mismatch: Mapping[str, MismatchHistory] = field(default_factory=dict)
+    """By limit that is `auto`, the steps that it refers to."""
     metrics_bytes: int = 0
     """Length of `metrics.jsonl` in bytes."""
     totals: RunTotals = field(default_factory=RunTotals)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import StageConfig
 from megarl.data.sampler import PromptSampler
 from megarl.errors import EarlyStop
 from megarl.groups.trainer_group import TrainerGroup
+from megarl.megatron.requests import ProfileSpec, TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog, MessageEvent, PhaseEvent
 from megarl.run.run_state import RunState, resumed_metrics
@@ -66,6 +69,14 @@ class StageRun:
         watched = nullcontext() if self.monitor is None else self.monitor.phase(self.step, name, waiting=waiting)
         with self.timer.phase(name, waiting=waiting), watched:
             yield
+
+    def with_profile(self, request: TrainRequest, step: int) -> TrainRequest:
+        """Ask for a trace of the request, if `trainer.profile` has one for this step."""
+        profile = self._stage_config.trainer.profile
+        if profile is None or step not in profile.steps:
+            return request
+        folder = str(Path(self._stage_config.run_dir).absolute() / "profile")
+        return replace(request, profile=ProfileSpec(folder=folder, step=step, ranks=profile.ranks))
 
     def state(self) -> RunState:
         """Return everything needed to resume, except the models; call it between two steps."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megarl.config.limits import LimitConfig, LimitsConfig
-from megarl.megatron.requests import LOGPROB_MISMATCH, MISMATCH_MESSAGE, UpdateGuardSpec
+from megarl.megatron.requests import UpdateGuardSpec
+from megarl.run.mismatch_limits import MismatchLimits
 
 StepStage = Literal["sampled", "estimated", "trained"]
 """When metrics are checked: after sampling and rewards, after the estimates and before training, after training."""
@@ -24,15 +25,14 @@ _CHECKED_METRICS: Mapping[StepStage, tuple[tuple[str, str], ...]] = {
     "trained": (
         ("kl", "policy/kl_reference"),
         ("grad_norm", "grad_norm_max"),
-        ("logprob_abs_max", LOGPROB_MISMATCH),
     ),
 }
-"""Per stage, the limits to check and the metric that each one bounds."""
+"""Per stage, the limits to check and the metric that each one bounds; `MismatchLimits` has further ones."""
 
 _REASONS = {
     "skipped/not_finite": "a loss or gradient that is not finite",
     "skipped/grad_norm": "limits.grad_norm",
-    "skipped/mismatch": "limits.logprob_abs_max",
+    "skipped/mismatch": "limits of the mismatch between trainer and engines",
 }
 
 
@@ -52,21 +52,45 @@ _SEVERITY = ("none", "warn", "skip", "stop")
 class StepLimits:
     """Limits of a run, and the count of consecutive steps without a policy update."""
 
-    def __init__(self, limits: LimitsConfig) -> None:
+    def __init__(self, limits: LimitsConfig, dtype: str = "float32") -> None:
+        """`dtype`: of the policy, float32 or bfloat16; determines limits that are `auto`."""
         self._limits = limits
+        self.mismatch = MismatchLimits(limits, dtype)
+        """Its history is part of the run state, restored on resume."""
         self.skips_in_a_row = 0
         """Consecutive steps without a policy update; part of the run state, restored on resume."""
 
-    def check(self, stage: StepStage, metrics: Mapping[str, float], *, step: int) -> LimitDecision:
+    def guard(self, run_dir: str, step: int, *, model: str = "") -> UpdateGuardSpec:
+        """Return the update guard of a step; rejected batches are dumped to `<run_dir>/dumps/step-<step>`.
+
+        Args:
+            model: name of the auxiliary model trained, which is only checked for non-finite values; empty for the
+                policy.
+        """
+        limits, dumps, name = self._limits, Path(run_dir).absolute() / "dumps", f"step-{step:06d}"
+        other_folders = [folder for folder in dumps.glob("step-*") if folder.name != name]
+        return UpdateGuardSpec(
+            not_finite=limits.not_finite,
+            grad_norm=None if model else limits.grad_norm,
+            mismatch={} if model else self.mismatch.of_step(),
+            mismatch_notes={} if model else self.mismatch.notes(),
+            dump_folder=str(dumps / name / model) if len(other_folders) < MAX_DUMPS else None,
+        )
+
+    def check(
+        self, stage: StepStage, metrics: Mapping[str, float], *, step: int, reasons: Sequence[str] = ()
+    ) -> LimitDecision:
         """Check the metrics known at this stage of the step against the limits.
 
         Args:
             metrics: in stage `trained`, the trainer's metrics; empty if the policy was not trained.
+            reasons: why the update has to be skipped, whatever the metrics are.
         """
-        violations = list(self._exceeded_limits(stage, metrics))
+        violations = [*self._exceeded_limits(stage, metrics), *(("skip", reason) for reason in reasons)]
         if stage == "sampled" and "reward/mean" not in metrics:
             violations.append(("skip", "all completions were dropped, because rewards failed (on_error: drop)"))
         if stage == "trained":
+            violations += self._exceeded_mismatch(metrics)
             violations += _skipped_updates(metrics)
             if metrics.get("updates"):
                 self.skips_in_a_row = 0
@@ -76,18 +100,31 @@ class StepLimits:
         text = f"step {step}: {'; '.join(text for _, text in violations)}"
         return self._count_skips(LimitDecision(action=action, message=text))
 
+    def check_engines(self, metrics: Mapping[str, float], *, step: int) -> LimitDecision:
+        """Check the mismatch of a probe of the engines before the update of a step."""
+        found = [(limit.action, text) for limit, text in self.mismatch.check(metrics)]
+        if not found:
+            return LimitDecision(action="none")
+        action = max((action for action, _ in found), key=_SEVERITY.index)
+        return self._count_skips(
+            LimitDecision(action=action, message=f"step {step}: {'; '.join(text for _, text in found)}")
+        )
+
     def _exceeded_limits(self, stage: StepStage, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
         for key, metric in _CHECKED_METRICS[stage]:
             limit: LimitConfig | None = getattr(self._limits, key)
             text = None if limit is None or metric not in metrics else limit.violation(key, metric, metrics[metric])
             if limit is None or text is None:
                 continue
-            if key == "logprob_abs_max":
-                text += f": {MISMATCH_MESSAGE}"
             if stage != "trained" or limit.action != "skip":
                 yield limit.action, text
             elif key == "kl":
                 yield "warn", f"{text}; the update was applied"
+
+    def _exceeded_mismatch(self, metrics: Mapping[str, float]) -> Iterator[tuple[Action, str]]:
+        for limit, text in self.mismatch.check(metrics):
+            if limit.action != "skip":  # the trainer has skipped the update
+                yield limit.action, text
 
     def _count_skips(self, decision: LimitDecision) -> LimitDecision:
         if decision.action == "skip":
@@ -113,20 +150,3 @@ def _skipped_updates(metrics: Mapping[str, float]) -> Iterator[tuple[Action, str
             ("warn" if num_applied else "skip"),
             f"{num_skipped} of {num_applied + num_skipped} updates were skipped, {why}",
         )
-
-
-def make_guard(limits: LimitsConfig, run_dir: str, step: int, *, model: str = "") -> UpdateGuardSpec:
-    """Return the update guard of this step; rejected batches are dumped to `<run_dir>/dumps/step-<step>`.
-
-    Args:
-        model: name of the auxiliary model trained, which is only checked for non-finite values; empty for the policy.
-    """
-    dumps = Path(run_dir).absolute() / "dumps"
-    name = f"step-{step:06d}"
-    other_folders = [folder for folder in dumps.glob("step-*") if folder.name != name]
-    return UpdateGuardSpec(
-        not_finite=limits.not_finite,
-        grad_norm=None if model else limits.grad_norm,
-        mismatch=None if model else limits.logprob_abs_max,
-        dump_folder=str(dumps / name / model) if len(other_folders) < MAX_DUMPS else None,
-    )

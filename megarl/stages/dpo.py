@@ -53,7 +53,6 @@ class DpoRun(PairwiseRun):
     def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
         return make_pair_request(
             [self.pairs[i] for i in rows],
-            self.trainer,
             self._loss,
             max_tokens=self.max_tokens,
             ref_logprobs=[of for i in rows for of in self._ref_logprobs[i]],

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from megarl.batch.balance import MICRO_BATCHES_PER_CHUNK
 from megarl.batch.pack import ColumnName, PerToken
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import SupervisedStageConfig
@@ -19,11 +20,12 @@ from megarl.functional import Denominators
 from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
 from megarl.megatron.families.model_folder import read_hf_config
 from megarl.megatron.losses.preference import BradleyTerryLoss, DpoLoss
-from megarl.megatron.requests import ForwardRequest, MiniBatch, SampleRef, TrainRequest
+from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest
 from megarl.process.torchrun_env import torchrun_world
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog
 from megarl.stages.supervised import SupervisedRun
+from megarl.workers.payload import LocalPayload
 
 PairRewards = Sequence[tuple[float, float]]
 """Reward of the chosen and of the rejected answer of each pair; higher is better."""
@@ -99,13 +101,12 @@ def flatten_pairs(pairs: Sequence[PreferencePair]) -> list[Trajectory]:
 
 def make_pair_request(
     pairs: Sequence[PreferencePair],
-    trainer: TrainerGroup,
     loss: BradleyTerryLoss | DpoLoss,
     *,
     max_tokens: int,
     ref_logprobs: Sequence[PerToken] | None = None,
 ) -> TrainRequest:
-    """Return the request for one optimizer step of `trainer` on the pairs.
+    """Return the request for one optimizer step on the pairs.
 
     Args:
         max_tokens: largest number of tokens in a micro-batch.
@@ -122,10 +123,10 @@ def make_pair_request(
     column = None if ref_logprobs is None else {(0, i): of for i, of in enumerate(ref_logprobs)}
     return TrainRequest(
         mini_batches=(batch,),
-        payloads=(trainer.group.put(answers),),
+        payloads=(LocalPayload(answers),),
         max_tokens_per_micro_batch=max_tokens,
         loss=loss,
-        columns={} if column is None else {"ref_logprobs": trainer.group.put([column])},
+        columns={} if column is None else {"ref_logprobs": LocalPayload([column])},
         sequences_per_unit=2,
     )
 
@@ -154,16 +155,14 @@ def iter_forward_requests(
     for end, answer in enumerate(answers, start=1):
         num_tokens += answer.num_tokens
         if num_tokens >= room or end == len(answers):
-            yield make_forward_request(answers[start:end], group, max_tokens)
+            yield make_forward_request(answers[start:end], max_tokens)
             start, num_tokens = end, 0
 
 
-def make_forward_request(
-    answers: Sequence[Trajectory], group: TrainerGroup | FrozenGroup, max_tokens: int
-) -> ForwardRequest:
-    """Return a request for `group` to evaluate the answers, in micro-batches of at most `max_tokens` tokens."""
+def make_forward_request(answers: Sequence[Trajectory], max_tokens: int) -> ForwardRequest:
+    """Return a request to evaluate the answers, in micro-batches of at most `max_tokens` tokens."""
     return ForwardRequest(
         samples=tuple(SampleRef(payload=0, index=i, num_tokens=a.num_tokens) for i, a in enumerate(answers)),
-        payloads=(group.group.put(list(answers)),),
+        payloads=(LocalPayload(list(answers)),),
         max_tokens_per_micro_batch=max_tokens,
     )

@@ -35,7 +35,7 @@ class RewardModelRun(PairwiseRun):
 
     @override
     def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
-        return make_pair_request([self.pairs[i] for i in rows], self.trainer, self._loss, max_tokens=self.max_tokens)
+        return make_pair_request([self.pairs[i] for i in rows], self._loss, max_tokens=self.max_tokens)
 
     @override
     def compute_held_out_rewards(self) -> PairRewards:

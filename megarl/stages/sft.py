@@ -7,6 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.config import SftConfig
 from megarl.data.demonstrations import load_demonstrations
@@ -14,10 +15,11 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.functional import Denominators
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.families.model_folder import read_hf_config
-from megarl.megatron.requests import MiniBatch, SampleRef, TrainRequest
+from megarl.megatron.requests import MiniBatch, TrainRequest
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.events import EventLog
 from megarl.stages.supervised import SupervisedRun
+from megarl.workers.payload import LocalPayload
 
 
 class SftRun(SupervisedRun):
@@ -41,17 +43,17 @@ class SftRun(SupervisedRun):
 
     @override
     def make_train_request(self, rows: Sequence[int]) -> TrainRequest:
-        return make_sft_request(self._config, [self._rows[i] for i in rows], self.trainer)
+        return make_sft_request(self._config, [self._rows[i] for i in rows])
 
 
-def make_sft_request(config: SftConfig, rows: Sequence[Trajectory], trainer: TrainerGroup) -> TrainRequest:
-    """Return the request for one optimizer step of `trainer` on `rows`."""
+def make_sft_request(config: SftConfig, rows: Sequence[Trajectory]) -> TrainRequest:
+    """Return the request for one optimizer step on `rows`."""
     samples = tuple(SampleRef(payload=0, index=i, num_tokens=row.num_tokens) for i, row in enumerate(rows))
     tokens = sum(int(row.loss_mask.sum()) for row in rows)
     return TrainRequest(
         mini_batches=(
             MiniBatch(samples=samples, denominators=Denominators(num_tokens=tokens, num_sequences=len(rows))),
         ),
-        payloads=(trainer.group.put(list(rows)),),
+        payloads=(LocalPayload(list(rows)),),
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
     )

@@ -78,7 +78,8 @@ class SupervisedRun(StageRun, ABC):
             if self.should_stop():
                 break
             rows = self._sampler.take(self._batch_size)
-            in_flight.append(self.trainer.begin_train_step(self.make_train_request(rows)))
+            request = self.with_profile(self.make_train_request(rows), step)
+            in_flight.append(self.trainer.begin_train_step(request))
             is_drained = self._is_eval_due(step) or self._is_save_due(step)
             while len(in_flight) > (0 if is_drained else STEPS_AHEAD - 1):
                 self._finish_step(in_flight.popleft())

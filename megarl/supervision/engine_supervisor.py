@@ -45,16 +45,20 @@ class EngineProcesses(Protocol):
         """Return the engine's name for messages."""
         ...
 
-    def handle(self, replica: int) -> ray.actor.ActorHandle:
-        """Return the engine's Ray actor, an AsyncWorkerHost."""
+    def handles(self, replica: int) -> Sequence[ray.actor.ActorHandle]:
+        """Return the engine's Ray actors, which are AsyncWorkerHosts: the engine, then those of its other nodes."""
         ...
 
     def has_live_node(self, replica: int) -> bool:
-        """Return whether the node of the engine's slots is alive."""
+        """Return whether all nodes of the engine's slots are alive."""
+        ...
+
+    def may_allocate(self) -> bool:
+        """Return whether the devices have memory for engines that start now; else they wait before allocating any."""
         ...
 
     def start(self, replica: int) -> ray.ObjectRef:
-        """Start a new process for the engine; return a Ray reference that resolves when it has started or failed."""
+        """Start new processes for the engine; return a Ray reference that resolves when it has started or failed."""
         ...
 
 
@@ -67,7 +71,7 @@ class EngineLivenessProbe:
         self.timer = PingTimer(partial(handle.invoke.remote, "ping"), timeout_seconds)
 
     def refs(self) -> list[ray.ObjectRef]:
-        """Return the Ray references that become ready when the engine ends or answers."""
+        """Return the Ray references that become ready when the engine ends or answers a ping."""
         return [self.watch] if self.timer.pending is None else [self.watch, self.timer.pending]
 
     def find_failure(self, grace_seconds: float = 0.0) -> MegarlError | None:
@@ -96,7 +100,10 @@ class EngineReplica:
         self.probe: EngineLivenessProbe | None = None
         self._start_ref: ray.ObjectRef | None = None
         self._deadline = self._lost_at = time.monotonic()
-        self._has_served = False
+        self._has_served = self._waits_for_memory = False
+        self._stopping: list[ray.ObjectRef] = []
+        """Calls that shut down the processes of a lost engine and have not answered."""
+        self._stop_deadline = 0.0
 
     @property
     def name(self) -> str:
@@ -112,8 +119,10 @@ class EngineReplica:
             self.state, self._has_served = "serving", True
 
     def refs(self) -> list[ray.ObjectRef]:
-        """Return the Ray references that become ready when the replica's state may change."""
-        return self.probe.refs() if self.probe is not None else [] if self._start_ref is None else [self._start_ref]
+        """Return the Ray references that become ready when the engine ends, has started, or has shut down."""
+        if self.probe is not None:
+            return [self.probe.watch]
+        return self._stopping if self._start_ref is None else [self._start_ref]
 
     def poll(self, grace_seconds: float = 0.0) -> None:
         """Check the engine and make the state transition that is due.
@@ -133,12 +142,13 @@ class EngineReplica:
                 self._check_start()
 
     def _start_if_due(self) -> None:
-        if time.monotonic() < self._deadline:
+        if not self._has_stopped() or time.monotonic() < self._deadline:
             return
         if not self._engines.has_live_node(self.index):
             self.state = "gone"
-            self.restart_budget.notify(f"the node of {self.name} is lost; the run continues without this engine")
+            self.restart_budget.notify(f"a node of {self.name} is lost; the run continues without this engine")
             return
+        self._waits_for_memory = not self._engines.may_allocate()
         self._start_ref = self._engines.start(self.index)
         self._deadline = time.monotonic() + self._start_seconds
         self.state = "starting"
@@ -150,12 +160,15 @@ class EngineReplica:
         elif done:
             self._attach_probe()
             self.state = "ready"
+        elif self._waits_for_memory:
+            self._waits_for_memory = not self._engines.may_allocate()
+            self._deadline = time.monotonic() + self._start_seconds
         elif time.monotonic() > self._deadline:
             seconds = f"{self._start_seconds:g} s (rollout.engine.start_timeout_seconds)"
             self._handle_loss(HungWorkerError(f"{self.name} did not start within {seconds}"))
 
     def _attach_probe(self) -> None:
-        self.probe = EngineLivenessProbe(self._engines.handle(self.index), self.name, self._stall_seconds)
+        self.probe = EngineLivenessProbe(self._engines.handles(self.index)[0], self.name, self._stall_seconds)
         self._start_ref = None
 
     def _handle_loss(self, error: MegarlError) -> None:
@@ -165,16 +178,24 @@ class EngineReplica:
             self._lost_at = time.monotonic()
         seconds = self.restart_budget.spend("engine", error, self.restart_budget.step, worker=self.name)
         self.probe = self._start_ref = None
-        self.state, self._deadline = "backoff", time.monotonic() + max(seconds, self._stop_process())
+        self.state, self._deadline = "backoff", time.monotonic() + seconds
+        self._stopping = [handle.stop.remote() for handle in self._engines.handles(self.index)]
+        self._stop_deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
         self._start_if_due()
 
-    def _stop_process(self) -> float:
-        """Stop what is left of the engine's process and its schedulers; return the seconds until Ray has killed it."""
-        handle = self._engines.handle(self.index)
-        stopping = handle.stop.remote()
-        answered, _ = ray.wait([stopping], timeout=STOP_TIMEOUT_SECONDS)
-        ray.kill(handle)  # the operating system ends schedulers together with their parent
-        return 0.0 if answered else KILL_WAIT_SECONDS
+    def _has_stopped(self) -> bool:
+        """Kill what is left of the lost engine on all its nodes, once it has shut down or had the time to; no wait."""
+        if not self._stopping:
+            return True
+        _, self._stopping = ray.wait(self._stopping, num_returns=len(self._stopping), timeout=0)
+        now = time.monotonic()
+        if self._stopping and now < self._stop_deadline:
+            return False
+        if self._stopping:
+            self._deadline, self._stopping = max(self._deadline, now + KILL_WAIT_SECONDS), []
+        for handle in self._engines.handles(self.index):
+            ray.kill(handle)  # the operating system ends schedulers together with their parent
+        return True
 
 
 class EngineSupervisor:
@@ -205,6 +226,11 @@ class EngineSupervisor:
     def ready(self) -> list[int]:
         """Indices of the replicas that can receive weights: those that serve and those that have just started."""
         return [replica.index for replica in self.replicas if replica.state in ("serving", "ready")]
+
+    @property
+    def starting(self) -> list[int]:
+        """Indices of the replicas that have begun to start."""
+        return [replica.index for replica in self.replicas if replica.state == "starting"]
 
     def start(self) -> None:
         """Begin to start all engines; returns at once."""

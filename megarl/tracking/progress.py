@@ -6,6 +6,7 @@ step  3/40  reward 0.625  eval 0.853  4.2k tok/s  sync 0.04 s 2.0 MB  5.1 s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -30,6 +31,20 @@ class StepSummary:
     tokens_per_second: float | None = None
     weight_sync_seconds: float | None = None
     weight_sync_bytes: int | None = None
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float], *, step: int) -> StepSummary:
+        """Return the figures of a step of reinforcement learning with these logged metrics."""
+        sync_bytes = metrics.get("weight_sync/bytes")
+        return cls(
+            step=step,
+            seconds=metrics["time/step_seconds"],
+            reward=metrics.get("reward/mean"),
+            loss=metrics.get("loss"),
+            tokens_per_second=metrics["tokens_per_second"] or None,
+            weight_sync_seconds=metrics.get("weight_sync/seconds"),
+            weight_sync_bytes=None if sync_bytes is None else int(sync_bytes),
+        )
 
     def text(self, num_steps: int) -> str:
         """Return the progress line, without markup."""

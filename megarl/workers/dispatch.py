@@ -26,6 +26,14 @@ class Dispatch(Generic[A, R]):
     """Whether all ranks of a pipeline stage do the same amount of work in the call. Stragglers are sought in such calls
     only: in others, such as a weight push, one rank may do most of the work by design."""
 
+    by_reference: bool = False
+    """Whether the arguments are large: each is stored once for all ranks that `distribute` gives the same object, and
+    these ranks are sent a reference."""
+
+    prepare: Callable[[A], A] | None = None
+    """With `by_reference`: a module-level function that the first of several ranks with the same argument applies to
+    it; what it returns is stored and sent to all of them. It may fetch what the argument refers to. None: nothing."""
+
 
 def to_all(argument: A, grid: RankGrid) -> list[A]:
     """Return the same argument for every rank."""

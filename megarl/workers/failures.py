@@ -37,6 +37,12 @@ POLL_SECONDS = 0.5
 PROCESS_LOSSES = (RayActorError, ActorUnschedulableError, NodeDiedError, WorkerCrashedError, ObjectLostError)
 """Ray's errors for a process or node that has ended, or for an object that was lost with one."""
 
+BATCH_SECONDS = 0.2
+"""How long a wait for all of many calls lets results gather before it looks for failures among them.
+
+Each look costs time in proportion to the calls waited for, so taking one result per look would take the square of it.
+"""
+
 AbortCheck = Callable[[Sequence[str]], MegarlError | None]
 """Gets the names of the workers waited for; returns the error that the wait must raise, or None to keep waiting."""
 
@@ -91,25 +97,35 @@ def run_abort_check(late_names: Sequence[str]) -> None:
         raise error
 
 
-def wait_all(refs: Sequence[Any], *, what: str, names: Mapping[Any, str], timeout: float | None = None) -> list[Any]:
+def wait_all(
+    refs: Sequence[Any],
+    *,
+    what: str,
+    names: Mapping[Any, str],
+    timeout: float | None = None,
+    watched: Sequence[Any] = (),
+) -> list[Any]:
     """Wait for all calls and return their results in order.
 
-    Raises at the first failure, without waiting for the other ranks: they may be waiting for the failed one.
+    Raises at the first failure, at most `BATCH_SECONDS` later, without waiting for the other ranks: they may be waiting
+    for the failed one.
+
+    Args:
+        watched: calls that are not waited for, but whose failure ends the wait as well.
 
     Raises:
         MegarlError: as a worker or the `abort_check` raised it.
         WorkerError: a worker died, raised another exception or did not answer within `timeout` seconds.
         KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
-    waiting = list(refs)
-    while waiting:
-        done, waiting = wait_any(waiting, what=what, names=names, timeout=timeout)
-        for ref in done:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                raise _root_cause(error, ref, waiting, what=what, names=names) from error
-    return list(ray.get(list(refs)))
+    waiting, results = [*refs, *watched], dict[Any, Any]()
+    while left := len(refs) - sum(ref in results for ref in refs):
+        done, waiting = _wait(waiting, left, what=what, names=names, timeout=timeout)
+        try:
+            results.update(zip(done, ray.get(done), strict=True))
+        except RayError as error:
+            raise _root_cause(done, waiting, what=what, names=names, watched=watched) from error
+    return [results[ref] for ref in refs]
 
 
 def wait_any(
@@ -122,12 +138,20 @@ def wait_any(
         MegarlError: as the `abort_check` raised it.
         KeyboardInterrupt: the enclosing `interruptible` block is interrupted.
     """
+    return _wait(refs, 1, what=what, names=names, timeout=timeout)
+
+
+def _wait(
+    refs: Sequence[Any], num_returns: int, *, what: str, names: Mapping[Any, str], timeout: float | None
+) -> tuple[list[Any], list[Any]]:
+    """Wait until `num_returns` calls are over, or fewer after `BATCH_SECONDS`; returns and raises as `wait_any`."""
     began = time.monotonic()
-    left, poll = timeout, timeout
+    left, longest = timeout, BATCH_SECONDS if num_returns > 1 else None
     while True:
         if _abort_check.get() is not None or _interrupt.get() is not None:
-            poll = POLL_SECONDS if left is None else min(left, POLL_SECONDS)
-        done, waiting = ray.wait(list(refs), num_returns=1, timeout=poll)
+            longest = min(POLL_SECONDS, longest or POLL_SECONDS)
+        poll = min((seconds for seconds in (left, longest) if seconds is not None), default=None)
+        done, waiting = ray.wait(list(refs), num_returns=num_returns, timeout=poll)
         if done:
             return done, waiting
         late_names = list(dict.fromkeys(names.get(ref, "?") for ref in waiting))
@@ -139,22 +163,35 @@ def wait_any(
 
 
 def _root_cause(
-    error: RayError, failed: Any, waiting: Sequence[Any], *, what: str, names: Mapping[Any, str]
+    done: Sequence[Any], waiting: Sequence[Any], *, what: str, names: Mapping[Any, str], watched: Sequence[Any] = ()
 ) -> MegarlError:
-    """Return the error to raise for `error`, or for the failure of another rank that caused it."""
+    """Return the error to raise for the calls in `done`, of which some have failed: that which caused the others.
+
+    Args:
+        watched: calls in `waiting` that may rightly be without an answer.
+    """
     silent: Sequence[Any] = ()
-    if waiting and _secondary_rank(error) > OWN_ERROR:
-        done, silent = ray.wait(list(waiting), num_returns=len(waiting), timeout=ROOT_CAUSE_SECONDS)
-        for ref in done:
-            try:
-                ray.get(ref)
-            except RayError as other:
-                if _secondary_rank(other) < _secondary_rank(error):
-                    error, failed = other, ref
-    cause = to_megarl_error(error, what=what, name=names.get(failed, "?"))
+    failures = _failures(done)
+    if waiting and min(map(_secondary_rank, failures.values())) > OWN_ERROR:
+        late, left = ray.wait(list(waiting), num_returns=len(waiting), timeout=ROOT_CAUSE_SECONDS)
+        failures |= _failures(late)
+        silent = [ref for ref in left if ref not in watched]
+    failed = min(failures, key=lambda ref: _secondary_rank(failures[ref]))
+    cause = to_megarl_error(failures[failed], what=what, name=names.get(failed, "?"))
     if silent and isinstance(cause, WeightSyncError):  # the others see a rank that waits in vain as late
         return type(cause)(f"{cause}; no answer from {', '.join(names.get(ref, '?') for ref in silent)}")
     return cause
+
+
+def _failures(done: Sequence[Any]) -> dict[Any, RayError]:
+    """Return the errors of the finished calls that have failed."""
+    found: dict[Any, RayError] = {}
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as error:
+            found[ref] = error
+    return found
 
 
 OWN_ERROR = 1

@@ -14,7 +14,8 @@ Each role (actor, critic, ...) is a group with a worker on every rank. Several r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from megarl.placement.rank_grid import RankGrid
 from megarl.process.stack_dump import ProcessInfo
 from megarl.process.startup_trace import StartupTiming
 from megarl.workers.dispatch import Dispatch
-from megarl.workers.failures import wait_all
+from megarl.workers.failures import run_abort_check, wait_all
 from megarl.workers.payload import Payload, RemoteResults, StoredPayload
 from megarl.workers.stack_collector import query_processes
 from megarl.workers.stragglers import CallRecord
@@ -174,6 +175,12 @@ class WorkerProcesses:
             for rank in range(len(self.actors))
         ]
 
+    def begin_run(self, function: Callable[[], T]) -> RemoteCall[list[T]]:
+        """Begin to call `function` in every process; the result has what it returns in each, in slot order."""
+        refs = [actor.run.remote(function) for actor in self.actors]
+        names = {ref: f"{self.name} process {rank}" for rank, ref in enumerate(refs)}
+        return RemoteCall(refs, list, function.__name__, names)
+
     def startup_timing(self) -> list[StartupTiming]:
         """Return the startup timing of each rank's process."""
         refs = [actor.startup_timing.remote() for actor in self.actors]
@@ -213,6 +220,22 @@ class RemoteCall(Generic[R]):
         """Wait for all ranks, for at most `timeout` seconds, and return the gathered result."""
         return self.gather(wait_all(self.refs, what=self.what, names=self.names, timeout=timeout))
 
+    def result_with(self, other: RemoteCall[Any], timeout: float | None = None) -> R:
+        """Return `result`; a failure of the other call, which need not be over, ends the wait as well."""
+        names = {**self.names, **other.names}
+        results = wait_all(self.refs, what=self.what, names=names, timeout=timeout, watched=other.refs)
+        return self.gather(results)
+
+    def raise_failure(self, seconds: float) -> None:
+        """Raise the failure of the call if it has failed, or fails within `seconds`; returns if it is over or runs."""
+        over, _ = ray.wait(list(self.refs), num_returns=1, timeout=seconds)
+        wait_all(over, what=self.what, names=self.names)
+        run_abort_check(list(self.names.values()))
+
+    def settle(self, seconds: float) -> None:
+        """Wait until the call is over, successful or not, for at most `seconds`."""
+        ray.wait(list(self.refs), num_returns=len(self.refs), timeout=seconds)
+
     def joined_with(self, other: WorkerFuture[T]) -> RemoteCall[tuple[R, T]]:
         """Combine two calls that wait for each other into one: the root cause of a failure may be on either side."""
         assert isinstance(other, RemoteCall), "only calls in worker processes can be joined"
@@ -250,12 +273,15 @@ class WorkerGroup(Generic[W]):
 
     def begin(self, method: Callable[[W, A], R], argument: A, *, dispatch: Dispatch[A, R]) -> RemoteCall[R]:
         """Send a call of `method` to every rank."""
+        calls, prepared = self._calls_by_rank(argument, dispatch)
         refs = [
-            actor.invoke.remote(self.name, method.__name__, *each)
-            for actor, *each in self._calls_by_rank(argument, dispatch)
+            actor.invoke.remote(self.name, method.__name__, own_argument, stage) for actor, own_argument, stage in calls
         ]
         return RemoteCall(
-            refs, lambda results: dispatch.collect(results, self.grid), self._what(method), self._names(refs)
+            [*prepared, *refs],  # in this order: an argument that cannot be prepared fails the ranks that need it
+            lambda results: dispatch.collect(results[len(prepared) :], self.grid),
+            self._what(method),
+            {**prepared, **self._names(refs)},
         )
 
     def call_remote(
@@ -265,12 +291,14 @@ class WorkerGroup(Generic[W]):
         # Each rank returns two references. The wait fetches the first, which is None or the failure, as for any call;
         # the second is the result, which stays with the rank. ray.wait(fetch_local=False) on the results alone does
         # not report failures, and ray.get would transfer the results to this process.
+        calls, prepared = self._calls_by_rank(argument, dispatch)
         both = [
-            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, *each)
-            for actor, *each in self._calls_by_rank(argument, dispatch)
+            actor.invoke_remote.options(num_returns=2).remote(self.name, method.__name__, own_argument, stage)
+            for actor, own_argument, stage in calls
         ]
         over = [done for done, _ in both]
-        wait_all(over, what=self._what(method), names=self._names(over), timeout=timeout)
+        names = {**prepared, **self._names(over)}
+        wait_all([*prepared, *over], what=self._what(method), names=names, timeout=timeout)
         return RemoteResults(tuple(both[self.grid.output_rank(dp)][1] for dp in range(self.grid.dp)))
 
     def put(self, value: T) -> StoredPayload[T]:
@@ -279,11 +307,27 @@ class WorkerGroup(Generic[W]):
 
     def _calls_by_rank(
         self, argument: A, dispatch: Dispatch[A, R]
-    ) -> Iterator[tuple[ray.actor.ActorHandle, A, int | None]]:
-        """Yield the actor of each rank, its argument, and its pipeline stage if the call has equal work."""
-        arguments = dispatch.distribute(argument, self.grid)
-        for rank, (actor, one) in enumerate(zip(self._processes.actors, arguments, strict=True)):
-            yield actor, one, self.grid.coordinates(rank).pp if dispatch.equal_work else None
+    ) -> tuple[list[tuple[ray.actor.ActorHandle, Any, int | None]], dict[Any, str]]:
+        """Return the actor of each rank, its argument, and its pipeline stage if the call has equal work.
+
+        Also returns the calls that prepare arguments, by reference, with the names of their ranks.
+        """
+        arguments: Sequence[Any] = dispatch.distribute(argument, self.grid)
+        prepared: dict[Any, str] = {}
+        if dispatch.by_reference:
+            num_ranks, stored = Counter(map(id, arguments)), dict[int, Any]()
+            for rank, one in enumerate(arguments):
+                if id(one) in stored:
+                    continue
+                if dispatch.prepare is None or num_ranks[id(one)] == 1:
+                    stored[id(one)] = ray.put(one)
+                else:
+                    call = self._processes.actors[rank].prepare.options(num_returns=2)
+                    over, stored[id(one)] = call.remote(dispatch.prepare, one)
+                    prepared[over] = f"{self.name} rank {rank}"
+            arguments = [stored[id(one)] for one in arguments]  # Ray replaces the references by the values
+        stages = [self.grid.coordinates(rank).pp if dispatch.equal_work else None for rank in range(self.grid.size)]
+        return list(zip(self._processes.actors, arguments, stages, strict=True)), prepared
 
     def _what(self, method: Callable[..., Any]) -> str:
         return f"{self.name}.{method.__name__}"

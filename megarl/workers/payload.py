@@ -6,10 +6,10 @@ store, where NumPy arrays are read without a copy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
-
-import ray
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -17,6 +17,15 @@ T = TypeVar("T")
 
 class Payload(Protocol[T_co]):
     """A handle on a value of type T."""
+
+    @property
+    def refs(self) -> tuple[Any, ...]:
+        """References of the stored values that make up this one; empty if it is in this process."""
+        ...
+
+    def load(self, values: Sequence[Any]) -> T_co:
+        """Return the value, given those of `refs`."""
+        ...
 
     def fetch(self) -> T_co:
         """Return the value itself."""
@@ -30,10 +39,18 @@ class StoredPayload(Generic[T]):
     ref: Any
     """The ray.ObjectRef of a T."""
 
+    @property
+    def refs(self) -> tuple[Any, ...]:
+        """The reference."""
+        return (self.ref,)
+
+    def load(self, values: Sequence[T]) -> T:
+        """Return the only value."""
+        return values[0]
+
     def fetch(self) -> T:
         """Return the value; NumPy arrays in it are read-only."""
-        value: T = ray.get(self.ref)
-        return value
+        return fetch_all([self])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +60,13 @@ class RemoteResults(Generic[T]):
     refs: tuple[Any, ...]
     """One ray.ObjectRef of a T per data-parallel replica."""
 
+    def load(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Return the results by data-parallel replica."""
+        return tuple(values)
+
     def fetch(self) -> tuple[T, ...]:
         """Return the results by data-parallel replica; NumPy arrays in them are read-only."""
-        return tuple(ray.get(list(self.refs)))
+        return fetch_all([self])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +75,30 @@ class LocalPayload(Generic[T]):
 
     value: T
 
+    @property
+    def refs(self) -> tuple[Any, ...]:
+        """Nothing: the value is here."""
+        return ()
+
+    def load(self, values: Sequence[Any]) -> T:
+        """Return the value itself."""
+        return self.value
+
     def fetch(self) -> T:
         """Return the value itself."""
         return self.value
+
+
+def fetch_all(payloads: Iterable[Payload[T]]) -> list[T]:
+    """Return the values of the payloads, all fetched in one call; NumPy arrays in them are read-only."""
+    payloads = list(payloads)
+    refs = [ref for payload in payloads for ref in payload.refs]
+    values = iter(_get(refs) if refs else ())
+    return [payload.load(list(islice(values, len(payload.refs)))) for payload in payloads]
+
+
+def _get(refs: list[Any]) -> list[Any]:
+    import ray  # a trainer rank whose values are all local needs no Ray
+
+    values: list[Any] = ray.get(refs)
+    return values

@@ -6,14 +6,16 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import ray
 
+from megarl.errors import MegarlError
 from megarl.process.stack_dump import ProcessInfo, register_stack_dump
 from megarl.process.startup_trace import StartupTiming, StartupTrace
+from megarl.workers.call_batches import CallBatches
 from megarl.workers.master_port import reserve_master_port
 from megarl.workers.stragglers import CallLog, CallRecord
 
@@ -54,6 +56,10 @@ class WorkerHost:
             os.environ.update(environment)
             self._workers[role] = factory(*arguments)
 
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Return the result of `function`, called in this process."""
+        return function()
+
     def startup_timing(self) -> StartupTiming:
         """Return the startup timing of this process."""
         return self._startup_trace.snapshot()
@@ -76,6 +82,10 @@ class WorkerHost:
         with nullcontext() if stage is None else self._calls.call(role, method, worker, stage=stage):
             return getattr(worker, method)(argument)
 
+    def prepare(self, function: Callable[[Any], Any], argument: Any) -> tuple[None, Any]:
+        """Return None and `function(argument)`, for two object references; the first only signals completion."""
+        return None, function(argument)
+
     def invoke_remote(self, role: str, method: str, argument: Any, stage: int | None = None) -> tuple[None, Any]:
         """Return None and the result of `invoke`, for two object references; the first only signals completion."""
         return None, self.invoke(role, method, argument, stage)
@@ -88,11 +98,16 @@ class AsyncWorkerHost:
         os.environ.update(environment)
         self._startup_trace, self._process_info = StartupTrace(), _read_process_info()
         self._worker: Any = None
+        self._batches = CallBatches(self._invoke_with_value)
         self._building: asyncio.Future[Any] | None = None
 
     async def preimport(self, factory: Callable[..., Any], requested_at: float) -> None:
         """No-op whose arguments make Ray import the worker's modules while the process would otherwise wait."""
         self._startup_trace.record_call(requested_at)
+
+    async def run(self, function: Callable[[], None]) -> None:
+        """Run `function`, which the next calls wait for."""
+        function()
 
     async def build(
         self,
@@ -125,6 +140,39 @@ class AsyncWorkerHost:
         """Return `await method(*arguments)` of the worker; Ray has replaced references by values."""
         return await getattr(self._worker, method)(*arguments)
 
+    async def begin_calls(self, batch_id: str, method: str, arguments: Sequence[Any], limit: int) -> tuple[Any, ...]:
+        """Begin `method(argument)` for each argument; the method returns a small result and a large value.
+
+        Returns:
+            As `collect_calls`.
+
+        Args:
+            batch_id: name of these calls, unique in this process.
+        """
+        calls = [(method, argument) for argument in arguments]
+        return _separate_values(await self._batches.begin(batch_id, calls, limit), limit)
+
+    async def collect_calls(self, batch_id: str, limit: int) -> tuple[Any, ...]:
+        """Wait for a result of a batch that `begin_calls` has begun; return up to `limit` results that have finished.
+
+        Returns:
+            A list with the index of each of these calls and its small result or error; and `limit` values, of which the
+            last ones are None if fewer calls have finished.
+
+        Raises:
+            Exception: a call raised an error that is not of megarl; the batch is over.
+        """
+        return _separate_values(await self._batches.collect(batch_id, limit), limit)
+
+    async def cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
+        """Cancel these calls of a batch, whose results are not returned."""
+        self._batches.cancel(batch_id, indices)
+
+    async def _invoke_with_value(self, call: tuple[str, Any]) -> tuple[Any, Any]:
+        method, argument = call
+        result, value = await getattr(self._worker, method)(argument)
+        return result, value
+
     async def stop(self) -> None:
         """Shut the worker down, or cancel its construction if it is not built yet."""
         if self._worker is not None:
@@ -132,3 +180,9 @@ class AsyncWorkerHost:
         elif self._building is not None:
             self._building.cancel()
             await asyncio.wait([self._building])
+
+
+def _separate_values(finished: Sequence[tuple[int, tuple[Any, Any] | MegarlError]], limit: int) -> tuple[Any, ...]:
+    results = [(i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished]
+    values = [None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished]
+    return results, *values, *[None] * (limit - len(values))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,18 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms.registry import train
+from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, estimate
-from megarl.groups.rollout_group import FinishedGroup
-from megarl.megatron.requests import ForwardRequest, SampleKey, SampleRef, TrainRequest, TrainStats
-from megarl.rollout.engine import Sampling
+from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.sync_update import PushReport
+from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.rollout.engine import EngineMemory, Sampling
+from megarl.rollout.rollout_worker import GroupJob
 from megarl.run.events import EventLog, MessageEvent
 from megarl.run.rl_run import RLRun
 from megarl.run.run_state import RunState
@@ -60,6 +64,8 @@ class FakeModel:
     score: Callable[[SampleKey], float] = lambda key: 0.0
     value_key: Callable[[SampleRef], SampleKey] = lambda sample: sample.key
     """What outputs for a sample depend on."""
+    metrics: Callable[[TrainRequest], dict[str, float]] = lambda request: {}
+    """Further metrics of a training step."""
     offloads: bool = False
     _steps: int = 0
 
@@ -93,7 +99,7 @@ class FakeModel:
         self.log.append(Call(target=self.name, method="train", argument=request))
         loss = self.losses[min(self._steps, len(self.losses) - 1)]
         self._steps += 1
-        return TrainStats(metrics={"loss": loss}, num_tokens=1)
+        return TrainStats(metrics={"loss": loss, **self.metrics(request)}, num_tokens=1)
 
     def begin_train_step(self, request: TrainRequest) -> Any:
         stats = self.train_step(request)
@@ -148,6 +154,13 @@ class FakeRolloutGroup:
     """Number of sampled tokens by sample index."""
     omits_dropped: bool = False
     """Leave dropped samples out, as if they had not been sampled."""
+    truncated: Callable[[str, int, int], bool] = lambda label, number, sample: False
+    """Which samples are truncated, by the arguments of `script`."""
+    mismatch: float = 0.0
+    """What the engine's log-probabilities are off by."""
+    policy: FakeModel = field(init=False)
+    weights: FakeWeightSync = field(init=False)
+    """Its version samples the tokens of schedules."""
 
     def collect(
         self, prompts: Sequence[Prompt], *, num_samples: int, sampling: Sampling, label: str, seed: Any = ()
@@ -162,11 +175,47 @@ class FakeRolloutGroup:
             groups = [[sample for sample in group if not sample.reward_errors] for group in groups]
         return [finished_group(group, number) for number, group in enumerate(groups) if group]
 
+    def open_stream(self) -> FakeGroupStream:
+        return FakeGroupStream(self)
+
+    def sample_on_each_engine(
+        self, prompt: Prompt, *, sampling: Sampling, label: str, seed: tuple[int, ...]
+    ) -> list[FinishedGroup]:
+        """Return the probe of one engine, with log-probabilities of the fake policy plus `mismatch`."""
+        self.log.append(Call(target="engines", method="probe", argument=label))
+        probe = completion([0] + [1] * 8)
+        sample: Any = SimpleNamespace(key=(0, 0), payload=0, num_tokens=probe.num_tokens)
+        values = token_values(self.policy.value_key(sample), probe.num_tokens, self.policy.offset)
+        logprobs = np.where(probe.loss_mask, values + self.mismatch, 0.0).astype(np.float32)
+        return [finished_group([replace(probe, logprobs=logprobs)])]
+
+    def pause_clocks(self) -> None:
+        self.log.append(Call(target="clocks", method="pause", argument=None))
+
+    def resume_clocks(self) -> None:
+        self.log.append(Call(target="clocks", method="resume", argument=None))
+
+    def sample_job(self, job: GroupJob, first_version: int) -> FinishedGroup:
+        """Return the group that `collect` returns for the same prompt in a synchronous run.
+
+        The first sampled token of each completion has `first_version`, the others the current version.
+        """
+        label, _, number = job.request_id.rpartition("-")
+        group = [self._sample(label, int(number), sample) for sample in range(job.num_samples)]
+        group += [self._sample(f"{label}-greedy", int(number), 0)] if job.has_baseline else []
+        versions = [np.where(each.loss_mask, self.weights.policy_version, -1).astype(np.int32) for each in group]
+        for each in versions:
+            each[1] = first_version
+        group = [replace(each, policy_versions=v) for each, v in zip(group, versions, strict=True)]
+        finished = finished_group(group, int(number))
+        return replace(finished, summary=replace(finished.summary, has_baseline=job.has_baseline))
+
     def _sample(self, label: str, number: int, sample: int) -> Trajectory:
         mask, reward = [0] + [1] * self.lengths(sample), self.script(label, number, sample)
         if reward is None:
             return completion(mask, rewards={"other": 1.0}, reward_errors={"match": "no answer"})
-        return completion(mask, reward=reward)
+        finish_reason = "length" if self.truncated(label, number, sample) else "stop"
+        return replace(completion(mask, reward=reward), finish_reason=finish_reason)
 
     def estimate(self, job: EstimateJob, groups: Sequence[FinishedGroup]) -> Any:
         found, columns = estimate(job, [group.payload.fetch() for group in groups])
@@ -180,14 +229,54 @@ class FakeRolloutGroup:
 
 
 @dataclass
+class FakeGroupStream:
+    """Fake of `GroupStream`: the group that was submitted last finishes first."""
+
+    rollout: FakeRolloutGroup
+    jobs: list[tuple[GroupJob, int]] = field(default_factory=list)
+    """With the version at their start."""
+    is_closed: bool = False
+
+    def submit(self, *jobs: GroupJob) -> None:
+        for job in jobs:
+            self.rollout.log.append(Call(target="engines", method="sample", argument=job))
+            self.jobs.append((job, self.rollout.weights.policy_version))
+
+    def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        job, first_version = self.jobs.pop()
+        return [(job, self.rollout.sample_job(job, first_version))]
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        cancelled = set(request_ids)
+        self.jobs = [(job, version) for job, version in self.jobs if job.request_id not in cancelled]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeEngines:
+    """Fake engines that release their memory."""
+
+    log: list[Call]
+
+    def release(self, memory: Sequence[EngineMemory]) -> None:
+        self.log.append(Call(target="engines", method="release", argument=tuple(memory)))
+
+    def resume(self, memory: Sequence[EngineMemory]) -> None:
+        self.log.append(Call(target="engines", method="resume", argument=tuple(memory)))
+
+
+@dataclass
 class FakeWeightSync:
     log: list[Call]
     policy_version: int = -1
 
-    def push(self, policy_version: int) -> Any:
+    def push(self, policy_version: int) -> PushReport:
         self.policy_version = policy_version
         self.log.append(Call(target="weights", method="push", argument=policy_version))
-        return SimpleNamespace(bytes_moved=1, stats=SimpleNamespace(buckets=1), seconds={})
+        stats = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
+        return PushReport(stats=stats, seconds={}, bytes_moved=1)
 
 
 @dataclass(frozen=True)
@@ -229,6 +318,10 @@ def run_script(
     resumed: RunState | None = None,
     saves_checkpoints: bool = False,
     omits_dropped: bool = False,
+    truncated: Callable[[str, int, int], bool] = lambda label, number, sample: False,
+    releases_memory: bool = False,
+    mismatch: float = 0.0,
+    trainer: dict[str, Any] | None = None,
     **sections: Any,
 ) -> FinishedRun:
     """Train for `steps` with the algorithm on prompts p0 to p99; defaults: 2 prompts per step, 3 samples each.
@@ -239,11 +332,15 @@ def run_script(
         resumed: state to resume from.
         saves_checkpoints: give the run a checkpointer.
         omits_dropped: leave dropped samples out, as if they had not been sampled.
+        truncated: which samples are truncated, by the arguments of `script`; default: none.
+        releases_memory: the engines release their memory while the trainer needs it.
+        mismatch: what the engine's log-probabilities are off by, in probes.
+        trainer: further keys of the section `trainer`.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
         run_dir=str(folder),
-        trainer={"steps": steps},
+        trainer={"steps": steps} | (trainer or {}),
         tracking={"tensorboard": False, "rollouts": False},
         data={"path": "data.jsonl", "shuffle": False},
         **sections,
@@ -257,9 +354,12 @@ def run_script(
         dedicated=dedicated,
     )
     policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
-    rollout = FakeRolloutGroup(script, log, lengths, omits_dropped)
+    rollout = FakeRolloutGroup(script, log, lengths, omits_dropped, truncated, mismatch)
     checkpoints = FakeCheckpointer(log) if saves_checkpoints else None
-    return train_with_fakes(config, policy, models_of_run, rollout, log, events or EventLog(), resumed, checkpoints)
+    engines = FakeEngines(log) if releases_memory else None
+    return train_with_fakes(
+        config, policy, models_of_run, rollout, log, events or EventLog(), resumed, checkpoints, engines
+    )
 
 
 def train_with_fakes(
@@ -271,14 +371,17 @@ def train_with_fakes(
     events: EventLog,
     resumed: RunState | None = None,
     checkpoints: FakeCheckpointer | None = None,
+    engines: FakeEngines | None = None,
 ) -> FinishedRun:
     """Train a complete run on the given fakes."""
     prompts = [Prompt(prompt_id=f"p{i}", text="", token_ids=(1,), row={}) for i in range(100)]
+    rollout.weights, rollout.policy = FakeWeightSync(log), trainer
     stand_ins: dict[str, Any] = {
         "trainer": trainer,
         "rollout": rollout,
-        "weights": FakeWeightSync(log),
+        "weights": rollout.weights,
         "checkpoints": checkpoints,
+        "engines": engines,
     }
     startup = Startup(time.time())
     run = RLRun(

@@ -23,6 +23,7 @@ from megarl.functional import Denominators, Sequences
 from megarl.megatron.losses.loss import LossBatch, TokenScores
 from megarl.megatron.requests import TrainRequest
 from tests.algorithms.scripted_run import run_script
+from tests.time_limits import HANG_SECONDS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/custom-algorithm"
 SOFT_CLIP: dict[str, Any] = {"type": "my_algorithm:SoftClip", "steepness": 2.0, "anchor_coefficient": 0.5}
@@ -203,5 +204,7 @@ def test_check_finds_the_module_in_the_working_directory(tmp_path: Path) -> None
         "import sys; sys.path[:] = [p for p in sys.path if p]; from megarl.config import RunConfig, load_config; "
         f"print(type(load_config(RunConfig, {str(EXAMPLE / 'demo.yaml')!r}).algorithm).__name__)"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=EXAMPLE, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=EXAMPLE, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert done.stdout.strip() == "SoftClipConfig", done.stderr

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.errors import LimitError
-from megarl.megatron.requests import SampleKey, SampleRef
 from tests.algorithms.scripted_run import FinishedRun, run_script
 
 MODEL_ROLES = ("policy", "reference", "critic", "cost_critic", "reward_model", "teacher", "reward cost")

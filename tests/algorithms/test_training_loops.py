@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.algorithms.dapo import apply_overlong_penalty, filter_informative
+from megarl.algorithms.dapo import apply_overlong_penalty, differs_in
 from megarl.algorithms.ppo import resample
-from megarl.algorithms.prime import filter_by_accuracy
+from megarl.algorithms.prime import has_useful_accuracy
 from megarl.algorithms.vapo import ConvergenceMonitor
 from megarl.config.algorithms.actor_critic import PfPpoConfig, ValuePretrainingConfig
 from megarl.config.algorithms.group_baseline import DapoConfig
@@ -168,12 +168,12 @@ def test_groups_are_informative_by_the_raw_metric() -> None:
         )
 
     batch = RolloutBatch(groups=[group((2, 1.0), (9, 1.0)), group((3, 0.0), (3, 1.0)), group((4, 0.0), (4, 0.0))])
-    assert filter_informative(batch, "right") == [batch.groups[1]]
-    assert filter_informative(batch, "short") == [batch.groups[0]]
+    assert [differs_in("right", group) for group in batch.groups] == [False, True, False]
+    assert [differs_in("short", group) for group in batch.groups] == [True, False, False]
     algorithm = DapoConfig(overlong={"max_length": 8, "buffer": 4, "factor": 2.0})
     apply_overlong_penalty(batch, algorithm, 100)
     assert batch.rewards == pytest.approx([1.0, 1.0 - 2 * 5 / 4, 0.0, 1.0, 0.0, 0.0])
-    assert filter_informative(batch, "right") == [batch.groups[1]]
+    assert [differs_in("right", group) for group in batch.groups] == [False, True, False]
 
 
 def test_no_overlong_penalty_unless_configured() -> None:
@@ -253,7 +253,50 @@ def test_the_last_step_is_saved_before_the_policy_is_offloaded(should_stop: bool
         tmp_path, {"kl_loss": None}, script, steps=steps, models=models, events=events, saves_checkpoints=True
     )
     assert run.arguments("checkpoint", "begin") == [2]
-    assert run.call_order[-2:] == ["checkpoint begin", "policy offload"]
+    assert run.call_order[-3:] == ["checkpoint begin", "weights push", "policy offload"]
+
+
+def memory_calls(run: FinishedRun) -> str:
+    """Return the calls that move memory or need it, without their models' names; W: weights, KV: cache of an engine."""
+    words = {"weights": "W", "kv_cache": "KV"}
+    found = []
+    for call in run.log:
+        if call.method in ("release", "resume"):
+            found.append(f"{call.method} {'+'.join(words[each] for each in call.argument)}")
+        else:
+            found.append(f"{call.target} {call.method}")
+    return ", ".join(found)
+
+
+def test_engines_release_what_the_trainer_needs_in_the_order_of_the_phases(tmp_path: Path) -> None:
+    algorithm = {"kl_loss": {"coefficient": 0.1}}
+    models = {"policy": {"offloads": True}}
+    run = run_script(tmp_path, algorithm, differing_rewards, steps=2, models=models, releases_memory=True)
+    first = "policy offload, resume W, weights push, policy offload, resume W+KV"
+    step = (
+        "engines sample, release KV, reference logprobs, release W+KV, policy onload, policy train, "
+        "policy offload, resume W, weights push, policy offload, resume W+KV"
+    )
+    assert memory_calls(run).replace("policy logprobs, ", "") == f"{first}, {step}, {step}"
+
+
+def test_engines_release_their_weights_for_an_update_of_a_critic_as_well(tmp_path: Path) -> None:
+    algorithm = {"type": "ppo", "critic": {"warmup_steps": 1}, "kl_reward": {"coefficient": 0.1}}
+    models = {"policy": {"offloads": True}}
+    run = run_script(tmp_path, algorithm, differing_rewards, steps=2, models=models, releases_memory=True)
+    _, warm_up, update = memory_calls(run).split("engines sample, ")
+    assert warm_up.startswith("release KV, policy logprobs")
+    end = "critic train, policy offload, resume W, weights push, policy offload, resume W+KV"
+    assert warm_up.endswith(f"release W+KV, {end}, ")
+    assert update.endswith(f"critic train, policy onload, policy train, {end.removeprefix('critic train, ')}")
+    assert run.pushed_versions == [0, 0, 2]
+
+
+def test_a_step_without_an_update_keeps_the_engines_weights(tmp_path: Path) -> None:
+    limits = {"reward": {"min": 100, "action": "skip"}}
+    models = {"policy": {"offloads": True}}
+    run = run_script(tmp_path, {"kl_loss": None}, differing_rewards, models=models, releases_memory=True, limits=limits)
+    assert memory_calls(run).partition("engines sample")[2] == ""
 
 
 def test_a_critic_on_dedicated_slots_finishes_with_the_step(tmp_path: Path) -> None:
@@ -449,12 +492,10 @@ def test_prime_skips_the_update_if_no_group_passes_the_accuracy_filter(tmp_path:
 
 
 def test_accuracy_limits_are_inclusive() -> None:
-    batch = RolloutBatch(
-        groups=groups_with_rewards([0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1])
-    )
-    kept = filter_by_accuracy(batch, PrimeConfig(min_accuracy=0.25, max_accuracy=0.5))
-    assert kept.groups == batch.groups[1:3]
-    assert filter_by_accuracy(batch, PrimeConfig(min_accuracy=0.0, max_accuracy=1.0)).groups == batch.groups
+    groups = groups_with_rewards([0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1])
+    middle = PrimeConfig(min_accuracy=0.25, max_accuracy=0.5)
+    assert [has_useful_accuracy(middle, group) for group in groups] == [False, True, True, False, False]
+    assert all(has_useful_accuracy(PrimeConfig(min_accuracy=0.0, max_accuracy=1.0), group) for group in groups)
 
 
 def test_distillation_follows_the_teacher(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megarl.errors import MegarlError
 from megarl.tracking.startup import Startup
 from megarl.workers.failures import run_abort_check
 from tests.run.finished_groups import run_config
+from tests.time_limits import HANG_SECONDS
 
 
 def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +27,7 @@ def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch: pytes
         closing.push(lambda kind, *_: kinds.append(kind))
         closing.callback(lambda: closed_by.append(threading.current_thread()))
         is_running.set()
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + HANG_SECONDS
         while time.monotonic() < ends:
             assert not closed_by, "closed while the stage uses it"
             run_abort_check(["engine 0"])
@@ -43,11 +44,11 @@ def test_stop_lets_the_thread_of_the_stage_close_what_it_uses(monkeypatch: pytes
     controller = Controller(Startup(0.0), 0.0)
     stage = threading.Thread(target=evaluate)
     stage.start()
-    assert is_running.wait(10)
+    assert is_running.wait(HANG_SECONDS)
     controller.stop()
     assert closed_by == [stage]
     assert kinds == [KeyboardInterrupt], "the last heartbeat must not report a completed run"
-    stage.join(10)
+    stage.join(HANG_SECONDS)
     assert [str(error) for error in errors] == ["the run was interrupted"]
 
 

@@ -24,7 +24,7 @@ def heavy_modules(statements: str) -> set[str]:
     [
         ("driver until its checks", "megarl.controller.run_stage", set()),
         # it imports torch once all other processes are requested, and transformers to read the prompts
-        ("controller until it requests processes", "megarl.controller.recovery", {"scipy"}),
+        ("controller until it requests processes", "megarl.controller.recovery", set()),
         # torch only for the estimates, which follow the first completions
         ("rollout worker until it loads the tokenizer", "megarl.groups.rollout_actor", set()),
         ("trainer rank until it is built", "megarl.workers.worker_host, megarl.megatron.trainer_worker", set()),

@@ -14,7 +14,7 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.groups.auxiliary_models import AuxiliaryModels, _model_spec
+from megarl.groups.auxiliary_models import AuxiliaryModels, _model_spec, auxiliary_updates, policy_updates
 from megarl.groups.build import trainer_spec
 from megarl.groups.trainer_group import make_rank_processes, make_trainer_group
 from megarl.placement.pool import reserve_pools
@@ -91,6 +91,7 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory, folders: dict[s
             data={"path": "data.jsonl", "shuffle": False},
             trainer={"steps": STEPS, "optimizer": {"lr": 1e-2}, "max_tokens_per_micro_batch": 30},
             tracking={"tensorboard": False, "rollouts": False},
+            limits={"logprob_kl": None, "logprob_abs_p99": None},  # no engine has computed the log-probabilities
             placement=placement,
         )
         return run_two_steps(config, folder)
@@ -199,3 +200,27 @@ def test_models_are_offloaded_only_on_shared_slots(device: str, offload_idle_mod
         for auxiliary in config.auxiliary_models
     }
     assert offload_when_idle == {"reference": want, "critic": False}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "critic"),
+    [
+        ({"type": "grpo", "num_mini_batches": 2}, 20, 20),
+        ({"type": "ppo", "critic": {"warmup_steps": 3}, "ppo_epochs": 2, "num_mini_batches": 1}, 14, 20),
+        ({"type": "vapo", "pretraining": {"max_steps": 4}, "num_mini_batches": 1}, 10, 14),
+    ],
+)
+def test_schedules_count_the_updates_of_each_model(algorithm: dict[str, Any], policy: int, critic: int) -> None:
+    config = run_config(algorithm, trainer={"steps": 10})
+    assert (policy_updates(config), auxiliary_updates(config)) == (policy, critic)
+
+
+def test_all_language_models_have_the_same_head() -> None:
+    config = run_config({"type": "ppo"}, trainer={"fused_lm_head": True})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"fp32_lm_head": True})})
+    specs = [trainer_spec(config).model, *(_model_spec(config, each, "cpu") for each in config.auxiliary_models)]
+    assert [(spec.head, spec.fused_lm_head, spec.fp32_lm_head) for spec in specs] == [
+        ("lm", True, True),
+        ("lm", True, True),
+        ("value", True, True),
+    ]

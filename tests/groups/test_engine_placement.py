@@ -61,8 +61,8 @@ def traced_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Replace the engine trace by the trainer's layouts of the same size; return the list of traced sizes."""
     sizes: list[int] = []
 
-    def layouts(path: str, *, tp: int, device: str, dtype: str) -> list[WeightLayout]:
-        assert (device, dtype) == ("cpu", "float32")
+    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+        assert (ep, device, dtype) == (1, "cpu", "float32")
         sizes.append(tp)
         return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
 
@@ -99,6 +99,23 @@ OVERLAP_CASES = [
     {"nodes": 2, "per_node": 2, "tp": 4, "gen_tp": 2, "replicas": 2},
     {"nodes": 4, "per_node": 3, "tp": 4, "gen_tp": 3, "replicas": 4},
 ]
+
+
+def test_engines_are_placed_for_their_expert_parallel_size(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `ep_size`, an engine rank needs whole experts: another trace."""
+    traced: list[int] = []
+
+    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+        traced.append(ep)
+        return trainer_layouts(load_architecture_and_dtype(path)[0], RankGrid(tp=tp), dtype)
+
+    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
+    sizes = OVERLAP_CASES[0]
+    run = make_config(model, "exact", **sizes)
+    engine = run.rollout.engine.model_copy(update={"extra_args": {"ep_size": sizes["gen_tp"]}})
+    run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": engine})})
+    place_engines(run, make_pool(sizes["nodes"], sizes["per_node"]), RankGrid(tp=sizes["tp"], dp=run.dp))
+    assert traced == [sizes["gen_tp"]]
 
 
 @pytest.mark.parametrize("sizes", OVERLAP_CASES, ids=str)
@@ -163,6 +180,24 @@ def test_dedicated_engines_use_consecutive_slots_of_one_node(
 ) -> None:
     run = make_config(model, "auto", nodes=nodes, per_node=per_node, tp=1, gen_tp=gen_tp, replicas=replicas)
     assert place_dedicated_engines(run, make_pool(nodes, per_node)) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gen_tp", "replicas", "expected"),
+    [
+        (2, 6, 1, [(0, 1, 2, 3, 4, 5)]),
+        (5, 6, 2, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
+        (3, 9, 1, [(0, 1, 2, 3, 4, 5, 6, 7, 8)]),
+    ],
+)
+def test_dedicated_engines_with_more_ranks_use_all_slots_of_consecutive_nodes(
+    nodes: int, gen_tp: int, replicas: int, expected: list[tuple[int, ...]], model: str
+) -> None:
+    pools = {"engines": {"nodes": nodes, "slots_per_node": 3}}
+    tree = make_config(model, "auto", nodes=1, per_node=1, tp=1, gen_tp=1, replicas=1).model_dump()
+    tree["placement"] = {"pools": pools, "rollout": {"pool": "engines"}}
+    tree["rollout"] |= {"tp": gen_tp, "replicas": replicas}
+    assert place_dedicated_engines(RunConfig.model_validate(tree), make_pool(nodes, 3)) == expected
 
 
 def test_more_engines_than_the_pool_holds_are_rejected(model: str) -> None:

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from megarl.errors import LostEngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.groups import remote_engine
-from megarl.groups.remote_engine import EngineRankSink, EngineSink, RemoteEngine
+from megarl.groups.remote_engine import EngineSink, RemoteEngine
 
 
 class FakeMethod:
@@ -29,8 +29,8 @@ class FakeHandle:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (WeightSyncError("norm is no parameter"), "engine 1{rank}: norm is no parameter"),
-        (WorkerError("it died"), "engine 1{rank} did not load a bucket of weights: it died"),
+        (WeightSyncError("norm is no parameter"), "engine 1: norm is no parameter"),
+        (WorkerError("it died"), "engine 1 did not load a bucket of weights: it died"),
     ],
 )
 def test_sink_errors_name_the_engine(error: MegarlError, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,13 +39,11 @@ def test_sink_errors_name_the_engine(error: MegarlError, message: str, monkeypat
         raise error
 
     monkeypatch.setattr(remote_engine, "wait_all", fail)
-    boxes = EngineRankSink(FakeHandle(), "engine 1", 3, 1.0).load_boxes(0, None)
-    whole = EngineSink(FakeHandle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
-    for wait, rank in ((boxes, " rank 3"), (whole, "")):
-        with pytest.raises(WeightSyncError) as raised:
-            wait()
-        assert str(raised.value) == message.format(rank=rank)
-        assert raised.value.__cause__ is error
+    wait = EngineSink(FakeHandle(), "engine 1", 1.0).load(None)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError) as raised:
+        wait()
+    assert str(raised.value) == message
+    assert raised.value.__cause__ is error
 
 
 class FakeActor:

@@ -16,9 +16,10 @@ from megarl.rollout.engine import Generation, Sampling
 from megarl.rollout.journal.journal import read_step
 from megarl.rollout.rollout_worker import GroupJob
 from tests.checkpoint.run_folder import take_over
+from tests.rollout.whole_batches import WholeBatches
 
 
-class SeededEngine:
+class SeededEngine(WholeBatches):
     """Fake engine whose completions depend only on the seed; requests with prompts in `broken` fail."""
 
     def __init__(self, broken=()):
@@ -180,7 +181,7 @@ def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_p
         written = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
         (refused,) = run(actor, [job(1)])
         assert isinstance(refused, LostLockError)
-        rewards = [rollout_actor.TrajectoryReward(t.reward, t.rewards) for t in trajectories]
+        rewards = [(t.reward, t.rewards) for t in trajectories]
         with pytest.raises(LostLockError):
             asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), trajectories))
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == written

@@ -1,6 +1,7 @@
 """Rollout workers that fail, die or hang, with a fake Ray and clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.recovery import RecoveryConfig
-from megarl.errors import RestartLimitError, WorkerError
-from megarl.groups import rollout_group
+from megarl.errors import RestartLimitError, RewardError, WorkerError
+from megarl.groups import group_stream, rollout_group, rollout_workers
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
-from megarl.rollout.rollout_worker import GroupSummary
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 from megarl.supervision import liveness_probe
 from megarl.supervision.liveness_probe import LIVENESS_GROUP
 from megarl.supervision.restart_budget import RestartBudget
@@ -32,6 +33,34 @@ class Ref:
 
     def end(self, value: Any) -> None:
         self.value, self.is_done = value, True
+
+
+@dataclass(eq=False)
+class FakeBatch:
+    """Groups that a worker was sent in one call."""
+
+    refs: list[Ref]
+    returned: set[int] = field(default_factory=set)
+
+
+class CollectRef(Ref):
+    """The reference to the summaries of groups: done as soon as a group is that was not returned before."""
+
+    def __init__(self, batch: FakeBatch, limit: int) -> None:
+        self._batch, self._limit, self._found = batch, limit, list[tuple[int, Any]]()
+
+    @property
+    def is_done(self) -> bool:  # type: ignore[override]
+        if not self._found:
+            done = [(i, ref) for i, ref in enumerate(self._batch.refs) if ref.is_done and i not in self._batch.returned]
+            self._found = [(i, ref.value) for i, ref in done[: self._limit]]
+            self._batch.returned.update(i for i, _ in self._found)
+        return bool(self._found)
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        errors = [value for _, value in self._found if isinstance(value, RayError)]
+        return errors[0] if errors else self._found
 
 
 def method(call: Callable[..., Any]) -> Any:
@@ -52,17 +81,32 @@ class FakeWorker:
     def __init__(self, ray: "FakeRay") -> None:
         self.ray, self.is_responsive, self.calls, self.pings = ray, True, dict[str, Ref](), list[Ref]()
         self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
+        self.begin_calls, self.collect_calls = method(self._begin_calls), method(self._collect_calls)
+        self.cancel_calls = method(self._cancel_calls)
+        self.batches: dict[str, FakeBatch] = {}
         self.preimport = method(lambda *_: Ref())
         self.build = method(lambda *_: Ref(is_done=ray.builds))
         self.stop = method(lambda: Ref(is_done=self.is_responsive))
 
     def _invoke(self, name: str, *arguments: Any) -> Any:
-        if name == "record":
-            self.calls["record"] = Ref()
-            return self.calls["record"]
+        assert name == "record"
+        self.calls["record"] = Ref()
+        return self.calls["record"]
+
+    def _begin_calls(self, batch_id: str, name: str, jobs: Sequence[Any], limit: int) -> list[Any]:
         assert name == "rollout_group"
-        self.calls[arguments[0].request_id] = Ref()
-        return self.calls[arguments[0].request_id], "payload"
+        refs = [Ref() for _ in jobs]
+        self.batches[batch_id] = FakeBatch(refs)
+        self.calls |= {job.request_id: ref for job, ref in zip(jobs, refs, strict=True)}
+        return self._collect_calls(batch_id, limit)
+
+    def _collect_calls(self, batch_id: str, limit: int) -> list[Any]:
+        assert self.collect_calls.options_given == {"num_returns": 1 + limit} or not self.collect_calls.options_given
+        return [CollectRef(self.batches[batch_id], limit), *["payload"] * limit]
+
+    def _cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.batches[batch_id].refs[index].was_cancelled = True
 
     def _answer_ping(self) -> Ref:
         assert self.process_info.options_given == {"concurrency_group": LIVENESS_GROUP}
@@ -127,15 +171,40 @@ class FakeRay:
         self.now += seconds
 
 
+class FakeCompletions:
+    """Stands in for `Completions`: polls the fake Ray."""
+
+    def __init__(self, ray: FakeRay) -> None:
+        self._ray, self._refs = ray, list[Ref]()
+
+    def add(self, ref: Ref) -> None:
+        self._refs.append(ref)
+
+    def wait(self, timeout: float) -> list[tuple[Ref, Future[Any]]]:
+        done, _ = self._ray.wait(self._refs, num_returns=1, timeout=timeout)
+        done = [ref for ref in self._refs if ref.is_done] if done else []
+        self._refs = [ref for ref in self._refs if ref not in done]
+        return [(ref, self._ended(ref)) for ref in done]
+
+    def _ended(self, ref: Ref) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(ref.value, RayError):
+            future.set_exception(ref.value)
+        else:
+            future.set_result(ref.value)
+        return future
+
+
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    for module in (rollout_group, liveness_probe, failures):
+    for module in (group_stream, rollout_group, rollout_workers, liveness_probe, failures):
         monkeypatch.setattr(module, "ray", fake)
-        monkeypatch.setattr(module, "time", fake)
+        monkeypatch.setattr(module, "time", fake, raising=False)
+    monkeypatch.setattr(group_stream, "Completions", lambda: FakeCompletions(fake))
     monkeypatch.setattr(failures, "_ray_log_folder", lambda: None)
-    monkeypatch.setattr(rollout_group, "nodes_for_light_workers", lambda: [SimpleNamespace(id="node")])
-    monkeypatch.setattr(rollout_group, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(rollout_workers, "nodes_for_light_workers", lambda: [SimpleNamespace(id="node")])
+    monkeypatch.setattr(rollout_workers, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)
     return fake
 
 
@@ -197,6 +266,47 @@ def test_unfinished_groups_are_cancelled_if_a_group_fails(ray: FakeRay) -> None:
     cancelled = {name for worker in ray.workers for name, ref in worker.calls.items() if ref.was_cancelled}
     assert cancelled == {"step-3-1", "step-3-2", "step-3-3"}
     assert ray.killed == []
+
+
+def test_groups_are_returned_before_the_error_of_another_in_the_same_call(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1)
+    (worker,) = ray.workers
+    stream = run.stream()
+
+    def fail() -> None:
+        finish(worker, "step-3-0", "step-3-2")
+        worker.calls["step-3-3"].end(RewardError("no such column"))
+
+    ray.before_waiting = fail
+    assert [next(stream).summary.group_id for _ in range(2)] == [0, 2]
+    with pytest.raises(RewardError, match="no such column"):
+        next(stream)
+    assert [name for name, ref in worker.calls.items() if ref.was_cancelled] == ["step-3-1", "step-3-3"]
+
+
+def test_canceled_groups_are_not_returned(ray: FakeRay) -> None:
+    run = start_group(ray)
+    jobs = [
+        GroupJob(prompt=prompt, group_id=i, num_samples=1, sampling=SAMPLING, request_id=f"step-3-{i}")
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    stream = run.group.open_stream()
+    stream.submit(jobs[0])
+    stream.submit(*jobs[1:])
+    assert [list(worker.calls) for worker in ray.workers] == [["step-3-0", "step-3-2"], ["step-3-1", "step-3-3"]]
+    stream.cancel(["step-3-0", "step-3-1", "step-3-9"])
+    assert len(stream) == 2
+    cancelled = {name for worker in ray.workers for name, ref in worker.calls.items() if ref.was_cancelled}
+    assert cancelled == {"step-3-0", "step-3-1"}
+
+    def answer() -> None:
+        for worker in ray.workers:
+            finish(worker, *worker.calls)
+
+    ray.before_waiting = answer
+    returned = [(job.request_id, group.summary.group_id) for _ in range(2) for job, group in stream.wait("step-3")]
+    assert sorted(returned) == [("step-3-2", 2), ("step-3-3", 3)]
+    assert stream.wait("step-3") == []
 
 
 def test_number_of_replayed_groups_is_reported(ray: FakeRay) -> None:
@@ -302,5 +412,5 @@ def test_shutdown_lets_workers_close_their_rewards_before_it_kills_them(ray: Fak
     begun = ray.now
     ray.before_waiting = lambda: ray.killed and pytest.fail("killed before it has closed")
     run.group.shutdown()
-    assert ray.now - begun == rollout_group.SHUTDOWN_SECONDS
+    assert ray.now - begun == rollout_workers.SHUTDOWN_SECONDS
     assert ray.killed == ray.workers

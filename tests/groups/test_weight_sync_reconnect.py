@@ -1,171 +1,259 @@
-"""A failed push breaks the connections of the ranks: the next push reconnects both sides."""
+"""Who connects when: at the start, after a failed push, and after the loss of an engine; with a scripted cluster."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayError
 
-from megarl.errors import WeightSyncError
-from megarl.groups import weight_sync
-from megarl.megatron.requests import RendezvousInfo
-from megarl.reshard.layout.layout import WeightLayout
-from megarl.reshard.planning.disaggregated import TransferSpec
-from megarl.reshard.planning.strategy import SyncStats
-from megarl.reshard.transfer.process_groups import TransferGroup
+from megarl.errors import LostWorkerError, OutdatedEngineError, WeightSyncError
+from megarl.reshard.transfer.commit_decision import TransferredBytes
+from megarl.reshard.transfer.process_groups import connect_group
+from tests.groups.scripted_cluster import Cluster, make, make_stats
 
-STATS = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=2, buckets=1, peak_extra_bytes=3)
-NOTHING = WeightLayout({}, ())
-HANDOVER = TransferSpec(sources=[NOTHING] * 2, needs=[NOTHING], num_engines=1, nodes=(0, 0, 1), bucket_bytes=1)
-CONFIG = SimpleNamespace(weight_sync=SimpleNamespace(timeout_seconds=9.0))
+__all__ = ["make"]
 
 
-class FakeTrainer:
-    grid = None
-
-    def __init__(self):
-        self.calls, self.fails = [], False
-
-    def prepare_sync(self, setup):
-        self.calls.append(f"prepare {setup}")
-
-    def push_weights(self):
-        self.calls.append("push")
-        if self.fails:
-            raise WeightSyncError("rank 0: round 3 of the weights: nothing from rank 1 within 5 s")
-        return STATS
+def failed(text: str) -> RayError:
+    return ray.exceptions.RayTaskError("push", text, WeightSyncError(text))
 
 
-class FakeSupervisor:
-    """Fake supervisor: all engines are ready, and no failure is attributed to them."""
-
-    def wait_ready(self):
-        return [0]
-
-    def mark_serving(self, replicas):
-        assert replicas == [0]
-
-    def attribute_failure(self, error):
-        return False
+CONNECT = [("weight_needs", 0), ("weight_needs_digest", 1), "plan", ("prepare_boxes", 0), ("prepare_boxes", 1)]
+UPDATES = [("update_weights", 0), ("update_weights", 1)]
 
 
-class FakeEngines:
-    def __init__(self):
-        self.calls, self.engines, self.supervisor = [], ["engine 0"], FakeSupervisor()
-
-    def select(self, replicas):
-        assert replicas == [0]
-        return self
-
-    def call(self, *call):
-        self.calls.append(call)
+def take(cluster: Cluster) -> list[Any]:
+    """Return the calls since the last `take`; the threads of engines finish in any order."""
+    calls, cluster.calls[:] = list(cluster.calls), []
+    ends = [call for call in calls if call[0] in ("serves", "aborts")]
+    return [call for call in calls if call not in ends] + sorted(ends)
 
 
-def test_ranks_reconnect_only_after_a_failed_push(monkeypatch):
-    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = FakeTrainer(), FakeEngines()
-    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+def test_all_connect_once_and_a_push_is_one_call_of_each(make: Any) -> None:
+    cluster, sync = make()
+    assert take(cluster) == CONNECT
     for version in (0, 1):
-        assert sync.push(version).bytes_moved == 3
-    trainer.fails = True
-    with pytest.raises(WeightSyncError, match="nothing from rank 1"):
-        sync.push(2)
-    assert sync.policy_version == 1
-    assert engines.calls[-1] == ("begin_weights",)
-    trainer.fails = False
+        report = sync.push(version)
+        assert report.bytes_moved == 1 + 1
+        assert report.seconds.keys() == {"open", "transfer", "commit"}
+        assert take(cluster) == [*UPDATES, "push", ("serves", 0, version), ("serves", 1, version)]
+
+
+def test_lost_engine_connects_alone(make: Any) -> None:
+    """The trainer ranks complete the push that it takes part in, and neither plan nor connect again."""
+    cluster, sync = make()
+    sync.push(0)
+    take(cluster)
+    cluster.engine_errors[1] = ActorDiedError()
+
+    def attribute_failure(error: Exception) -> bool:
+        assert "engine 1" in str(error)
+        cluster.ready = [0]
+        return True
+
+    cluster.supervisor.attribute_failure = attribute_failure
+    sync.push(1)
+    assert take(cluster) == [
+        *UPDATES,
+        "push",
+        *(("prepare_boxes", 0), ("update_weights", 0), "push without [1]"),
+        *(("aborts", 0, 1), ("serves", 0, 1)),
+    ]
+    cluster.restart(1)
+    cluster.ready = [0, 1]
+    cluster.supervisor.ready = [0, 1]
+    sync.resync(1)
+    assert take(cluster) == [
+        *(("prepare_boxes", 1), ("update_weights", 1), "push without [0]"),
+        ("serves", 1, 1),
+    ]
     sync.push(2)
-    assert sync.policy_version == 2
-    assert trainer.calls == ["prepare setup", "push", "push", "push", "prepare setup", "push"]
+    assert take(cluster) == [*UPDATES, "push", ("serves", 0, 2), ("serves", 1, 2)]
 
 
-def make_stats(sent, received, extra):
-    return SyncStats(
-        bytes_sent=sent,
-        bytes_received=received,
-        bytes_delivered=received,
-        buckets=2 if received else 0,
-        peak_extra_bytes=extra,
-    )
+def test_all_connect_again_after_the_trainer_has_failed(make: Any) -> None:
+    cluster, sync = make()
+    sync.push(0)
+    take(cluster)
+    cluster.trainer_error = failed("rank 0: round 3 of the weights: nothing from rank 1 within 5 s")
+    with pytest.raises(WeightSyncError, match="nothing from rank 1"):
+        sync.push(1)
+    assert sync.policy_version == 0
+    calls = take(cluster)
+    assert calls[:3] == [*UPDATES, "push"]
+    assert [call for call in calls if call[0] == "aborts"] == [("aborts", 0, 1), ("aborts", 1, 1)]
+    cluster.trainer_error = None
+    sync.push(1)
+    assert take(cluster)[: len(CONNECT)] == CONNECT
 
 
-class FakeCall:
-    """A pending call on one side."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def joined_with(self, other):
-        return FakeCall((self.value, other.value))
-
-    def result(self, _):
-        if isinstance(self.value[1], Exception):
-            raise self.value[1]
-        return self.value
+def test_boxes_that_were_not_delivered_fail_the_push(make: Any) -> None:
+    cluster, sync = make()
+    cluster.undelivered = ("engine 1 rank 0 did not copy its weights within 4 s",)
+    with pytest.raises(WeightSyncError, match="engine 1 rank 0 did not copy"):
+        sync.push(0)
+    assert sync.policy_version == -1
+    cluster.undelivered = ()
+    take(cluster)
+    sync.push(0)
+    assert take(cluster)[:2] == [("prepare_boxes", 0), ("prepare_boxes", 1)]
 
 
-class FakeDisaggregatedTrainer(FakeTrainer):
-    def prepare_sync(self, setup):
-        super().prepare_sync(setup)
-        return RendezvousInfo(transfer_spec=HANDOVER, host="10.0.0.1", port=7000 + len(self.calls))
-
-    def begin_connect(self, transfer_group):
-        self.calls.append(transfer_group)
-        return FakeCall(None)
-
-    def begin_push(self):
-        self.calls.append("push")
-        lost = WeightSyncError("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
-        return FakeCall(lost if self.fails else make_stats(5, 0, 7))
-
-
-class FakeDisaggregatedEngines(FakeEngines):
-    def prepare_receive(self, transfer_spec):
-        self.calls.append(transfer_spec)
-
-    def begin(self, *call):
-        self.calls.append(call)
-        return FakeCall([[make_stats(1, 4, 3), make_stats(0, 2, 3)]])
-
-
-def test_disaggregated_engines_receive_while_the_trainer_sends(monkeypatch):
-    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = FakeDisaggregatedTrainer(), FakeDisaggregatedEngines()
-    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
-    first = TransferGroup("10.0.0.1", 7001, "weights", 3, 9.0)
+def test_disaggregated_engines_receive_while_the_trainer_sends(make: Any) -> None:
+    cluster, sync = make(disaggregated=True)
+    *calls, first, second = take(cluster)
+    assert calls == CONNECT[:3]
+    group = first[2]
+    assert (first[:2], second) == (("join_trainer", 0), ("join_trainer", 1, group))
+    assert (group.name, group.size, group.timeout_seconds, group.abort_seconds) == ("weights", 4, 9.0, 2.0)
     report = sync.push(0)
     assert report.stats == make_stats(6, 6, 7)
     assert report.bytes_moved == 6
-    trainer.fails = True
+    take(cluster)
+    cluster.trainer_error = failed("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
     message = r"nothing from rank 2 within 9 s \(ranks up to 1 .*, those of engine i begin at 2 \+ 1 \* i\)"
     with pytest.raises(WeightSyncError, match=message):
         sync.push(1)
-    assert sync.policy_version == 0
-    trainer.fails = False
+    reason = group.heartbeat.open().get("abort").decode()  # what the ranks of both sides see
+    assert reason.startswith("rank 0: round 3 of the weights: nothing from rank 2 within 9 s")
+    cluster.trainer_error = None
+    take(cluster)
     sync.push(1)
-    second = TransferGroup("10.0.0.1", 7005, "weights", 3, 9.0)
-    assert trainer.calls == ["prepare setup", first, "push", "push", "prepare setup", second, "push"]
-    receive, begin = ("receive_weights",), ("begin_weights",)
-    assert engines.calls == [
-        *(HANDOVER, ("join_trainer", first)),
-        *(begin, receive, ("end_weights", 0)),
-        *(begin, receive),
-        *(begin, HANDOVER, ("join_trainer", second), receive, ("end_weights", 1)),
-    ]
+    calls = take(cluster)
+    assert calls[:3] == CONNECT[:3]
+    again = calls[3][2]
+    assert again.port != group.port
+    assert replace(again, port=group.port) == group
+    assert calls[5:] == [*UPDATES, "push", ("serves", 0, 1), ("serves", 1, 1)]
 
 
-def test_resync_is_retried_if_another_engine_was_lost(monkeypatch):
-    monkeypatch.setattr(weight_sync, "make_sync_setup", lambda *_: "setup")
-    trainer, engines = FakeTrainer(), FakeEngines()
-    trainer.offload_config = SimpleNamespace(is_enabled=False)
-    sync = weight_sync.WeightSync(CONFIG, trainer, engines, SimpleNamespace(device="cpu"))
+def test_bytes_that_do_not_add_up_are_not_served(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, sync = make(disaggregated=True)
+    monkeypatch.setattr(TransferredBytes, "__init__", lambda self, *_: None)
+    for name in ("bytes_sent", "bytes_received"):
+        monkeypatch.setattr(TransferredBytes, name, 0)
+    with pytest.raises(WeightSyncError, match="the ranks sent 6 bytes and received 0"):
+        sync.push(0)
+    assert not [call for call in take(cluster) if call[0] == "serves"]
+
+
+def test_ranks_that_connect_do_not_wait_for_a_side_that_failed(make: Any) -> None:
+    cluster, sync = make(disaggregated=True)
+    cluster.restart(0)
+    cluster.trainer_error = ActorDiedError()
+    take(cluster)
+    with pytest.raises(LostWorkerError):
+        sync.push(0)
+    (group,) = {call[2] for call in take(cluster) if call[0] == "join_trainer"}
+    with pytest.raises(WeightSyncError, match=r"the connecting was aborted: .* rank 0 died"):
+        connect_group(group, 0, "plan")
+
+
+def test_resync_is_retried_if_another_engine_was_lost(make: Any) -> None:
+    cluster, sync = make()
     sync.push(4)
-    engines.calls.clear()
-    engines.supervisor.ready = [0, 1]
+    take(cluster)
+    cluster.restart(0)
+    cluster.supervisor.ready = [0, 1]
+    cluster.trainer_error = failed("rank 1: lost")
 
-    def attribute_failure(error):
-        engines.supervisor.ready, trainer.fails = [0], False
+    def attribute_failure(_: Exception) -> bool:
+        cluster.supervisor.ready, cluster.trainer_error = [0], None
         return True
 
-    trainer.fails, engines.supervisor.attribute_failure = True, attribute_failure
+    cluster.supervisor.attribute_failure = attribute_failure
     sync.resync(0)
-    assert engines.calls == [("begin_weights",), ("begin_weights",), ("end_weights", 4)]
+    assert [call for call in take(cluster) if call[0] in ("serves", "update_weights")] == [
+        *[("update_weights", 0)] * 2,
+        ("serves", 0, 4),
+    ]
     sync.resync(1)  # the engine that was lost
-    assert len(engines.calls) == 3
+    assert take(cluster) == []
+
+
+def last_delta(cluster: Cluster, replicas: Sequence[int] = (0, 1)) -> tuple[int, int | None]:
+    """Return number and base of the last push, which trainer ranks and engines have to agree about."""
+    delta = cluster.deltas[-1]
+    assert delta is not None
+    assert {cluster.engine_deltas[replica] for replica in replicas} == {delta}
+    return delta.number, delta.base
+
+
+def test_weights_are_not_compared_without_delta(make: Any) -> None:
+    cluster, sync = make()
+    assert sync.push(0).delta_metrics() == sync.push(1).delta_metrics() == {}
+    assert cluster.deltas == [None, None]
+
+
+@pytest.mark.parametrize("disaggregated", [False, True])
+def test_a_delta_builds_on_the_last_push_unless_that_failed(make: Any, disaggregated: bool) -> None:
+    cluster, sync = make(disaggregated=disaggregated, delta=True)
+    first = sync.push(0)
+    assert last_delta(cluster) == (1, None)
+    assert first.delta_metrics()["weight_sync/is_whole"] == 1.0
+    assert sync.push(1).delta_metrics()["weight_sync/is_whole"] == 0.0
+    assert last_delta(cluster) == (2, 1)
+    cluster.trainer_error = failed("rank 0: round 3 of the weights: nothing from rank 1 within 5 s")
+    with pytest.raises(WeightSyncError, match="nothing from rank 1"):
+        sync.push(2)
+    cluster.trainer_error = None
+    sync.push(2)
+    assert last_delta(cluster) == (4, None)
+    sync.push(3)
+    assert last_delta(cluster) == (5, 4)
+    cluster.undelivered = ("engine 1 rank 0 did not copy its weights within 4 s",)
+    with pytest.raises(WeightSyncError, match="did not copy"):  # the trainer ranks stay connected
+        sync.push(4)
+    cluster.undelivered = ()
+    sync.push(4)
+    assert last_delta(cluster) == (7, None)
+
+
+def test_a_restarted_engine_receives_all_weights_and_then_all_engines_do(make: Any) -> None:
+    """The trainer ranks keep digests of the latest push only, in which the other engine has taken no part."""
+    cluster, sync = make(delta=True)
+    sync.push(0)
+    sync.push(1)
+    cluster.restart(1)
+    cluster.supervisor.ready = [0, 1]
+    sync.resync(1)
+    assert last_delta(cluster, [1]) == (3, None)
+    sync.push(2)
+    assert last_delta(cluster) == (4, None)
+    cluster.ready = [0]
+    sync.push(3)
+    assert last_delta(cluster, [0]) == (5, 4)  # a part of the engines of the base
+    cluster.ready = [0, 1]
+    sync.push(4)
+    assert last_delta(cluster) == (6, None)
+
+
+def test_new_connections_of_disaggregated_engines_have_no_base(make: Any) -> None:
+    """All ranks connect again if the engines are others, and the trainer ranks make new plans."""
+    cluster, sync = make(disaggregated=True, delta=True)
+    sync.push(0)
+    cluster.ready = [0]
+    sync.push(1)
+    assert last_delta(cluster, [0]) == (2, None)
+    sync.push(2)
+    assert last_delta(cluster, [0]) == (3, 2)
+
+
+def test_a_restarted_engine_waits_for_weights_that_the_trainer_has_updated(make: Any) -> None:
+    """The trainer has overwritten the version that the others serve."""
+    cluster, sync = make()
+    sync.push(0)
+    sync.is_outdated = True
+    take(cluster)
+    with pytest.raises(OutdatedEngineError, match="was restarted and needs the next weights"):
+        sync.resync(1)
+    assert take(cluster) == []
+    sync.push(1)
+    cluster.supervisor.ready = [1]
+    take(cluster)
+    sync.resync(1)
+    assert ("serves", 1, 1) in cluster.calls

@@ -403,6 +403,12 @@ def test_agents(tree: dict[str, Any], path: str, kwargs: dict[str, Any], message
     assert problem.startswith(message)
 
 
+def test_ranks_that_are_traced_exist(tree: dict[str, Any]) -> None:
+    profile = {"steps": [1], "ranks": [0, 2]}
+    (problem,) = run_problems(tree, placement={"slots_per_node": 2}, trainer={"profile": profile})
+    assert problem == "trainer.profile.ranks: the trainer has ranks 0 to 1, got 2"
+
+
 def test_port_in_use(tree: dict[str, Any]) -> None:
     with socket.socket() as server:
         server.bind(("", 0))

@@ -1,17 +1,34 @@
 """Hosts one SglangEngine for the tests and calls its methods on request over a socket.
 
-Run as `python engine_process.py <socket>`; the first message is the EngineSpec, the last one is None.
+Run as `python engine_process.py <socket>`; the first message is the EngineSpec, the last one is None. If the engine has
+several nodes, the process of its first node starts a process for each of the others, which hosts the part of that node.
 """
 
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Client
 
+from megarl.errors import LostEngineError
+from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.sglang_engine import SglangEngine
+from tests.rollout.remote import RemoteEngine
 
 
 class TestableEngine(SglangEngine):
+    async def receive_weights(self, delta=None):
+        """Receive the boxes of all TP ranks: one step of `update_weights`."""
+        return await self._weights.receive(delta)
+
+    async def end_weights(self, policy_version):
+        """Set the policy version and resume decoding: the last step of `update_weights`."""
+        await self._weights.end(policy_version)
+
+    async def set_holds_requests(self, holds_requests):
+        """Choose whether requests wait while memory is released."""
+        self._spec = replace(self._spec, holds_requests=holds_requests)
+
     async def randomize_weights(self):
         """Overwrite every parameter and buffer with noise, to show that a weight update replaces all of it."""
         await self._host.call(self._randomize())
@@ -24,6 +41,41 @@ class TestableEngine(SglangEngine):
         assert ok, message
 
 
+class ProcessNode:
+    """Another node of the engine, faked by a process on this machine."""
+
+    def __init__(self, spec):
+        self.spec, self.name, self.process = spec, spec.node_name, None
+
+    async def start(self, dist_init_addr):
+        self.process = await asyncio.to_thread(RemoteEngine, replace(self.spec, dist_init_addr=dist_init_addr))
+        await self._call("start")
+
+    async def ask(self, method, *args):
+        return await self._call(method.__name__, *args)
+
+    async def shutdown(self):
+        if self.process is not None:
+            await self._call("shutdown")
+            await asyncio.to_thread(self.process.close)
+
+    async def _call(self, method, *args):
+        try:
+            return await asyncio.wrap_future(self.process.submit(method, *args))
+        except (EOFError, OSError) as e:
+            raise LostEngineError(f"the engine's host on {self.name} died") from e
+
+
+def make_engine(spec):
+    if spec.node_rank > 0:
+        return EngineHost(spec)
+    return TestableEngine(spec, [ProcessNode(node_spec(spec, rank)) for rank in range(1, spec.nnodes)])
+
+
+def node_spec(spec, rank):
+    return replace(spec, node_rank=rank, node_name=f"node{rank}")
+
+
 async def answer(engine, connection, number, method, args):
     try:
         reply = (number, True, await getattr(engine, method)(*args))
@@ -34,7 +86,7 @@ async def answer(engine, connection, number, method, args):
 
 async def main(address):
     connection = Client(address, authkey=b"tests")
-    engine = TestableEngine(connection.recv())
+    engine = make_engine(connection.recv())
     calls = set()
     while (message := await asyncio.to_thread(receive, connection)) is not None:
         calls.add(asyncio.create_task(answer(engine, connection, *message)))

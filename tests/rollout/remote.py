@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 
 from megarl.reshard.layout.layout import slices
+from megarl.reshard.transfer.box_channel import BoxSender
 from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dtype_name, lay_out
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
-
-CALL_SECONDS = 120
+from tests.time_limits import HANG_SECONDS
 
 
 class RemoteEngine:
@@ -28,6 +28,7 @@ class RemoteEngine:
         listener = Listener(address, authkey=b"tests")
         environment = os.environ | make_engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
         script = Path(__file__).with_name("engine_process.py")
+        environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(script.parents[2])])
         self.process = subprocess.Popen([sys.executable, "-P", str(script), address], env=environment)
         self.connection = listener.accept()
         self.connection.send(spec)
@@ -37,12 +38,13 @@ class RemoteEngine:
 
     def submit(self, method, *args) -> Future:
         number, future = next(self.numbers), Future()
+        future.set_running_or_notify_cancel()  # a caller that gives up must not cancel it
         self.futures[number] = future
         self.connection.send((number, method, args))
         return future
 
     def call(self, method, *args):
-        return self.submit(method, *args).result(CALL_SECONDS)
+        return self.submit(method, *args).result(HANG_SECONDS)
 
     def generate(self, prompts, **sampling):
         return self.call("generate_many", requests(prompts, **sampling))
@@ -54,7 +56,7 @@ class RemoteEngine:
         if self.process.poll() is None:
             self.connection.send(None)
         try:
-            self.process.wait(30)
+            self.process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
@@ -100,11 +102,16 @@ def send_bucket(engine, tensors):
 
 def sync(engine, weights, policy_version, num_buckets=3):
     """Run a complete weight update with full tensors."""
+    begin_and_load(engine, weights, num_buckets)
+    engine.call("end_weights", policy_version)
+
+
+def begin_and_load(engine, weights, num_buckets=3):
+    """Begin a weight update and send it full tensors."""
     engine.call("begin_weights")
     names = list(weights)
     for i in range(num_buckets):
         send_bucket(engine, {name: weights[name] for name in names[i::num_buckets]})
-    engine.call("end_weights", policy_version)
 
 
 def box_bucket(boxes):
@@ -124,31 +131,74 @@ def boxes_of(layout, weights):
     return [(p.local, p.local_box, weights[p.tensor][slices(p.box)]) for p in layout.pieces]
 
 
-def send_round(engine, index, per_rank):
-    """Send one round, each rank's boxes in a separate call; None for a rank without boxes."""
-    buffers, calls = [], []
-    try:
-        for rank, boxes in enumerate(per_rank):
-            bucket = None
-            if boxes is not None:
-                buffer, bucket = box_bucket(boxes)
-                buffers.append(buffer)
-            calls.append(engine.submit("load_boxes", rank, index, bucket))
-        errors = [call.exception(CALL_SECONDS) for call in calls]
-        for buffer in buffers:
+class Senders:
+    """The trainer ranks on an engine's slots, which offer boxes in rounds: [round][TP rank], None for no boxes."""
+
+    def __init__(self, engine, rounds, stall_seconds=30.0):
+        self.buffers, self.buckets = [], []
+        for per_rank in rounds:
+            self.buckets.append([])
+            for boxes in per_rank:
+                bucket = None
+                if boxes is not None:
+                    buffer, bucket = box_bucket(boxes)
+                    self.buffers.append(buffer)
+                self.buckets[-1].append(bucket)
+        self.ranks = [
+            BoxSender(
+                f"trainer rank {rank}",
+                f"engine 0 rank {rank}",
+                [() if bucket is None else bucket.slots for bucket in of_rank],
+                stall_seconds,
+            )
+            for rank, of_rank in enumerate(zip(*self.buckets, strict=True))
+        ]
+        self.offers = [rank.offer for rank in self.ranks]
+        self.engine = engine
+
+    def prepare(self):
+        self.engine.call("prepare_boxes", self.offers)
+
+    def begin(self):
+        for rank in self.ranks:
+            rank.begin()
+
+    def send(self, index):
+        """Signal one round to all ranks; return functions that wait until it has been copied."""
+        return [rank.load_boxes(index, bucket) for rank, bucket in zip(self.ranks, self.buckets[index], strict=True)]
+
+    def send_all(self):
+        for wait in [wait for index in range(len(self.buckets)) for wait in self.send(index)]:
+            wait()
+        for buffer in self.buffers:
             buffer.bytes.fill_(0xA5)  # whoever still reads it reads rubbish
-    finally:
-        for buffer in buffers:
-            buffer.close()
-    for error in errors:
-        if error is not None:
-            raise error
+
+    @property
+    def failures(self):
+        return [rank.failure for rank in self.ranks]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for closing in (*self.ranks, *self.buffers):
+            closing.close()
+
+
+def send_rounds(engine, rounds):
+    """Send boxes in an open update: [round][TP rank], None for a rank without boxes in a round."""
+    with Senders(engine, rounds) as senders:
+        senders.prepare()
+        receiving = engine.submit("receive_weights")
+        senders.begin()
+        senders.send_all()
+        receiving.result(HANG_SECONDS)
+        assert senders.failures == [""] * len(senders.ranks)
 
 
 def sync_boxes(engine, layouts, weights, policy_version, num_rounds=3):
     """Run a complete weight update with boxes."""
     engine.call("begin_weights")
     ranks = [boxes_of(layout, weights) for layout in layouts]
-    for i in range(num_rounds):
-        send_round(engine, i, [boxes[i::num_rounds] or None for boxes in ranks])
+    send_rounds(engine, [[boxes[i::num_rounds] or None for boxes in ranks] for i in range(num_rounds)])
     engine.call("end_weights", policy_version)

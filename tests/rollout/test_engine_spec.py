@@ -1,7 +1,6 @@
 import json
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -72,39 +71,52 @@ def test_defaults_depend_on_the_device(tmp_path):
 def test_configured_values_override_defaults(tmp_path):
     config = run_config(
         folder(tmp_path, config={"eos_token_id": 1}),
-        engine={"base_port": 20_000, "max_total_tokens": 100, "max_running_requests": 3, "extra_args": {"x": 1}},
+        engine={
+            "base_port": 20_000,
+            "max_total_tokens": 100,
+            "max_running_requests": 3,
+            "extra_args": {"page_size": 1},
+        },
     )
     spec = make_engine_spec(config, 2, "cpu")
     assert (spec.port, spec.max_total_tokens, spec.max_running_requests) == (20_200, 100, 3)
-    assert spec.extra_args == {"x": 1}
+    assert spec.extra_args == {"page_size": 1}
 
 
-@pytest.fixture
-def sglang_arguments(monkeypatch):
-    """Replace SGLang's server arguments: SGLang cannot be imported in this process, which has no stubs."""
-    fake = SimpleNamespace(ServerArgs=SimpleNamespace(__struct_fields__=("model_path", "chunked_prefill_size")))
-    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", fake)
+def test_engines_compute_logits_in_float32_if_the_trainer_does(tmp_path):
+    config = run_config(folder(tmp_path, config={"eos_token_id": 1}))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"fp32_lm_head": True})})
+    assert make_engine_spec(config, 0, "cpu").fp32_lm_head
+    assert make_engine_arguments(EngineSpec(model_path="m", fp32_lm_head=True))["enable_fp32_lm_head"] is True
 
 
-@pytest.mark.usefixtures("sglang_arguments")
 def test_extra_arguments_reach_the_engine():
     arguments = make_engine_arguments(EngineSpec(model_path="m", extra_args={"chunked_prefill_size": 64}))
     assert arguments["chunked_prefill_size"] == 64
     assert arguments["attention_backend"] == "torch_native"
+    assert arguments["enable_fp32_lm_head"] is False
     assert "nccl_port" not in arguments
 
 
-@pytest.mark.usefixtures("sglang_arguments")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model_path", "extra_args.model_path: megarl sets this argument itself"),
+        ("model_path", "rollout.engine.extra_args: model_path: megarl sets this argument itself, from model.path"),
         ("chunked_prefil_size", "no such argument; did you mean chunked_prefill_size"),
+        ("pp_size", "pp_size: a weight sync reaches the tensor-parallel ranks of one pipeline stage only"),
     ],
 )
 def test_invalid_extra_argument_is_rejected(name, message):
     with pytest.raises(ConfigError, match=message):
         make_engine_arguments(EngineSpec(model_path="m", extra_args={name: 1}))
+
+
+def test_environment_that_reorders_weights_is_rejected(monkeypatch):
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "false")
+    make_engine_arguments(EngineSpec(model_path="m"))
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
+    with pytest.raises(ConfigError, match="SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED must not be set for engines"):
+        make_engine_arguments(EngineSpec(model_path="m"))
 
 
 def test_stub_folder_comes_first_and_once(monkeypatch):

@@ -10,12 +10,13 @@ from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.rollout_worker import GroupJob, RetryCounts, RolloutWorker, RolloutWorkerSpec
+from tests.rollout.whole_batches import WholeBatches
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=8)
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(WholeBatches):
     """Generates the prompt's last token, sample index + 1 times, after `seconds`."""
 
     seconds: float = 0.0

@@ -9,6 +9,7 @@ from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import make_engine_spec
 from megarl.rollout.unsupported_options import find_build_problems, find_engine_problems
 from tests.megatron.fidelity.models import CONFIGS
+from tests.model_files.quantized import QUANTIZATION
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -121,10 +122,32 @@ def test_supported_models_have_no_problems(name):
             "cuda",
             "model.path: f: SGLang needs rope type default or yarn, it runs any other as yarn, got linear",
         ),
+        (
+            "qwen2",
+            {"quantization_config": QUANTIZATION},
+            "cpu",
+            "placement.device: f: weights in FP8 need engines on cuda, SGLang packs them on the CPU, got cpu",
+        ),
+        (
+            "qwen2",
+            {"quantization_config": QUANTIZATION | {"scale_fmt": "ue8m0"}},
+            "cuda",
+            "model.path: f: a weight sync needs quantization_config.scale_fmt None or float, got ue8m0",
+        ),
+        (
+            "qwen2",
+            {"quantization_config": QUANTIZATION | {"activation_scheme": "static"}},
+            "cuda",
+            "model.path: f: a weight sync needs quantization_config.activation_scheme dynamic, got static",
+        ),
     ],
 )
 def test_each_unsupported_option_is_reported(name, changes, device, problem):
     assert find_engine_problems(hf_config(name, **changes), device, origin="f") == [problem]
+
+
+def test_weights_in_fp8_run_on_cuda():
+    assert find_engine_problems(hf_config("qwen2", quantization_config=QUANTIZATION), "cuda", origin="f") == []
 
 
 def test_gemma2_without_softcapping_runs_on_cpu():

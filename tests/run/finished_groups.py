@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.groups.rollout_group import FinishedGroup
+from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.rollout_worker import GroupSummary, summarize
 from megarl.workers.payload import LocalPayload
 

@@ -21,6 +21,8 @@ from megarl.megatron.requests import SavedFile, SavedShard, SaveRequest, SaveSta
 from megarl.rollout.journal.journal_folder import journal_folder, list_steps, step_folder
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.run_state import RunState
+from megarl.run.schedule_log import log_folder
+from megarl.schedule.events import OpenGroup, ScheduleState
 from tests.checkpoint.run_folder import take_over
 from tests.run.finished_groups import run_config
 
@@ -31,8 +33,10 @@ class FakeTrainer:
 
     content: str = "weights"
     written: bool = True
-    polls_until_written: int = 0
-    """Number of polls before its save is written."""
+    is_late: bool = False
+    """Whether a save is written only once it is waited for."""
+    calls: list[str] = field(default_factory=list)
+    """Calls after `begin_save`."""
     fails_at: str = ""
     """Fail at `begin` or `finish`; empty: never."""
     orders: list[SaveRequest] = field(default_factory=list)
@@ -47,11 +51,16 @@ class FakeTrainer:
         return SaveStats(staging_bytes=len(self.content), bytes=len(self.content), seconds=0.0)
 
     def is_save_written(self) -> bool:
-        self.polls_until_written -= 1
-        return self.written and self.polls_until_written < 0
+        self.calls.append("is_save_written")
+        return self.written and not self.is_late
+
+    def wait_save_written(self) -> None:
+        self.calls.append("wait_save_written")
+        self.is_late = False
 
     def finish_save(self) -> SavedShard:
-        assert self.polls_until_written < 0, "ranks that are done would wait in a collective"
+        assert not self.is_late, "ranks that are done would wait in a collective"
+        self.calls.append("finish_save")
         if self.fails_at == "finish":
             raise DataError("rank 1 could not write: no space left on device")
         content = self.content.encode()
@@ -70,6 +79,8 @@ class CheckpointedRun:
     checkpoints: Checkpointer
     messages: list[str]
     saved: list[int]
+    schedules: dict[int, ScheduleState] = field(default_factory=dict)
+    """By step, what the run state has of a schedule."""
 
     @property
     def steps(self) -> list[int]:
@@ -80,7 +91,7 @@ class CheckpointedRun:
         self.checkpoints.poll()
         if self.checkpoints.is_due(number):
             self.checkpoints.begin(number)
-        self.checkpoints.add_state(lambda: RunState(step=number))
+        self.checkpoints.add_state(lambda: RunState(step=number, schedule=self.schedules.get(number)))
 
 
 def make_run(tmp_path: Path, **options: Any) -> CheckpointedRun:
@@ -123,11 +134,12 @@ def test_a_checkpoint_is_committed_once_all_ranks_have_written(tmp_path: Path) -
     assert [order.asynchronous for order in run.models["policy"].orders] == [True, True]
 
 
-def test_finish_polls_ranks_outside_their_collectives(tmp_path: Path) -> None:
+def test_finish_waits_for_ranks_outside_their_collectives_without_polling(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.models["critic"].polls_until_written = 3
+    run.models["critic"].is_late = True
     run.step(2)
     run.checkpoints.finish()
+    assert [model.calls for model in run.models.values()] == [["wait_save_written", "finish_save"]] * 2
     assert run.steps == [2]
 
 
@@ -146,6 +158,35 @@ def test_old_checkpoints_and_their_journal_are_removed(tmp_path: Path) -> None:
     run.checkpoints.finish()
     assert run.steps == [6, 8, 10]
     assert list_steps(run.config.run_dir) == [9, 10]
+
+
+def test_the_whole_journal_is_kept_if_configured(tmp_path: Path) -> None:
+    run = make_run(tmp_path, keep_last=1, keep_journal="all")
+    for number in range(1, 7):
+        step_folder(journal_folder(run.config.run_dir), number).mkdir(parents=True)
+        run.step(number)
+    run.checkpoints.finish()
+    assert run.steps == [6]
+    assert list_steps(run.config.run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_journal_and_log_of_open_groups_are_kept(tmp_path: Path) -> None:
+    """Checkpoints have an open group of step 3, of 32 a step; the log of step N has the events from 10 N on."""
+    run = make_run(tmp_path, keep_last=1)
+    log = log_folder(journal_folder(run.config.run_dir))
+    log.mkdir(parents=True)
+    group = OpenGroup(ordinal=2 * 32 + 5, version=1)
+    for number in range(1, 7):
+        step_folder(journal_folder(run.config.run_dir), number).mkdir(parents=True)
+        (log / f"{10 * number:012d}.jsonl").touch()
+        run.schedules[number] = ScheduleState(
+            version=number, next_ordinal=32 * (number + 1), num_events=10 * number + 9, groups=(group,)
+        )
+        run.step(number)
+    run.checkpoints.finish()
+    assert run.steps == [6]
+    assert list_steps(run.config.run_dir) == [3, 4, 5, 6]
+    assert [path.name for path in log.iterdir()] == ["000000000060.jsonl"]  # its events may be needed: it is the last
 
 
 @pytest.mark.parametrize("at", ["begin", "finish"])

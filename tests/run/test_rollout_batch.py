@@ -11,7 +11,8 @@ import pytest
 
 from megarl.functional import Denominators
 from megarl.megatron.losses.supervised import SftLoss, ValueLoss
-from megarl.megatron.requests import TrainRequest, split_by_dp
+from megarl.megatron.request_split import split_by_dp
+from megarl.megatron.requests import TrainRequest
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.rollout_batch import RolloutBatch, batch_metrics
 from megarl.workers.payload import LocalPayload
@@ -142,11 +143,12 @@ def test_samples_of_a_unit_are_adjacent_in_one_micro_batch(grid: RankGrid) -> No
     seen = []
     for dp in range(grid.dp):
         (mine,) = requests[grid.output_rank(dp)].mini_batches
-        for indices in mine.micro_batches:
-            assert len(indices) % 2 == 0
-            assert all(b == a + 1 and a % 2 == 0 for a, b in zip(indices[::2], indices[1::2], strict=True))
-            seen += indices
-    assert sorted(seen) == list(range(58))
+        for micro_batch in mine.micro_batches:
+            keys = [mine.samples[i].key for i in micro_batch]
+            assert len(keys) % 2 == 0
+            assert all(a == (b[0], 0) and b[1] == 1 for a, b in zip(keys[::2], keys[1::2], strict=True))
+            seen += keys
+    assert sorted(seen) == [(p, i) for p in range(29) for i in range(2)]
 
 
 def test_add_rewards_recomputes_the_weighted_sum() -> None:
@@ -230,11 +232,11 @@ def test_fewer_completions_than_ranks_give_every_rank_as_many_micro_batches(grid
     request = make_failing_batch().train_request(make_config(2), SftLoss())
     batches = [split.mini_batches for split in split_by_dp(request, grid)]
     assert {tuple(len(batch.micro_batches) for batch in each) for each in batches} == {(1, 1)}
-    seen = [
-        [index for dp in range(grid.dp) for index in batches[grid.output_rank(dp)][m].micro_batches[0]]
-        for m in range(2)
-    ]
-    assert [sorted(indices) for indices in seen] == [[0, 1], [0]]
+    replicas = [batches[grid.output_rank(dp)] for dp in range(grid.dp)]
+    seen = [[replica[m].samples[i].key for replica in replicas for i in replica[m].micro_batches[0]] for m in range(2)]
+    expected = [[sample.key for sample in batch.samples] for batch in request.mini_batches]
+    assert [sorted(keys) for keys in seen] == expected
+    assert list(map(len, expected)) == [2, 1]
 
 
 def test_sub_metrics_are_means_over_the_completions_that_have_them() -> None:

@@ -11,13 +11,15 @@ import pytest
 
 from megarl.data.sampler import SamplerState
 from megarl.errors import DataError
+from megarl.megatron.requests import TrainRequest
 from megarl.run.events import EventLog
+from megarl.run.mismatch_limits import MismatchHistory
 from megarl.run.run_state import RunState
 from megarl.run.run_totals import RunTotals
 from tests.algorithms.scripted_run import FinishedRun, run_script
 from tests.algorithms.test_training_loops import SAFE_TERMS
 
-STEPS, SAVED = 5, 2
+STEPS, SAVED = 10, 8
 
 CRITIC = {"pretraining": {"max_steps": 3, "settled": 0.01, "window": 1, "min_explained_variance": 0.9}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -39,6 +41,11 @@ def reward(label: str, prompt: int, sample: int) -> float:
     return math.sin(len(label) * 7 + sum(map(ord, label)) + prompt * 3 + sample)
 
 
+def step_of(request: TrainRequest) -> int:
+    """Return the number of the step, which is part of the folder for dumps."""
+    return int(Path(request.guard.dump_folder or "").name.removeprefix("step-"))
+
+
 def train(folder: Path, name: str, *, stops_after: int | None = None, resumed: RunState | None = None) -> FinishedRun:
     events = EventLog()
 
@@ -47,8 +54,13 @@ def train(folder: Path, name: str, *, stops_after: int | None = None, resumed: R
             events.request_stop()
         return reward(label, prompt, sample)
 
+    def mismatch(request: TrainRequest) -> dict[str, float]:
+        return {"train_infer_mismatch/kl": 2e-9 * step_of(request) ** 3}
+
     sections: dict[str, Any] = SAFE_TERMS if name == "safe_rlhf" else {}
-    models = {"reward cost": {"score": lambda key: 1.0 + key[1]}} if name == "safe_rlhf" else {}
+    models: dict[str, dict[str, Any]] = {"policy": {"metrics": mismatch}}
+    if name == "safe_rlhf":
+        models["reward cost"] = {"score": lambda key: 1.0 + key[1]}
     algorithm = {"type": name, **ALGORITHMS[name]}
     return run_script(folder, algorithm, script, steps=STEPS, events=events, resumed=resumed, models=models, **sections)
 
@@ -80,6 +92,10 @@ def test_a_resumed_run_makes_the_same_calls_and_metrics(name: str, tmp_path: Pat
     assert len(metrics_after(full, SAVED)) == STEPS - SAVED
     assert metrics_after(resumed_run, SAVED) == metrics_after(full, SAVED)
     assert calls_after(resumed_run, SAVED) == calls_after(full, SAVED)
+    if name != "prime":  # which trains in fewer steps
+        first = resumed_run.arguments("policy", "train")[0]
+        assert first.guard.mismatch["logprob_kl"].max == pytest.approx(4 * 2e-9 * SAVED**3)
+    assert resumed_run.run.state().mismatch == full.run.state().mismatch
     assert resumed_run.pushed_versions[0] == stopped.pushed_versions[-1] == SAVED
     assert resumed_run.run.state().totals.tokens == full.run.state().totals.tokens
     assert resumed_run.run.state().algorithm_state == full.run.state().algorithm_state
@@ -100,6 +116,7 @@ def test_state_round_trips_exactly(tmp_path: Path) -> None:
         policy_version=6,
         samplers={"prompts": SamplerState(epoch=1, position=3, seed=2**40)},
         algorithm_state={"kl": {"coefficient": 0.1 + 0.2}, "odd": {"value": math.inf}},
+        mismatch={"logprob_kl": MismatchHistory(dtype="bfloat16", passed=(1 / 3, 1e-300))},
         metrics_bytes=2**40,
         totals=RunTotals(evaluations={0: 1 / 3}, seconds_by_phase={"train": 1e-300}, logprob_abs_max=math.inf),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config.limits import LimitsConfig
-from megarl.run.step_limits import MAX_DUMPS, LimitDecision, StepLimits, StepStage, make_guard
+from megarl.run.step_limits import MAX_DUMPS, LimitDecision, StepLimits, StepStage
 
 
 def make_limits(**given: Any) -> StepLimits:
@@ -117,22 +117,32 @@ def test_the_first_skip_stops_a_run_that_allows_none() -> None:
     assert make_limits(max_skips_in_a_row=0).check("trained", trained_metrics(0, not_finite=1), step=1).action == "stop"
 
 
-def test_make_guard_sets_limits_and_dump_folder(tmp_path: Path) -> None:
+def test_guard_has_limits_and_dump_folder(tmp_path: Path) -> None:
     given = LimitsConfig.model_validate({"grad_norm": 5, "logprob_abs_max": 1e-3, "not_finite": "skip"})
-    guard = make_guard(given, str(tmp_path), 7)
-    assert (guard.not_finite, guard.grad_norm, guard.mismatch) == ("skip", given.grad_norm, given.logprob_abs_max)
+    guard = StepLimits(given, "bfloat16").guard(str(tmp_path), 7)
+    assert (guard.not_finite, guard.grad_norm) == ("skip", given.grad_norm)
+    assert {key: limit.max for key, limit in guard.mismatch.items()} == {
+        "logprob_kl": 0.01,
+        "logprob_abs_p99": 1.0,
+        "logprob_abs_max": 1e-3,
+    }
+    assert guard.mismatch_notes == {
+        "logprob_kl": " (6.3e-08 to 9.6e-06 in bfloat16 in the demo)",
+        "logprob_abs_p99": " (0.00028 to 0.03 in bfloat16 in the demo)",
+        "logprob_abs_max": "",
+    }
     assert guard.dump_folder == str(tmp_path / "dumps" / "step-000007")
-    critic = make_guard(given, str(tmp_path), 7, model="critic")
-    assert (critic.not_finite, critic.grad_norm, critic.mismatch) == ("skip", None, None)
+    critic = StepLimits(given).guard(str(tmp_path), 7, model="critic")
+    assert (critic.not_finite, critic.grad_norm, critic.mismatch) == ("skip", None, {})
     assert critic.dump_folder == str(tmp_path / "dumps" / "step-000007" / "critic")
 
 
 def test_the_number_of_dumped_steps_is_limited(tmp_path: Path) -> None:
     for step in range(1, MAX_DUMPS + 1):
-        folder = make_guard(LimitsConfig(), str(tmp_path), step).dump_folder
+        folder = StepLimits(LimitsConfig()).guard(str(tmp_path), step).dump_folder
         assert folder is not None
         Path(folder).mkdir(parents=True)
     assert (
-        make_guard(LimitsConfig(), str(tmp_path), MAX_DUMPS).dump_folder == folder
+        StepLimits(LimitsConfig()).guard(str(tmp_path), MAX_DUMPS).dump_folder == folder
     )  # the same step does not count again
-    assert make_guard(LimitsConfig(), str(tmp_path), MAX_DUMPS + 1).dump_folder is None
+    assert StepLimits(LimitsConfig()).guard(str(tmp_path), MAX_DUMPS + 1).dump_folder is None

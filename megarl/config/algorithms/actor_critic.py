@@ -28,6 +28,9 @@ class ActorCriticConfig(ClippedPolicyConfig):
     whiten: bool = True
     """Normalize a step's advantages to mean 0 and standard deviation 1."""
 
+    whiten_unbiased: bool = False
+    """Whitening divides by the standard deviation with n - 1 instead of n."""
+
     @override
     def models(self) -> tuple[ModelUse, ...]:
         return (*super().models(), ModelUse(name="critic", field="critic", section=self.critic, head="value"))

@@ -31,6 +31,16 @@ class PrimeConfig(ClippedPolicyConfig):
     outcome_coefficient: float = Field(default=5.0, ge=0)
     """Factor of the advantages from outcome rewards."""
 
+    scale_process: bool = False
+    """Multiply the deviation of a token's process reward from its completion's mean by n / (n - 1), n the group's
+    size."""
+
+    whiten: bool = False
+    """Normalize a step's advantages to mean 0 and standard deviation 1."""
+
+    whiten_unbiased: bool = False
+    """Whitening divides by the standard deviation with n - 1 instead of n."""
+
     min_accuracy: float = Field(default=0.2, ge=0, le=1)
     """Prompts whose fraction of correct completions is below this are dropped from the step."""
 

@@ -100,6 +100,8 @@ class PolicyConfig(Section):
 
     needs_group: ClassVar[bool] = False
     """Whether the algorithm compares the completions of one prompt, so that `group_size` needs to be at least 2."""
+    needs_greedy_baseline: ClassVar[bool] = False
+    """Whether the algorithm compares the completions of a prompt with the greedy one."""
     advantage_source: ClassVar[str] = "rewards"
     """Where advantages come from, as error messages name it. `kl_reward` needs "rewards"."""
 
@@ -136,6 +138,15 @@ class PolicyConfig(Section):
     kl_reward: KlRewardConfig | None = None
     """KL penalty against the reference model, subtracted from the reward of each token. null: none."""
 
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Factor of the entropy bonus: the entropy of the next-token distribution at each sampled token, in nats, times
+    this is subtracted from the token's loss. 0: none."""
+
+    mask_truncated_completions: bool = False
+    """Leave completions that were truncated at a token limit (`finish_reason: length`) out of the policy's loss and its
+    denominators (overlong filtering, arXiv 2503.14476, section 3.4). Their rewards still count in baselines and for
+    critics."""
+
     allow_double_kl: bool = False
     """Allow `kl_loss` and `kl_reward` at the same time. Default: that is an error."""
 
@@ -144,7 +155,8 @@ class PolicyConfig(Section):
     `model.path`."""
 
     rollout_is: RolloutIsConfig | None = None
-    """Rollout importance sampling, for the difference between engine and trainer log-probabilities. null: none."""
+    """Rollout importance sampling, for the difference between engine and trainer log-probabilities. null: none.
+    Default: none with `schedule.type: sync`; `token_tis` with the others, whose samples are of older weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -173,6 +185,7 @@ class PolicyConfig(Section):
                 else f"{kind} has no critic, {why}; remove the section, or choose ppo"
             ),
             "dual_clip": f"the loss of {kind} has no dual clip; remove it",
+            "decoupled": f"the loss of {kind} is not that of PPO; remove the section, or set rollout_is",
             "clip_ratio_low": f"the loss of {kind} has no lower bound of the importance ratio; remove it",
         }
 
@@ -261,8 +274,29 @@ class ClipRatioConfig(PolicyConfig):
         return self
 
 
+class DecoupledConfig(Section):
+    """Decoupled PPO (arXiv 2110.00641), for samples of older policies: the loss clips the ratio to pi_old, the policy
+    at the start of the step, and is multiplied by pi_old / pi_rollout; pi_rollout has sampled the token.
+    """
+
+    behave_cap: float | None = Field(default=None, gt=0)
+    """Upper bound of pi_old / pi_rollout. Default: no bound."""
+
+
 class ClippedPolicyConfig(ClipRatioConfig):
     """Fields of algorithms with the policy loss of PPO."""
 
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of tokens with a negative advantage A at -dual_clip * A (arXiv 1912.09729). Default: no bound."""
+
+    decoupled: DecoupledConfig | None = None
+    """The loss of decoupled PPO, instead of `rollout_is`. Default: off."""
+
+    @model_validator(mode="after")
+    def _check_decoupled(self) -> ClippedPolicyConfig:
+        if self.decoupled is not None and self.rollout_is is not None:
+            raise ValueError(
+                "decoupled and rollout_is are both set and would multiply the loss by the same ratio twice; set one to "
+                "null"
+            )
+        return self

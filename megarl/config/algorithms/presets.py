@@ -13,6 +13,9 @@ from megarl.config.section import merge
 
 Preset = Literal["default", "paper", "compat:verl", "compat:slime", "compat:nemo-rl"]
 
+# verl, utils/torch_functional.py: masked_whiten divides by n - 1; so does slime, utils/distributed_utils.py
+_UNBIASED: dict[str, object] = {"whiten_unbiased": True}
+
 # verl, trainer/config/actor/actor.yaml: clip_ratio_low/high 0.2, clip_ratio_c 3, loss_agg_mode token-mean
 _VERL: dict[str, object] = {
     "clip_ratio_low": 0.2,
@@ -135,11 +138,11 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
         "overlong": {"max_length": 14_336, "buffer": 2048, "factor": 1.0},
         "max_batches": 10,
     },
-    # trainer/config/ppo_trainer.yaml: gamma 1, use_kl_in_reward false
-    ("reinforce_pp", "compat:verl"): {**_VERL, "gamma": 1.0, "kl_loss": None, "kl_reward": None},
-    ("reinforce_pp", "compat:slime"): {**_SLIME, "gamma": 1.0},
-    ("reinforce_pp_baseline", "compat:verl"): {**_VERL, "kl_loss": None, "kl_reward": None},
-    ("reinforce_pp_baseline", "compat:slime"): _SLIME,
+    # trainer/config/ppo_trainer.yaml: gamma 1, use_kl_in_reward false; slime requires --normalize-advantages for both
+    ("reinforce_pp", "compat:verl"): {**_VERL, **_UNBIASED, "gamma": 1.0, "kl_loss": None, "kl_reward": None},
+    ("reinforce_pp", "compat:slime"): {**_SLIME, **_UNBIASED, "gamma": 1.0},
+    ("reinforce_pp_baseline", "compat:verl"): {**_VERL, **_UNBIASED, "kl_loss": None, "kl_reward": None},
+    ("reinforce_pp_baseline", "compat:slime"): {**_SLIME, **_UNBIASED},
     ("remax", "compat:verl"): {**_VERL, "kl_loss": None, "kl_reward": None},
     # trainer/config/ppo_trainer.yaml: lam 1, gamma 1, use_kl_in_reward false; GAE always whitens;
     # critic/critic.yaml: lr 1e-5, cliprange_value 0.5
@@ -148,6 +151,7 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
         "gamma": 1.0,
         "lam": 1.0,
         "whiten": True,
+        **_UNBIASED,
         "kl_loss": None,
         "kl_reward": None,
         "critic": {"clip": 0.5, "optimizer": {"lr": 1e-5}},
@@ -177,7 +181,8 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
         "critic": {"optimizer": {"lr": 2e-6}},
     },
     # arXiv 2502.01456; PRIME-RL/PRIME, training/examples/run_prime_main.sh: beta_train, rm_coef, reward_coef,
-    # accuracy bounds, optim.lr and grad_clip of the prime_model, kl_coef 0
+    # accuracy bounds, optim.lr and grad_clip of the prime_model, kl_coef 0; scale and whitening of its advantages are
+    # those of the authors' code in verl, recipe/prime/prime_core_algos.py, and not in the paper
     ("prime", "paper"): {
         "clip_ratio_low": 0.2,
         "clip_ratio_high": 0.2,
@@ -187,6 +192,9 @@ PRESETS: dict[tuple[str, str], dict[str, object]] = {
         "beta": 0.05,
         "process_coefficient": 5.0,
         "outcome_coefficient": 5.0,
+        "scale_process": True,
+        "whiten": True,
+        **_UNBIASED,
         "min_accuracy": 0.2,
         "max_accuracy": 0.8,
         "reward_model": {"optimizer": {"lr": 1e-6, "clip_grad": 10.0}},

@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -106,18 +107,27 @@ def versions() -> dict[str, str | None]:
     return {
         "Python": platform.python_version(),
         "megarl": megarl.__version__,
-        SOURCE: source_hash(Path(megarl.__file__).parent),
+        SOURCE: source_hash(*map(package_folder, ("megarl", "megarl_kernels"))),
         **{package: package_version(package) for package in PACKAGES},
         "NCCL": next(filter(None, map(package_version, NCCL_PACKAGES)), None),
     }
 
 
-def source_hash(package: Path) -> str:
-    """Return 8 hexadecimal digits that hash the names and contents of all Python files below a folder."""
+def package_folder(name: str) -> Path:
+    """Return the folder of a package, without importing it."""
+    spec = find_spec(name)
+    assert spec is not None, name
+    assert spec.origin is not None, name
+    return Path(spec.origin).parent
+
+
+def source_hash(*packages: Path) -> str:
+    """Return 8 hexadecimal digits that hash the names and contents of all Python files below some folders."""
     digest = hashlib.blake2b(digest_size=4)
-    for path in sorted(package.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package)}\0{len(content)}\0".encode() + content)
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(package)}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 

@@ -31,7 +31,7 @@ from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_STEPS = 2
-"""Number of steps whose index a worker keeps: the current step, and the step of a late reply."""
+"""Number of steps whose index a worker keeps by default: the current step, and the step of a late reply."""
 
 _REQUEST = re.compile(r"(?:step|evaluate)-(\d+)-(?:.+-)?\d+")
 
@@ -68,12 +68,14 @@ class _StepIndex:
 class Journal:
     """Reads and appends journal entries of a run for one worker process; not thread-safe."""
 
-    def __init__(self, run_dir: str | Path, fingerprint: str) -> None:
+    def __init__(self, run_dir: str | Path, fingerprint: str, *, max_open_steps: int = MAX_OPEN_STEPS) -> None:
         """Open the journal of a run.
 
         Args:
             fingerprint: identifies the settings that determine the samples; see `journal_fingerprint`.
+            max_open_steps: number of steps whose index and file are kept open.
         """
+        self._max_open_steps = max_open_steps
         self._run_dir, self._folder = run_dir, journal_folder(run_dir)
         self._fingerprint = fingerprint
         self._steps: dict[int, _StepIndex] = {}
@@ -118,6 +120,7 @@ class Journal:
             "job": job_digest(job),
             "generation_seconds": summary.generation_seconds,
             "scoring_seconds": summary.scoring_seconds,
+            **({"has_baseline": True} if summary.has_baseline else {}),
         }
         self._write(step, index, encode_record(meta, encode_group(trajectories)), job.request_id)
         return JournalEntry(
@@ -131,7 +134,7 @@ class Journal:
         """Return the step's index, updated with the records that were appended since the last call."""
         index = self._steps.pop(step, None) or _StepIndex()
         self._steps[step] = index
-        while len(self._steps) > MAX_OPEN_STEPS:
+        while len(self._steps) > self._max_open_steps:
             oldest = self._steps.pop(next(iter(self._steps)))
             if oldest.writer:
                 oldest.writer.close()
@@ -157,6 +160,15 @@ class Journal:
             raise WorkerError(f"{request_id} is done but cannot be written to the rollout journal {path}: {e}") from e
 
 
+def open_journal(config: RunConfig) -> Journal:
+    """Return the journal of a run, which keeps as many steps open as its schedule samples at the same time."""
+    schedule = config.schedule.resolved()
+    assert schedule.lookahead is not None
+    assert schedule.max_staleness is not None
+    num_steps = MAX_OPEN_STEPS + schedule.lookahead + schedule.max_staleness
+    return Journal(config.run_dir, journal_fingerprint(config), max_open_steps=num_steps)
+
+
 def journal_fingerprint(config: RunConfig) -> str:
     """Return a hash of the settings that determine the samples; runs with equal hashes may share a journal.
 
@@ -176,6 +188,8 @@ def journal_fingerprint(config: RunConfig) -> str:
         "max_new_tokens": config.rollout.max_new_tokens,
         "agent": config.rollout.agent.model_dump(mode="json"),
         "optimizer": optimizer,
+        # the policy versions that sample a group are those of the schedule's log, if there is one
+        **({} if config.schedule.type == "sync" else {"schedule": config.schedule.type}),
     }
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -190,6 +204,7 @@ def job_digest(job: GroupJob) -> str:
         job.num_samples,
         job.sampling,
         job.seed,
+        *(["has_baseline"] if job.has_baseline else []),
     )
     return hashlib.sha256(repr(request_fields).encode()).hexdigest()[:16]
 
@@ -296,6 +311,7 @@ def _read_entry(location: _EntryLocation) -> JournalEntry | None:
             trajectories=tuple(summarize(trajectory) for trajectory in trajectories),
             generation_seconds=meta["generation_seconds"],
             scoring_seconds=meta["scoring_seconds"],
+            has_baseline=meta.get("has_baseline", False),
         ),
         trajectories=trajectories,
     )

@@ -25,9 +25,11 @@ from megarl.preflight.cluster.findings import messages
 from megarl.preflight.cluster.node_report import ProbeRequest
 from tests.cli.tiny_run import write_config, write_tiny_run
 from tests.end_to_end.launched import wait_until
+from tests.time_limits import HANG_SECONDS
 
 NOTHING = ProbeRequest(readable={}, writable={}, token="token")
-SECONDS = 20.0
+SECONDS = 120.0
+PATIENT = PlacementConfig(node_check_timeout_seconds=HANG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +44,15 @@ def second_node(cluster: None) -> Iterator[psutil.Process]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert wait_until(lambda: len(cluster_nodes()) == 2, SECONDS)
+        assert wait_until(lambda: len(cluster_nodes()) == 2)
         yield psutil.Process(node.pid)
     finally:
         descendants = psutil.Process(node.pid).children(recursive=True)
         node.terminate()
-        node.wait(SECONDS)
+        node.wait(HANG_SECONDS)
         for process in psutil.wait_procs(descendants, 5)[1]:
             process.kill()
-        assert wait_until(lambda: len(cluster_nodes()) == 1, SECONDS)
+        assert wait_until(lambda: len(cluster_nodes()) == 1)
 
 
 def probe_actors(node: psutil.Process) -> list[psutil.Process]:
@@ -60,11 +62,15 @@ def probe_actors(node: psutil.Process) -> list[psutil.Process]:
 
 
 def test_doctor_reports_healthy_nodes_as_ready(second_node: psutil.Process, tmp_path: Path) -> None:
-    tree = write_tiny_run(tmp_path) | {"placement": {"nodes": 2}}
+    tree = write_tiny_run(tmp_path) | {"placement": {"nodes": 2, "node_check_timeout_seconds": HANG_SECONDS}}
     command = ["doctor", "--cluster", "--json", "--config", str(write_config(tmp_path / "run.yaml", tree))]
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(
-        [sys.executable, "-m", "megarl", *command], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "megarl", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     check = json.loads(done.stdout)
@@ -79,7 +85,7 @@ def test_doctor_reports_healthy_nodes_as_ready(second_node: psutil.Process, tmp_
         assert paths["data.path"]["num_bytes"] == (tmp_path / "train.jsonl").stat().st_size
         assert not any(path["trouble"] for path in paths.values())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heldout.jsonl", "model", "run.yaml", "train.jsonl"]
-    assert wait_until(lambda: not probe_actors(second_node), 5)
+    assert wait_until(lambda: not probe_actors(second_node))
 
 
 def test_problems_are_raised_and_printed(
@@ -87,7 +93,7 @@ def test_problems_are_raised_and_printed(
 ) -> None:
     places = RequiredPaths(readable={"data.path": str(tmp_path / "none")}, writable={"run_dir": str(tmp_path)})
     with pytest.raises(ConfigError) as raised:
-        check_nodes_or_raise(PlacementConfig(), places)
+        check_nodes_or_raise(PATIENT, places)
     assert str(raised.value) == f"all 2 nodes: cannot see data.path {tmp_path / 'none'}; is the file system shared?"
     assert "data.path" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -99,14 +105,14 @@ def test_a_hung_or_dead_probe_actor_is_reported(second_node: psutil.Process) -> 
         reports = probe.collect_reports(NOTHING)
         assert probe.all_reduce(reports, "gloo") == probe.all_reduce(reports, "nccl") == []
         (actor,) = probe_actors(second_node)
-        probe.timeout_seconds = 1.5
+        probe.timeout_seconds = 6.0
         actor.send_signal(signal.SIGSTOP)
         (problem,) = probe.all_reduce(reports, "gloo")
         gloo = reports[0].facts and reports[0].facts.gloo
         assert gloo
         assert messages([problem], 2) == [
             f"node {nodes[0].name}: all-reduce with the other nodes failed over gloo on {gloo.name}, by "
-            f"its host name ({gloo.address}): no answer within 1.5 s"
+            f"its host name ({gloo.address}): no answer within 6 s"
         ]
         actor.kill()
         probe.timeout_seconds = SECONDS
@@ -130,6 +136,8 @@ def test_checks_run_if_configured_or_on_several_nodes(
     assert check_nodes_or_raise(PlacementConfig(node_checks=False), RequiredPaths()) is None
     one, _ = cluster_nodes()
     monkeypatch.setattr(cluster_check, "cluster_nodes", lambda: [one])
-    assert check_nodes_or_raise(PlacementConfig(), RequiredPaths()) is None
-    line = check_nodes_or_raise(PlacementConfig(node_checks=True), RequiredPaths())
+    assert check_nodes_or_raise(PATIENT, RequiredPaths()) is None
+    line = check_nodes_or_raise(
+        PlacementConfig(node_checks=True, node_check_timeout_seconds=HANG_SECONDS), RequiredPaths()
+    )
     assert re.fullmatch(r"1 node checked in \d+\.\d s", str(line))

@@ -17,6 +17,7 @@ from megarl.data.tiny_checkpoint import EOS, train_tokenizer
 from megarl.errors import LostEngineError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from tests.rollout.whole_batches import WholeBatches
 
 PROMPT = (40, 41, 42)
 
@@ -27,7 +28,7 @@ def tokenizer() -> Any:
 
 
 @dataclass
-class CountingEngine:
+class CountingEngine(WholeBatches):
     """Samples the token ids 100, 101, ... with log-probabilities -1, -2, ...; `lengths`: of one completion each."""
 
     lengths: list[int]

@@ -1,0 +1,190 @@
+"""Groups of samples in flight on the rollout workers, and the finished ones."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megarl.batch.trajectory import Trajectory
+from megarl.errors import MegarlError, WorkerError
+from megarl.groups.rollout_workers import WORKER_DEATHS, RolloutWorkers
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary
+from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS
+from megarl.workers.completions import Completions
+from megarl.workers.failures import to_megarl_error
+from megarl.workers.payload import StoredPayload
+
+GROUPS_PER_CALL = 16
+"""Largest number of groups that return in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """The scored samples of one prompt."""
+
+    summary: GroupSummary
+    payload: StoredPayload[list[Trajectory]]
+
+
+@dataclass(frozen=True, slots=True)
+class _JobBatch:
+    """Jobs that were sent to a worker together."""
+
+    number: int
+    """Unique in this process."""
+    worker: int
+    actor: ray.actor.ActorHandle
+    """The worker's actor when the jobs were sent; it may have been restarted since."""
+    jobs: dict[int, GroupJob]
+    """Unfinished jobs by their index among those that were sent."""
+
+
+_batch_numbers = itertools.count()
+
+
+class GroupStream:
+    """Sends jobs to the rollout workers in turn and returns the groups as they finish.
+
+    The jobs of a worker that dies are submitted again under the same request ids; a worker that hangs is killed.
+    Engines are supervised while the stream waits.
+
+    Jobs that are submitted together reach a worker in one call, and groups that finish together return in one: a call
+    for each group would be most of the controller's work.
+    """
+
+    def __init__(self, workers: RolloutWorkers, timeout: float) -> None:
+        """`timeout`: longest time, in seconds, without a finished group while engines serve."""
+        self._workers, self._timeout = workers, timeout
+        self._calls: dict[ray.ObjectRef, tuple[_JobBatch, list[ray.ObjectRef]]] = {}
+        """The call in progress of each batch, by the reference to its summaries, with the references to its groups."""
+        self._completions = Completions()
+        self._ended: deque[tuple[ray.ObjectRef, Future[Any]]] = deque()
+        """Calls that have ended and were not looked at: groups are returned before the error of a later call."""
+        self._error: MegarlError | None = None
+        """Error of a group that ended in one call with groups that were returned before it."""
+        self._watched: set[ray.ObjectRef] = set()
+        """References of the engines' supervisor that wake up `wait`."""
+        self._num_submitted = 0
+        self._next_check = self._last_progress = time.monotonic()
+
+    def __len__(self) -> int:
+        """Number of groups in flight."""
+        return sum(len(batch.jobs) for batch, _ in self._calls.values())
+
+    def submit(self, *jobs: GroupJob) -> None:
+        """Send the jobs to the next workers, one each in turn."""
+        by_worker: dict[int, list[GroupJob]] = {}
+        for number, job in enumerate(jobs, start=self._num_submitted):
+            by_worker.setdefault(number % len(self._workers), []).append(job)
+        self._num_submitted += len(jobs)
+        for worker, own in by_worker.items():
+            self._send(own, worker)
+
+    def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        """Return the groups that have finished since the last call, with their jobs; waits for one of those in flight.
+
+        Args:
+            label: of the groups, in the message that none of them finishes.
+
+        Raises:
+            RewardError, WorkerError: as the worker raised it, or a process was lost that must not be restarted.
+        """
+        self._last_progress = time.monotonic()
+        finished: list[tuple[GroupJob, FinishedGroup]] = []
+        while self._calls or self._error is not None:
+            if self._error is not None:
+                raise self._error
+            ended = self._completions.wait(0.0 if self._ended else POLL_INTERVAL_SECONDS)
+            self._ended += ended
+            if time.monotonic() >= self._next_check or any(ref in self._watched for ref, _ in ended):
+                self._supervise()
+            while self._ended and self._error is None and not (finished and self._ended[0][1].exception()):
+                finished += self._take(*self._ended.popleft())
+            if finished:
+                break
+            if time.monotonic() - self._last_progress > self._timeout:
+                raise WorkerError(f"{label}: {len(self)} groups did not finish within {self._timeout:g} s")
+        return finished
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Cancel the jobs in flight with these ids; `wait` does not return them."""
+        wanted = set(request_ids)
+        for ref, (batch, _) in list(self._calls.items()):
+            indices = [index for index, job in batch.jobs.items() if job.request_id in wanted]
+            if indices:
+                batch.actor.cancel_calls.remote(str(batch.number), indices)
+            for index in indices:
+                del batch.jobs[index]
+            if not batch.jobs:
+                del self._calls[ref]
+
+    def close(self) -> None:
+        """Cancel the groups in flight."""
+        self.cancel([job.request_id for batch, _ in self._calls.values() for job in batch.jobs.values()])
+
+    def _send(self, jobs: Sequence[GroupJob], worker: int) -> None:
+        batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(jobs)))
+        limit = min(len(jobs), GROUPS_PER_CALL)
+        call = batch.actor.begin_calls.options(num_returns=1 + limit)
+        self._watch(batch, call.remote(str(batch.number), "rollout_group", list(jobs), limit))
+
+    def _watch(self, batch: _JobBatch, refs: Sequence[ray.ObjectRef]) -> None:
+        summaries, *payloads = refs
+        self._calls[summaries] = batch, payloads
+        self._completions.add(summaries)
+
+    def _take(self, ref: ray.ObjectRef, ended: Future[Any]) -> list[tuple[GroupJob, FinishedGroup]]:
+        """Return the finished groups of a call; none if its worker has died, whose jobs are then submitted again."""
+        if ref not in self._calls:
+            return []  # an engine's, or one whose jobs were canceled, or submitted again as its worker had died
+        batch, payloads = self._calls[ref]
+        try:
+            outcomes: list[tuple[int, GroupSummary | MegarlError]] = ended.result()
+        except WORKER_DEATHS:
+            self._replace(batch, ref)
+            return []
+        except RayError as error:
+            raise to_megarl_error(error, what="rollout", name=f"rollout worker {batch.worker}") from error
+        finished: list[tuple[GroupJob, FinishedGroup]] = []
+        for (index, outcome), payload in zip(outcomes, payloads, strict=False):
+            if index not in batch.jobs:
+                continue  # it was canceled
+            if isinstance(outcome, MegarlError):
+                self._error = outcome
+                return finished
+            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, StoredPayload(payload))))
+        del self._calls[ref]
+        if batch.jobs:
+            limit = min(len(batch.jobs), GROUPS_PER_CALL)
+            call = batch.actor.collect_calls.options(num_returns=1 + limit)
+            self._watch(batch, call.remote(str(batch.number), limit))
+        return finished
+
+    def _replace(self, failed: _JobBatch, call: ray.ObjectRef) -> None:
+        """Restart a worker whose death `call` has reported, unless it was restarted; submit its jobs to the new one."""
+        if self._workers[failed.worker] is failed.actor:
+            self._workers.restart(failed.worker, call)
+        lost = {ref: batch for ref, (batch, _) in self._calls.items() if batch.actor is failed.actor}
+        for ref in lost:
+            del self._calls[ref]
+        self._send([job for batch in lost.values() for job in batch.jobs.values()], failed.worker)
+        self._last_progress = time.monotonic()
+
+    def _supervise(self) -> None:
+        """Check engines and workers."""
+        if self._workers.poll_engines():
+            self._last_progress = time.monotonic()
+        refs = set(self._workers.supervisor.refs())
+        for ref in refs - self._watched:
+            self._completions.add(ref)
+        self._watched = refs
+        self._workers.kill_hung({batch.worker for batch, _ in self._calls.values()})
+        self._next_check = time.monotonic() + POLL_INTERVAL_SECONDS

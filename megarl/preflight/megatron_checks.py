@@ -1,0 +1,98 @@
+"""Checks of `trainer.megatron` against models and machines, and a description of what megatron-core is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megarl.config.megatron_fields import NEEDS_TE_LAYERS
+from megarl.config.run import StageConfig
+from megarl.megatron.families.architecture import ModelArchitecture
+from megarl.megatron.families.attention import GroupedQueryAttention, LatentAttention
+from megarl.megatron.mcore_fields import (
+    ddp_fields,
+    fusion_fields,
+    needs_torch_layers,
+    optimizer_fields,
+    override_model_fields,
+)
+
+LINE_WIDTH = 110
+
+
+def find_megatron_problems(config: StageConfig, model: ModelArchitecture, device: str | None) -> Iterator[str]:
+    """Find fields of `trainer.megatron` and `trainer.moe` that do not fit the policy or the device.
+
+    Args:
+        device: `cpu`, `cuda`, or None where it is unknown.
+    """
+    trainer, key = config.trainer, "trainer.megatron.model"
+    if device == "cpu":
+        yield from trainer.megatron.find_te_problems()
+        yield from trainer.recompute.find_te_problems()
+    if model.experts is None:
+        for name in trainer.megatron.model:
+            if name.startswith("moe_"):
+                yield f"{key}.{name}: {model.name} has no experts"
+        if trainer.moe.freeze_router or trainer.moe.aux_loss_coeff:
+            yield f"trainer.moe: {model.name} has no experts"
+    dtype = config.model.dtype
+    if trainer.megatron.offloads_adam and (dtype == "float32" or (dtype == "auto" and device == "cpu")):
+        yield "trainer.megatron.optimizer.optimizer_cpu_offload: needs model.dtype: bfloat16, got float32"
+    for name in NEEDS_TE_LAYERS if needs_torch_layers(model) else ():
+        if name in trainer.megatron.model:
+            yield f"{key}.{name}: has no effect on {model.name}, whose layers are torch's"
+    yield from _find_a2a_problems(config, model)
+    if trainer.megatron.model.get("fp8") is not None and dtype == "float32":
+        yield f"{key}.fp8: needs model.dtype: bfloat16, got float32"
+
+
+def _find_a2a_problems(config: StageConfig, model: ModelArchitecture) -> Iterator[str]:
+    kinds, key = config.trainer.megatron.model.get("cp_comm_type"), "trainer.megatron.model.cp_comm_type"
+    if kinds is None:
+        return
+    unknown = sorted(set([kinds] if isinstance(kinds, str) else kinds) - {"p2p", "a2a"})
+    if unknown:
+        yield f"{key}: needs p2p or a2a, which Transformer Engine has for packed sequences, got {', '.join(unknown)}"
+    if isinstance(kinds, list) and len(kinds) != model.num_layers:
+        yield f"{key}: needs one entry for each of {model.num_layers} layers, got {len(kinds)}"
+    if "a2a" not in kinds:
+        return
+    tp, cp = config.trainer.parallel.tp, config.trainer.parallel.cp
+    match model.attention:
+        case LatentAttention():
+            yield f"{key}: Transformer Engine has only p2p for latent attention, got a2a"
+        case GroupedQueryAttention(num_kv_heads=heads) if (heads // tp) % cp:
+            yield (
+                f"{key}: a2a divides the key-value heads of a tensor-parallel rank over parallel.cp ranks, got "
+                f"{heads} / {tp} % {cp} = {heads // tp % cp}"
+            )
+
+
+def describe_megatron(config: StageConfig, model: ModelArchitecture, device: str | None) -> list[str]:
+    """Return lines with the fields of megatron-core that matter for speed and memory, as the policy's ranks set them.
+
+    Args:
+        device: as in `find_megatron_problems`; Transformer Engine and apex are taken to be on GPUs.
+    """
+    has_te, megatron, optimizer = device != "cpu", config.trainer.megatron, config.trainer.optimizer
+    fusions = fusion_fields(model, has_te=has_te, has_wgrad_kernel=has_te)
+    layers = "Transformer Engine" if has_te and not needs_torch_layers(model) else "torch"
+    adam = optimizer_fields(optimizer, megatron)
+    shown = {name: value for name, value in adam.items() if name not in ("optimizer", "lr", "min_lr", "fp8_recipe")}
+    return [
+        f"megatron: {layers} layers" + ("" if has_te else ", no fused kernels on the CPU"),
+        *_lines("model", override_model_fields(fusions, megatron, moe=model.experts is not None)),
+        *_lines("ddp", ddp_fields(optimizer, megatron)),
+        *_lines("optimizer", shown),
+    ]
+
+
+def _lines(part: str, fields: Mapping[str, object]) -> list[str]:
+    """Return `megatron.<part>: a=true, b=1, ...`, in as many lines as needed."""
+    lines = [f"megatron.{part}:"]
+    for name, value in fields.items():
+        text = f" {name}={str(value).lower() if value is None or isinstance(value, bool) else value}"
+        if len(lines[-1]) + len(text) > LINE_WIDTH:
+            lines.append("    ")
+        lines[-1] += text
+    return lines

@@ -1,0 +1,73 @@
+"""A run that trains again on the rollouts of another run's journal, without engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from megarl.groups.sync_update import PushReport
+from megarl.reshard.planning.strategy import SyncStats
+from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.run.rl_run import RLRun
+from megarl.run.schedule_log import log_folder, read_log
+from megarl.run.scheduled_groups import ScheduledGroups
+from megarl.schedule.events import Pushed, ScheduleState
+from megarl.schedule.policy import SchedulePolicy
+from megarl.schedule.recovery import recover
+from megarl.schedule.schedule import Schedule
+
+
+class NoWeights:
+    """Stands in for `WeightSync` where no engine receives weights: counts the versions."""
+
+    def __init__(self) -> None:
+        self.policy_version = -1
+
+    def push(self, policy_version: int) -> PushReport:
+        """Record the version."""
+        self.policy_version = policy_version
+        stats = SyncStats(bytes_sent=0, bytes_received=0, bytes_delivered=0, buckets=0, peak_extra_bytes=0)
+        return PushReport(stats=stats, seconds={}, bytes_moved=0)
+
+
+class ReplayRun(RLRun):
+    """Repeats the steps of a run up to `last_step`; its schedule takes the logged batches."""
+
+    def __init__(self, *arguments: Any, last_step: int, **options: Any) -> None:
+        """Arguments as for `RLRun`; `last_step`: the last step of the journal."""
+        super().__init__(*arguments, **options)
+        self._last_step = last_step
+
+    @override
+    def should_stop(self) -> bool:
+        return super().should_stop() or self.step >= self._last_step
+
+    @override
+    def _probe_skips_update(self) -> bool:
+        return False  # there is no engine to compare with
+
+    @override
+    def _open_schedule(self) -> ScheduledGroups:
+        jobs, state = self._begin_schedule(), logged_batches(Path(self.config.run_dir), self._schedule_begin)
+        policy, groups_per_step = SchedulePolicy.of(self.config.schedule), self.config.algorithm.prompts_per_step
+        schedule = Schedule(policy, groups_per_step, num_steps=self._last_step, state=state)
+        return self._scheduled_groups(schedule, jobs, None, resumed=True)
+
+
+def logged_batches(run_dir: Path, state: ScheduleState) -> ScheduleState:
+    """Return the state from which a replay begins: the logged batches after `state`, and no other group.
+
+    Raises:
+        DataError: the log of the schedule is damaged, or does not continue the state.
+    """
+    events = read_log(log_folder(journal_folder(run_dir)))
+    return replace(recover(state, events), groups=())
+
+
+def last_logged_step(run_dir: Path) -> int:
+    """Return the last step whose batch is in the log of the schedule and was trained; 0: none."""
+    events = read_log(log_folder(journal_folder(run_dir)))
+    return max((event.version for event in events if isinstance(event, Pushed)), default=0)

@@ -1,0 +1,382 @@
+"""The first half of an RL step: sample, score with auxiliary models, estimate; and the evaluation.
+
+All methods work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.batch.pack import ColumnName
+from megarl.batch.trajectory import Prompt
+from megarl.config import RunConfig
+from megarl.errors import ConfigError
+from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.groups.estimation import EstimateJob, Estimator
+from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.rollout_group import RolloutGroup
+from megarl.groups.trainer_group import TrainerGroup
+from megarl.groups.weight_sync import WeightSync
+from megarl.rollout.engine import Sampling
+from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.run.checkpointer import Checkpointer
+from megarl.run.evaluation import greedy_score
+from megarl.run.events import EventLog
+from megarl.run.group_jobs import GroupJobs
+from megarl.run.kl_penalty import KL_METRIC, make_adaptive_kl
+from megarl.run.policy_sync import PolicySync
+from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch
+from megarl.run.run_state import RunState
+from megarl.run.schedule_log import ScheduleLog, log_folder
+from megarl.run.schedule_recovery import open_schedule
+from megarl.run.scheduled_groups import Keep, ScheduledGroups
+from megarl.run.stage_run import StageRun
+from megarl.run.step_memory import ReleasingEngines, StepMemory
+from megarl.schedule.events import ScheduleState
+from megarl.schedule.schedule import Schedule
+from megarl.supervision.run_monitor import RunMonitor
+from megarl.tracking.phases import PhaseTimer
+from megarl.tracking.startup import Startup
+
+DEFAULT_MAX_BATCHES = 10
+"""Number of batches that a step of a schedule samples at most to replace groups that are not kept."""
+
+
+class SamplingRun(StageRun):
+    """Base class of `RLRun`: makes the batches that it trains on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        events: EventLog,
+        timer: PhaseTimer,
+        startup: Startup,
+        *,
+        trainer: TrainerGroup,
+        models: AuxiliaryModels,
+        rollout: RolloutGroup,
+        weights: WeightSync,
+        prompts: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+        engines: ReleasingEngines | None,
+        checkpoints: Checkpointer | None,
+        resumed: RunState | None,
+        monitor: RunMonitor | None,
+    ) -> None:
+        """Arguments: see `RLRun`."""
+        super().__init__(
+            config,
+            events,
+            timer,
+            num_rows=len(prompts),
+            checkpoints=checkpoints,
+            resumed=resumed,
+            monitor=monitor,
+        )
+        self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
+        self._prompts, self._held_out = prompts, held_out
+        memory = StepMemory(trainer, engines, self.phase, None if config.schedule.type == "sync" else rollout)
+        self._sync = PolicySync(weights, memory, self.phase, self.totals, dedicated=models.dedicated, monitor=monitor)
+        s = config.rollout.sampling
+        self.sampling = Sampling(
+            temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, max_new_tokens=config.rollout.max_new_tokens
+        )
+        self._startup, self._is_startup_reported = startup, resumed is not None
+        self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
+        self._step_metrics: dict[str, float] = {}
+        self._scheduled: ScheduledGroups | None = None
+        """The groups of a schedule other than `sync`, once the first step has begun."""
+        self._announced: list[Prompt] = []
+        """What `steps` has yielded last to the loop of a schedule."""
+        self._first_row = 0
+        """Position of the schedule's first group in the order of the prompts."""
+
+    def prompts(self) -> list[Prompt]:
+        """Return the next `prompts_per_step` prompts of the training data.
+
+        Raises:
+            ConfigError: the schedule samples ahead, and a step has begun.
+        """
+        if self._scheduled is not None:
+            raise self._other_prompts_error()
+        return [self._prompts[i] for i in self._sampler.take(self.config.algorithm.prompts_per_step)]
+
+    def _step_prompts(self) -> list[Prompt]:
+        """Return the prompts of the next step; with a schedule, of the groups that were admitted since the last one."""
+        if self.config.schedule.type == "sync":
+            return self.prompts()
+        if self._scheduled is None:
+            self._scheduled = self._open_schedule()
+        self._announced = self._scheduled.take_prompts()
+        return self._announced
+
+    def _other_prompts_error(self) -> ConfigError:
+        schedule, algorithm = self.config.schedule.type, self.config.algorithm.type
+        return ConfigError(
+            f"schedule.type: {schedule} chooses the prompts of a step: {algorithm} needs to pass what steps() yields "
+            "to sample, and a filter to sample_kept for further prompts"
+        )
+
+    def _open_schedule(self) -> ScheduledGroups:
+        """Begin or resume to sample ahead."""
+        run_dir, jobs = self.config.run_dir, self._begin_schedule()
+        schedule, resumed = open_schedule(self.config, self._schedule_begin, jobs.job)
+        return self._scheduled_groups(schedule, jobs, log_folder(journal_folder(run_dir)), resumed=resumed)
+
+    def _scheduled_groups(
+        self, schedule: Schedule, jobs: GroupJobs, log: Path | None, *, resumed: bool
+    ) -> ScheduledGroups:
+        return ScheduledGroups(
+            schedule,
+            self.rollout.open_stream(),
+            ScheduleLog(log),
+            make_job=jobs.job,
+            resumed=resumed,
+            policy_version=self._sync.policy_version,
+        )
+
+    @property
+    def _schedule_begin(self) -> ScheduleState:
+        """The state from which the schedule continues, before what is logged."""
+        step = self._resumed.step
+        begun = ScheduleState(version=step, next_ordinal=step * self.config.algorithm.prompts_per_step)
+        return self._resumed.schedule or begun
+
+    def _begin_schedule(self) -> GroupJobs:
+        """Return the jobs of the schedule, whose next prompt is the next one of the data."""
+        self._first_row = self._sampler.ordinal - self._schedule_begin.next_ordinal
+        return GroupJobs(
+            config=self.config,
+            prompts=self._prompts,
+            order=self._sampler.order,
+            first=self._first_row,
+            sampling=self.sampling,
+        )
+
+    def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
+        """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.
+
+        Completions whose reward failed (`on_error: drop`) are not in the batch, which may therefore be empty. The
+        methods below do nothing with an empty batch. A schedule that samples ahead may return other groups than those
+        of `prompts`, which it has just begun.
+
+        Args:
+            attempt: index of this call within the step, if a step samples several batches; it changes the seed.
+        """
+        self._begin_sampling()
+        if self._scheduled is not None:
+            if prompts is not self._announced or attempt or greedy:
+                raise self._other_prompts_error()
+            return self._take_batch(self._scheduled, None, None)[0]
+        label = f"step-{self.step}" + (f"-{attempt}" if attempt else "") + ("-greedy" if greedy else "")
+        with self.phase("rollout"):
+            groups = self.rollout.collect(
+                prompts,
+                num_samples=1 if greedy else self.config.algorithm.group_size,
+                sampling=replace(self.sampling, temperature=0.0) if greedy else self.sampling,
+                label=label,
+                seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
+            )
+        return self._make_batch(groups, min_completions=1 if greedy else self._min_completions)
+
+    def sample_kept(self, prompts: Sequence[Prompt], keep: Keep, *, max_batches: int | None = None) -> KeptSample:
+        """Sample until `prompts_per_step` groups are kept, or `max_batches` batches were sampled.
+
+        A synchronous run samples batch after batch; a schedule replaces each group that is not kept by the next prompt.
+
+        Args:
+            keep: whether to train on a group; it must depend on its rewards only.
+            max_batches: None: one, or with a schedule `DEFAULT_MAX_BATCHES`.
+        """
+        num_groups = self.config.algorithm.prompts_per_step
+        if self._scheduled is not None:
+            if prompts is not self._announced:
+                raise self._other_prompts_error()
+            self._begin_sampling()
+            max_removed = ((max_batches or DEFAULT_MAX_BATCHES) - 1) * num_groups
+            batch, removed = self._take_batch(self._scheduled, keep, max_removed)
+            num_batches = (len(batch.all_groups) + len(removed.all_groups)) / num_groups
+            return KeptSample(batch=batch, sampled=[batch, removed], num_batches=num_batches)
+        kept: list[FinishedGroup] = []
+        sampled: list[RolloutBatch] = []
+        for attempt in range(max_batches or 1):
+            sampled.append(self.sample(self.prompts() if attempt else prompts, attempt=attempt))
+            kept += filter(keep, sampled[-1].groups)
+            if len(kept) >= num_groups:
+                break
+        return KeptSample(batch=RolloutBatch(groups=kept[:num_groups]), sampled=sampled, num_batches=len(sampled))
+
+    def sample_with_baselines(self, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[float]]:
+        """Sample as `sample`; also return the reward of each group's greedy completion, without those that failed."""
+        if self._scheduled is not None:
+            batch = self.sample(prompts)
+            batch.drop_groups([group for group in batch.groups if group.summary.baseline is None])
+            return batch, [group.summary.baseline or 0.0 for group in batch.groups]
+        greedy = self.sample(prompts, greedy=True)
+        batch = self.sample(prompts)
+        rewards = {group.summary.group_id: reward for group, reward in zip(greedy.groups, greedy.rewards, strict=True)}
+        batch.drop_groups([group for group in batch.groups if group.summary.group_id not in rewards])
+        return batch, [rewards[group.summary.group_id] for group in batch.groups]
+
+    def _take_batch(
+        self, scheduled: ScheduledGroups, keep: Keep | None, max_removed: int | None
+    ) -> tuple[RolloutBatch, RolloutBatch]:
+        """Return the batch of this step, and the groups that were removed for it."""
+
+        def is_kept(group: FinishedGroup) -> bool:
+            return len(group.summary.kept) >= self._min_completions and (keep is None or keep(group))
+
+        with self.phase("rollout"):
+            taken = scheduled.next_batch(None if keep is None else is_kept, max_removed=max_removed)
+        batch = self._make_batch(taken.groups, min_completions=self._min_completions)
+        batch.versions = BatchVersions(current=self._sync.policy_version, oldest=scheduled.oldest_label())
+        tokens = Counter[int]()
+        for summary in batch.summaries:
+            tokens.update(dict(summary.tokens_by_version))
+        self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.schedule.metrics()
+        return batch, self._make_batch(taken.removed, min_completions=self._min_completions)
+
+    @property
+    def _min_completions(self) -> int:
+        """Number of completions that a group needs."""
+        return 2 if self.config.algorithm.needs_group else 1
+
+    def _make_batch(self, groups: Sequence[FinishedGroup], *, min_completions: int) -> RolloutBatch:
+        """Return the batch of sampled groups, with the rewards of models."""
+        self._report_startup()
+        batch = RolloutBatch.from_sampled(groups, min_completions=min_completions)
+        for name, num in batch.dropped_metrics().items():  # a step may sample several batches
+            self._step_metrics[name] = self._step_metrics.get(name, 0.0) + num
+        self._add_model_rewards(batch)
+        return batch
+
+    def _add_model_rewards(self, batch: RolloutBatch) -> None:
+        """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
+        cost_terms, scorers = self.config.algorithm.cost_terms, self.models.scorers
+        if not batch.groups or not (scorers or cost_terms):
+            return
+        request, values = batch.forward_request(self.config), {}
+        for name, scorer in scorers.items():
+            self._sync.begin_scoring(name)
+            with self.phase("score"):
+                scores = scorer.scores(request)
+            values[name] = [scores[key] for key in batch.keys]
+        weights = {name: term.weight for name, term in self.config.reward.terms.items() if name not in cost_terms}
+        batch.add_rewards(values, weights)
+
+    def add_logprobs(self, batch: RolloutBatch) -> None:
+        """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring()
+        with self.phase("logprobs"):
+            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
+
+    def add_reference_logprobs(self, batch: RolloutBatch) -> None:
+        """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
+        if not batch.groups:
+            return
+        algorithm = self.config.algorithm
+        if algorithm.kl_reward is not None:
+            self.add_logprobs(batch)
+        if algorithm.uses_reference:
+            self._sync.begin_scoring("reference")
+            with self.phase("reference"):
+                reference = self.models.frozen["reference"]
+                batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
+
+    def add_model_logprobs(
+        self, batch: RolloutBatch, model: str, column: ColumnName, *, phase: str | None = None
+    ) -> None:
+        """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring(model)
+        with self.phase(phase or model):
+            worker = self.models.trained.get(model) or self.models.frozen[model]
+            batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
+
+    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
+        """Add a column of token values from a critic: V of the state before each token."""
+        if not batch.groups:
+            return
+        self._sync.begin_scoring(critic)
+        with self.phase("values"):
+            batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Current coefficient of the KL penalty in the reward; 0 without one."""
+        return 0.0 if self._adaptive_kl is None else self._adaptive_kl.coefficient
+
+    def estimate(
+        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[ColumnName, ...] = ()
+    ) -> None:
+        """Run `estimator(tokens, *arguments)` in a rollout worker, where the tokens are; store its results in `batch`.
+
+        Args:
+            estimator: a module-level function, such as `group_estimates`.
+            outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
+        """
+        if not batch.groups:
+            return
+        with self.phase("estimate"):
+            job = EstimateJob(
+                estimator=estimator,
+                arguments=arguments,
+                keys=tuple(batch.keys),
+                rewards=tuple(batch.rewards),
+                columns=dict(batch.columns),
+                outputs=outputs,
+            )
+            output, columns = self.rollout.estimate(job, batch.groups)
+        batch.columns.update(columns)
+        batch.scalars.update(output.scalars)
+        self._step_metrics.update(output.metrics)
+        if self._adaptive_kl is not None and KL_METRIC in output.metrics:
+            self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the log of this step."""
+        self._step_metrics.update(metrics)
+
+    def metric(self, name: str) -> float:
+        """Return a metric added in this step."""
+        return self._step_metrics[name]
+
+    def _begin_sampling(self) -> None:
+        """Free device memory for the engines and, if they have lost their weights, push them again."""
+        self.add_metrics(self._sync.begin_sampling())
+
+    def _evaluate(self) -> None:
+        """Generate greedily for the held-out prompts; log the mean of `reward.eval_term` as `eval/<term>`."""
+        if not self._held_out:
+            return
+        with self.phase("evaluate"):
+            evaluation = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
+        self._report_startup()
+        term, num = self.config.reward.eval_name, len(self._held_out)
+        dropped = {"eval/dropped": float(evaluation.num_dropped)} if evaluation.num_dropped else {}
+        if dropped:
+            self.notify(
+                f"step {self.step}: eval {term} failed on {evaluation.num_dropped} of {num} held-out prompts, which do "
+                "not count"
+            )
+        if evaluation.score is None:
+            self.log(dropped)
+            return
+        self.totals.evaluations[self.step] = evaluation.score
+        self.log({f"eval/{term}": evaluation.score, **dropped})
+        self.notify(f"step {self.step}: eval {term} {evaluation.score:.3f} on {num} held-out prompts")
+
+    def _report_startup(self) -> None:
+        """After the first completions: write `startup.json` and report the startup time by phase. Runs once."""
+        if self._is_startup_reported:
+            return
+        self._is_startup_reported = True
+        report = self._startup.finish("first completion", self.rollout.first_completion_time())
+        report.write(Path(self.config.run_dir) / "startup.json")
+        self.notify(report.line)

@@ -1,0 +1,235 @@
+"""The groups of a run that are in flight or finished, and the batches that its schedule makes of them.
+
+    Schedule (pure)  <-- events --  ScheduledGroups  -- jobs -->  GroupStream (rollout workers)
+                                          |
+                                          '-- each event, before it has an effect -->  ScheduleLog (disk)
+
+A killed run resumes from a checkpoint and the log: batches that were trained after the checkpoint are read from the
+rollout journal and trained again, finished groups are read from it, and unfinished ones are sampled again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.batch.trajectory import Prompt
+from megarl.groups.group_stream import FinishedGroup
+from megarl.rollout.rollout_worker import GroupJob
+from megarl.run.schedule_log import ScheduleLog
+from megarl.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
+from megarl.schedule.schedule import Schedule
+from megarl.schedule.staleness import TokenStaleness, token_staleness
+
+Keep = Callable[[FinishedGroup], bool]
+"""Whether a step may train on a group; others are removed, and replaced by the next prompts."""
+
+READ_AHEAD = 2
+"""Number of logged batches that are read from the journal before they are needed."""
+
+
+class Stream(Protocol):
+    """The methods of `GroupStream` that sample groups."""
+
+    def submit(self, *jobs: GroupJob) -> None:
+        """Send the jobs to the workers."""
+        ...
+
+    def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        """Return the groups that have finished since the last call; waits for one if there is none."""
+        ...
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Cancel the jobs with these ids."""
+        ...
+
+    def close(self) -> None:
+        """Cancel all jobs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """The groups of a step."""
+
+    groups: list[FinishedGroup]
+    """By ascending ordinals."""
+    removed: list[FinishedGroup]
+    """Groups that were looked at and not kept, since the last step."""
+    ordinals: tuple[int, ...]
+    """One per group."""
+
+
+class ScheduledGroups:
+    """Admits groups to the rollout workers as far as the schedule allows, and takes its batches."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stream: Stream,
+        log: ScheduleLog,
+        *,
+        make_job: Callable[[OpenGroup], GroupJob],
+        resumed: bool,
+        policy_version: int,
+    ) -> None:
+        """Begin, or resume: read again what the schedule has kept of the run before.
+
+        Args:
+            schedule: before its first event since the run began or was resumed.
+            make_job: returns the job of an open group, whose request id is in the journal if the group is finished.
+            policy_version: version of the last push, as the engines label their tokens.
+        """
+        self.schedule, self._stream, self._log, self._make_job = schedule, stream, log, make_job
+        self._ordinals: dict[str, int] = {}
+        """By request id, the ordinals of the groups in flight."""
+        self._arrived: dict[int, FinishedGroup] = {}
+        """By ordinal, the finished groups that were not taken."""
+        self._kept: set[int] = set()
+        """Finished groups for which the filter of the algorithm has returned True."""
+        self._admitted: list[Prompt] = []
+        """Prompts of the groups that were admitted since the last batch."""
+        self._version_by_label = {policy_version: schedule.version}
+        """Version of the schedule that tokens with a label count as, if it is another one: after skipped updates."""
+        self._unread = deque(schedule.state().leases)
+        """Logged batches whose groups are not being read from the journal yet."""
+        if resumed:
+            log.write(schedule.resume())
+            self._submit(schedule.finished())
+        for _ in range(READ_AHEAD):
+            self._read_logged_batch()
+        self._admit(schedule.capacity)
+
+    def take_prompts(self) -> list[Prompt]:
+        """Return the prompts of the groups that were admitted since the last call."""
+        prompts, self._admitted = self._admitted, []
+        return prompts
+
+    def next_batch(self, keep: Keep | None = None, *, max_removed: int | None = None) -> ScheduledBatch:
+        """Wait for the batch of the next step, and take it.
+
+        Args:
+            keep: filter of the algorithm; None: it trains on all groups.
+            max_removed: with that many removed groups, the step settles for those that are finished.
+
+        Raises:
+            RewardError, WorkerError: as the stream raises them.
+        """
+        schedule, removed = self.schedule, list[FinishedGroup]()
+        while (ordinals := self._pick(keep, removed, max_removed)) is None or not self._has_arrived(ordinals):
+            self._receive()
+        self._log.write(schedule.lease(ordinals))
+        self._kept.difference_update(ordinals)
+        self._read_logged_batch()
+        groups = [self._arrived.pop(ordinal) for ordinal in ordinals]
+        return ScheduledBatch(groups=groups, removed=removed, ordinals=ordinals)
+
+    def prepare_push(self) -> None:
+        """Wait until the weights may be pushed: with `update: drain`, until no group is unfinished.
+
+        Raises:
+            OutdatedEngineError: an engine was restarted, whose groups cannot finish before the push.
+        """
+        while not self.schedule.can_push:
+            self._receive()
+
+    def finish_push(self, policy_version: int, *, drained: bool = True) -> None:
+        """End the step: its batch is trained, and the engines have its weights. Admits the groups of later steps.
+
+        Args:
+            policy_version: what the engines label tokens with from now on. An older one than the step's: the update was
+                skipped, and the weights of the step are those of this version.
+            drained: False if `prepare_push` has failed.
+        """
+        event = self.schedule.push(drained=drained)
+        self._log.write(event)
+        self._version_by_label[policy_version] = event.version
+        dropped = {ordinal: self._arrived.pop(ordinal, None) for ordinal in event.dropped}
+        self._stream.cancel([id_ for id_, ordinal in self._ordinals.items() if ordinal in dropped])
+        self._admit(self.schedule.capacity)
+
+    def state(self) -> ScheduleState:
+        """Return the state to save with a checkpoint."""
+        self._log.begin_file()
+        return self.schedule.state()
+
+    def close(self) -> None:
+        """Cancel the groups in flight; a resumed run samples them again."""
+        self._stream.close()
+        self._log.close()
+
+    def oldest_label(self) -> int:
+        """Return the oldest policy version whose tokens the current step may train on."""
+        oldest = self.schedule.policy.oldest_version(self.schedule.step)
+        return min([oldest, *(label for label, version in self._version_by_label.items() if version >= oldest)])
+
+    def staleness(self, tokens_by_label: Mapping[int, int]) -> TokenStaleness:
+        """Return the staleness of the tokens of the current step, given their number by policy version."""
+        by_version: dict[int, int] = {}
+        for label, num in tokens_by_label.items():
+            version = self._version(label)
+            by_version[version] = by_version.get(version, 0) + num
+        return token_staleness(self.schedule.step, by_version, self.schedule.policy.max_staleness)
+
+    def _version(self, label: int) -> int:
+        """Return the version of the schedule of tokens that the engines have labelled `label`."""
+        return self._version_by_label.get(label, label)
+
+    def _admit(self, num: int) -> None:
+        if not num:
+            return
+        event: Admitted = self.schedule.admit(num)
+        self._log.write(event)
+        jobs = self._submit(self.schedule.open_group(ordinal) for ordinal in event.ordinals)
+        self._admitted += [job.prompt for job in jobs]
+
+    def _read_logged_batch(self) -> None:
+        """Begin to read the next logged batch from the journal, if there is one."""
+        if self._unread:
+            self._submit(self._unread.popleft().groups)
+
+    def _submit(self, groups: Iterable[OpenGroup]) -> list[GroupJob]:
+        jobs = {group.ordinal: self._make_job(group) for group in groups}
+        self._ordinals |= {job.request_id: ordinal for ordinal, job in jobs.items()}
+        self._stream.submit(*jobs.values())
+        return list(jobs.values())
+
+    def _receive(self) -> None:
+        """Wait for at least one group, and mark those that have finished."""
+        assert self._ordinals, f"step {self.schedule.step} waits for a group, but none is in flight"
+        for job, group in self._stream.wait(f"step-{self.schedule.step}"):
+            ordinal = self._ordinals.pop(job.request_id)
+            if self.schedule.is_unfinished(ordinal):
+                versions = [self._version(v) for t in group.summary.trajectories for v, _ in t.tokens_by_version]
+                oldest, newest = (min(versions), max(versions)) if versions else (None, None)
+                self._log.write(self.schedule.finish(ordinal, oldest=oldest, newest=newest))
+            elif not group.summary.replayed:
+                continue  # it was dropped
+            self._arrived[ordinal] = group
+
+    def _pick(self, keep: Keep | None, removed: list[FinishedGroup], max_removed: int | None) -> tuple[int, ...] | None:
+        schedule = self.schedule
+        if keep is not None and not schedule.is_replaying:
+            self._remove_others(keep, removed)
+        self._admit(schedule.capacity if max_removed is None or len(removed) < max_removed else 0)
+        ordinals = schedule.pick()
+        if ordinals is None and max_removed is not None and len(removed) >= max_removed:
+            return schedule.pick_fewer()
+        return ordinals
+
+    def _remove_others(self, keep: Keep, removed: list[FinishedGroup]) -> None:
+        """Remove the finished groups for which `keep` returns False."""
+        for ordinal in [group.ordinal for group in self.schedule.finished() if group.ordinal not in self._kept]:
+            group = self._arrived.get(ordinal)
+            if group is None:
+                continue  # it is being read from the journal
+            if keep(group):
+                self._kept.add(ordinal)
+            else:
+                self._log.write(self.schedule.remove(ordinal, Outcome.FILTERED))
+                removed.append(self._arrived.pop(ordinal))
+
+    def _has_arrived(self, ordinals: Sequence[int]) -> bool:
+        return all(ordinal in self._arrived for ordinal in ordinals)

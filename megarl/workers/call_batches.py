@@ -1,0 +1,81 @@
+"""Calls that reach a process together, and whose results leave it as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from megarl.errors import MegarlError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+LINGER_SECONDS = 0.03
+"""Results that finish within this time of the first one are collected with it: each call costs a millisecond."""
+
+
+class CallBatches(Generic[A, R]):
+    """The batches in progress in a process, each of which has one client that collects it."""
+
+    def __init__(self, call: Callable[[A], Awaitable[R]]) -> None:
+        """`call`: returns the result of one argument."""
+        self._call = call
+        self._batches: dict[str, dict[asyncio.Future[R], int]] = {}
+        """By id of the batch, index of each call whose result has not been collected."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of calls that are running."""
+        return sum(not future.done() for waiting in list(self._batches.values()) for future in list(waiting))
+
+    async def begin(
+        self, batch_id: str, arguments: Sequence[A], limit: int | None = None
+    ) -> list[tuple[int, R | MegarlError]]:
+        """Begin the calls of a batch, and return the first results as `collect` does."""
+        self._batches[batch_id] = {asyncio.ensure_future(self._call(one)): i for i, one in enumerate(arguments)}
+        return await self.collect(batch_id, limit)
+
+    async def collect(self, batch_id: str, limit: int | None = None) -> list[tuple[int, R | MegarlError]]:
+        """Wait for a result of the batch; return those that have finished, each with the index of its call.
+
+        The error of a call stands for its result. Call it until all calls of the batch were returned. Returns nothing
+        if the calls that were left have been canceled.
+
+        Args:
+            limit: largest number of results to return; others are returned by the next call.
+
+        Raises:
+            Exception: a call raised an error that is not of megarl; the batch is over.
+        """
+        waiting = self._batches.get(batch_id, {})
+        while waiting and not any(future.done() for future in waiting):
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if sum(future.done() for future in waiting) < min(len(waiting), limit or len(waiting)):
+            await asyncio.sleep(LINGER_SECONDS)
+        finished = [(index, future) for future, index in waiting.items() if future.done()][:limit]
+        try:
+            collected = [(index, self._outcome(future)) for index, future in finished]
+        except BaseException:
+            self.cancel(batch_id, list(waiting.values()))
+            raise
+        for _, future in finished:
+            del waiting[future]
+        if not waiting:
+            self._batches.pop(batch_id, None)
+        return collected
+
+    def cancel(self, batch_id: str, indices: Iterable[int]) -> None:
+        """Cancel these calls of a batch, whose results are not returned; calls that were returned are ignored."""
+        waiting, canceled = self._batches.get(batch_id, {}), set(indices)
+        for future in [future for future, index in waiting.items() if index in canceled]:
+            future.cancel()
+            del waiting[future]
+        if not waiting:
+            self._batches.pop(batch_id, None)
+
+    def _outcome(self, future: asyncio.Future[R]) -> R | MegarlError:
+        try:
+            return future.result()
+        except MegarlError as error:
+            return error

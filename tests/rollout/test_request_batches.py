@@ -1,0 +1,140 @@
+"""Completions leave an engine, and reach their callers, as they finish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorUnavailableError
+
+from megarl.errors import MegarlError, WorkerError
+from megarl.groups import remote_engine
+from megarl.groups.remote_engine import RemoteEngine
+from megarl.rollout.batching_engine import BatchingEngine
+from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest, Sampling
+from megarl.rollout.request_batches import RequestBatches
+from megarl.workers.call_batches import LINGER_SECONDS, CallBatches
+from tests.groups.test_remote_engine import FakeActor
+from tests.virtual_time import run_in_virtual_time
+
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
+
+
+def request(seconds: float) -> GenerationRequest:
+    return GenerationRequest(request_id=str(seconds), token_ids=(1,), sampling=SAMPLING)
+
+
+async def complete(request: GenerationRequest) -> Generation:
+    """Take as many seconds as the id of the request says; a negative one fails."""
+    seconds = float(request.request_id)
+    await asyncio.sleep(abs(seconds))
+    if seconds < 0:
+        raise WorkerError(f"request {request.request_id} is too long")
+    return Generation(
+        token_ids=np.array([1]), logprobs=np.array([seconds]), policy_versions=np.array([0]), finish_reason="stop"
+    )
+
+
+class Engine:
+    """An engine in this process."""
+
+    def __init__(self) -> None:
+        self.batches, self.num_calls = RequestBatches(complete), 0
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
+        left, self.num_calls = len(requests), self.num_calls + 1
+        finished = await self.batches.begin("batch", requests)
+        while True:
+            yield finished
+            left -= len(finished)
+            if not left:
+                return
+            finished = await self.batches.collect("batch")
+
+
+def test_each_request_returns_when_it_is_done() -> None:
+    """Not when the slowest of its batch is."""
+    wrapped: Any = Engine()
+    engine, ended = BatchingEngine(wrapped), dict[float, float]()
+
+    async def generate(seconds: float) -> None:
+        began = asyncio.get_running_loop().time()
+        await engine.generate(request(seconds))
+        ended[seconds] = asyncio.get_running_loop().time() - began
+
+    async def main() -> None:
+        await asyncio.gather(*map(generate, [1.0, 0.1, 0.1, 0.5]))
+
+    run_in_virtual_time(main())
+    assert wrapped.num_calls == 1
+    assert wrapped.batches.num_unfinished == 0
+    for seconds, took in ended.items():
+        assert seconds <= took <= seconds + LINGER_SECONDS
+
+
+def test_completions_that_finish_together_are_collected_together() -> None:
+    async def main() -> None:
+        batches = RequestBatches(complete)
+        requests = [request(seconds) for seconds in (0.3, 0.1, -0.1 - LINGER_SECONDS / 3)]
+        first = await batches.begin("batch", requests)
+        assert [index for index, _ in first] == [1, 2]
+        assert isinstance(first[1][1], WorkerError)
+        assert batches.num_unfinished == 1
+        assert [index for index, _ in await batches.collect("batch")] == [0]
+
+    run_in_virtual_time(main())
+
+
+def test_at_most_the_asked_number_of_results_is_collected_and_canceled_calls_have_none() -> None:
+    async def sleep(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def main() -> None:
+        batches = CallBatches(sleep)
+        assert await batches.begin("batch", [0.0, 0.01, 0.0, 9.0, 0.5], 2) == [(0, 0.0), (2, 0.0)]
+        batches.cancel("batch", [0, 3])
+        assert await batches.collect("batch", 2) == [(1, 0.01)]
+        assert batches.num_unfinished == 1
+        last = asyncio.ensure_future(batches.collect("batch", 2))
+        await asyncio.sleep(0)
+        batches.cancel("batch", [4])
+        assert await last == []
+        assert await batches.collect("batch", 2) == []
+
+    asyncio.run(main())
+
+
+def test_the_error_of_one_request_does_not_end_the_others() -> None:
+    wrapped: Any = Engine()
+    engine = BatchingEngine(wrapped)
+
+    async def main() -> list[Generation | BaseException]:
+        work = [engine.generate(request(seconds)) for seconds in (-0.1, 0.2)]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    failed, completed = asyncio.run(main())
+    assert isinstance(failed, MegarlError)
+    assert isinstance(completed, Generation)
+
+
+def test_requests_whose_completions_were_lost_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "RETRY_SECONDS", 0.0)
+    calls: list[tuple[Any, ...]] = []
+    lost = ActorUnavailableError("the connection was reset", b"x" * 16)
+    actor = FakeActor([(1, "b")], lost, [(1, "c")], [(0, "a")])
+    answer = actor.invoke.remote
+    actor.invoke.remote = lambda *arguments: calls.append(arguments) or answer(*arguments)
+    requests = [request(seconds) for seconds in (1.0, 2.0, 3.0)]
+
+    async def main() -> list[Any]:
+        engine = RemoteEngine(actor, "engine 1")  # type: ignore[arg-type]
+        return [pair async for finished in engine.stream(requests) for pair in finished]
+
+    assert asyncio.run(main()) == [(1, "b"), (2, "c"), (0, "a")]
+    assert [call[0] for call in calls] == ["begin_requests", "finished_requests"] * 2
+    assert calls[2][2] == [requests[0], requests[2]]
+    assert calls[0][1] == calls[1][1] != calls[2][1] == calls[3][1]

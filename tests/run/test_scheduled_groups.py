@@ -1,0 +1,249 @@
+"""Schedules with a scripted stream, a real log and a real journal: batches, ids, kills at any time, filters."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from megarl.batch.trajectory import Prompt
+from megarl.errors import OutdatedEngineError
+from megarl.groups.group_stream import FinishedGroup
+from megarl.rollout.engine import Sampling
+from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.rollout_worker import GroupJob
+from megarl.run.schedule_log import ScheduleLog, log_folder, read_log, remove_events
+from megarl.run.schedule_recovery import continues_log, first_needed_step, open_schedule
+from megarl.run.scheduled_groups import Keep, ScheduledGroups
+from megarl.schedule.events import OpenGroup, Outcome, Removed, ScheduleState
+from megarl.schedule.schedule import place
+from tests.run.finished_groups import run_config
+from tests.run.scripted_stream import ScriptedStream, num_tokens
+
+B, STEPS = 3, 12
+
+
+class Trainer:
+    """Drives a schedule as a run does, and can be killed between any two of its actions."""
+
+    def __init__(self, folder: Path, seed: int, *, skipped: frozenset[int] = frozenset(), **schedule: object) -> None:
+        self.config = run_config(
+            {"prompts_per_step": B, "group_size": 2},
+            run_dir=str(folder),
+            trainer={"steps": STEPS},
+            schedule={"type": "async", **schedule},
+        )
+        self.random, self.skipped = Random(seed), skipped
+        self.label, self.state = 0, ScheduleState()
+        self.batches: dict[int, list[str]] = {}
+        """Step -> prompts of its batch."""
+        self.tokens: dict[int, dict[int, int]] = {}
+        """Step -> version -> number of tokens."""
+        self.num_sampled = 0
+        self.start()
+
+    def make_job(self, group: OpenGroup) -> GroupJob:
+        step, index = place(group.ordinal, B)
+        again = f"-again{group.attempt}" if group.attempt else ""
+        return GroupJob(
+            prompt=Prompt(prompt_id=f"p{group.ordinal}", text="", token_ids=(1,), row={}),
+            group_id=index,
+            num_samples=2,
+            sampling=Sampling(temperature=1.0, max_new_tokens=20),
+            request_id=f"step-{step}{again}-{index}",
+            seed=(0, step),
+        )
+
+    def start(self) -> None:
+        self.stream = ScriptedStream(self.config, self.random, lambda: self.label)
+        schedule, resumed = open_schedule(self.config, self.state, self.make_job)
+        self.groups = ScheduledGroups(
+            schedule,
+            self.stream,
+            ScheduleLog(log_folder(journal_folder(self.config.run_dir))),
+            make_job=self.make_job,
+            resumed=resumed,
+            policy_version=self.label,
+        )
+
+    def kill(self, checkpoint: tuple[ScheduleState, int]) -> None:
+        """Lose everything that is not on disk, and resume from the checkpoint: its state and policy version."""
+        self.num_sampled += self.stream.num_sampled
+        self.state, self.label = checkpoint
+        self.start()
+
+    def take(self, keep: Keep | None = None) -> list[FinishedGroup]:
+        """Take the batch of the next step."""
+        self.groups.take_prompts()
+        batch = self.groups.next_batch(keep, max_removed=None if keep is None else 10 * B)
+        step = self.groups.schedule.step
+        names = [group.summary.prompt_id for group in batch.groups]
+        assert [f"p{ordinal}" for ordinal in batch.ordinals] == names
+        # a step that is trained again after a kill has the same batch
+        assert self.batches.setdefault(step, names) == names
+        self.tokens[step] = {}
+        for group in batch.groups:
+            for version, num in num_tokens(group).items():
+                self.tokens[step][version] = self.tokens[step].get(version, 0) + num
+        return batch.groups
+
+    def push(self) -> None:
+        step = self.groups.schedule.step
+        self.groups.prepare_push()
+        if step not in self.skipped:
+            self.label = step
+        self.groups.finish_push(self.label)
+
+    def run(self, keep: Keep | None = None) -> None:
+        while self.groups.schedule.version < STEPS:
+            self.take(keep)
+            self.push()
+
+
+def prompts(trainer: Trainer) -> list[str]:
+    return [name for step in sorted(trainer.batches) for name in trainer.batches[step]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_group_is_trained_once_and_no_token_is_above_the_cap(tmp_path: Path, seed: int) -> None:
+    trainer = Trainer(tmp_path, seed, lookahead=2, max_staleness=3)
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    worst = [step - 1 - min(tokens) for step, tokens in trainer.tokens.items()]
+    assert 1 <= max(worst) <= 3
+    assert trainer.stream.num_sampled == B * STEPS
+
+
+def test_without_lookahead_the_batches_are_those_of_sync(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 0, lookahead=0, max_staleness=0)
+    trainer.run()
+    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
+    assert all(set(tokens) == {step - 1} for step, tokens in trainer.tokens.items())
+
+
+def test_one_step_off_is_in_order_and_exactly_one_version_old(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 0, type="one_step_off")
+    trainer.run()
+    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
+    assert all(set(tokens) == {max(0, step - 2)} for step, tokens in trainer.tokens.items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("schedule", [{"lookahead": 2, "max_staleness": 3}, {"type": "one_step_off"}], ids=str)
+def test_a_killed_run_trains_the_logged_batches_again(tmp_path: Path, seed: int, schedule: dict[str, object]) -> None:
+    trainer, random = Trainer(tmp_path, seed, **schedule), Random(seed)
+    checkpoint, num_kills, cap = (trainer.groups.state(), trainer.label), 0, 1 if schedule.get("type") else 3
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        if num_kills < 6 and random.random() < 0.3:
+            num_kills += 1
+            trainer.kill(checkpoint)
+            continue
+        trainer.push()
+        if random.random() < 0.4:
+            checkpoint = trainer.groups.state(), trainer.label
+            assert continues_log(trainer.config, checkpoint[0])
+            remove_events(log_folder(journal_folder(tmp_path)), up_to=checkpoint[0].num_events)
+    assert num_kills >= 1
+    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    assert max(step - 1 - min(tokens) for step, tokens in trainer.tokens.items()) <= cap
+    # each kill loses the groups that are in flight, and no finished one
+    assert trainer.num_sampled + trainer.stream.num_sampled == B * STEPS
+
+
+def test_a_resumed_run_keeps_finished_groups_and_names_others_anew(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 3, lookahead=2, max_staleness=4)
+    trainer.take()
+    finished = {group.ordinal for group in trainer.groups.schedule.finished()}
+    in_flight = set(trainer.stream.in_flight)
+    assert in_flight
+    trainer.kill((ScheduleState(), 0))
+    assert {group.ordinal for group in trainer.groups.schedule.finished()} == finished
+    again = set(trainer.stream.in_flight)
+    assert len(again) == len(in_flight)
+    assert {re.sub(r"-again\d+", "", name) for name in again} == in_flight
+    assert not again & in_flight
+
+
+def test_filtered_groups_are_replaced_one_by_one(tmp_path: Path) -> None:
+    def keep(group: FinishedGroup) -> bool:
+        return int(group.summary.prompt_id[1:]) % 3 > 0
+
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    trainer.run(keep)
+    trained = prompts(trainer)
+    assert len(trained) == B * STEPS == len(set(trained))
+    assert not any(int(name[1:]) % 3 == 0 for name in trained)
+    events = list(read_log(log_folder(journal_folder(tmp_path))))
+    removed = [event for event in events if isinstance(event, Removed)]
+    assert {event.outcome for event in removed} == {Outcome.FILTERED}
+    assert all(event.ordinal % 3 == 0 for event in removed)
+
+
+def test_a_step_settles_for_fewer_groups(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
+    batch = trainer.groups.next_batch(lambda group: group.summary.prompt_id == "p4", max_removed=2 * B)
+    assert [group.summary.prompt_id for group in batch.groups] == ["p4"]
+    assert len(batch.removed) >= 2 * B
+    trainer.push()
+    assert len(trainer.stream.in_flight) == 2 * B
+
+
+def test_weights_of_a_skipped_update_count_as_those_of_its_step(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 2, skipped=frozenset({3, 4, 5}), lookahead=1, max_staleness=1)
+    trainer.run()
+    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))
+    assert min(trainer.tokens[7]) >= 2  # steps 3 to 5 have the weights of version 2
+
+
+def test_groups_above_the_cap_are_dropped_and_their_late_results_ignored(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 5, lookahead=1, max_staleness=1, late="drop")
+    trainer.run()
+    dropped = trainer.groups.schedule.state().counts.dropped
+    assert dropped > 0
+    assert len(prompts(trainer)) == len(set(prompts(trainer))) == B * STEPS
+
+
+def test_a_checkpoint_needs_the_journal_of_its_open_groups() -> None:
+    groups = (OpenGroup(ordinal=7, version=1), OpenGroup(ordinal=20, version=3))
+    assert first_needed_step(ScheduleState(version=4, next_ordinal=21, groups=groups), B) == 3
+    assert first_needed_step(ScheduleState(version=4, next_ordinal=21), B) == 8
+
+
+def test_a_gap_in_the_log_is_noticed(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, 5, lookahead=1, max_staleness=1)
+    state = trainer.groups.state()
+    for _ in range(3):
+        trainer.take()
+        trainer.push()
+        last = trainer.groups.state()
+    remove_events(log_folder(journal_folder(tmp_path)), up_to=last.num_events)
+    trainer.take()
+    assert continues_log(trainer.config, last)
+    assert not continues_log(trainer.config, state)
+
+
+def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restarted engine needs the weights that the push waits with."""
+    trainer = Trainer(tmp_path, 4, type="one_step_off")
+    trainer.take()
+    unfinished = len(trainer.stream.in_flight)
+    assert unfinished
+
+    def wait(label: str) -> list[tuple[GroupJob, FinishedGroup]]:
+        raise OutdatedEngineError("engine 0 was restarted")
+
+    monkeypatch.setattr(trainer.stream, "wait", wait)
+    with pytest.raises(OutdatedEngineError):
+        trainer.groups.prepare_push()
+    with pytest.raises(ValueError, match=f"{unfinished} groups are unfinished"):
+        trainer.groups.finish_push(1)
+    trainer.label = 1
+    trainer.groups.finish_push(1, drained=False)
+    monkeypatch.undo()
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        trainer.push()
+    assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]

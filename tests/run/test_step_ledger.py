@@ -1,0 +1,225 @@
+"""The memory of a step, driven by the class that moves it in a run: order, peaks, and the KV cache that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typing_extensions import override
+
+from megarl.config.trainer import OffloadConfig
+from megarl.device_memory.activations import ActivationBytes
+from megarl.device_memory.engine_memory import EngineBytes
+from megarl.device_memory.gpu_demand import POLICY, GpuDemand, ModelDemand
+from megarl.device_memory.gpus import CUDA_CONTEXT_BYTES, GIB, USABLE_FRACTION, gpu_memory
+from megarl.device_memory.ledger import DeviceLedger
+from megarl.device_memory.training_state import StateBytes
+from megarl.run.mem_fraction import (
+    EngineFraction,
+    free_at_engine_start,
+    kv_cache_bytes,
+    largest_kv_cache,
+    largest_mem_fraction,
+    with_fraction,
+)
+from megarl.run.step_ledger import StepSimulation, peak, step_ledger
+from megarl.run.step_memory import StepMemory
+
+H100 = gpu_memory("h100-80")
+STATE = StateBytes(parameters=16 * GIB, gradients=32 * GIB, main_parameters=4 * GIB, moments=8 * GIB)
+ACTIVATIONS = ActivationBytes(stored=5 * GIB, recomputed=2 * GIB, head=1 * GIB, forward=2 * GIB)
+MODEL = ModelDemand(name=POLICY, state=STATE, activations=ACTIVATIONS, is_trained=True)
+REFERENCE = ModelDemand(
+    name="reference",
+    state=StateBytes(parameters=16 * GIB),
+    activations=ACTIVATIONS,
+    is_trained=False,
+    offload_when_idle=True,
+)
+COLOCATED = GpuDemand(
+    pool="main",
+    rank=0,
+    models=(MODEL, REFERENCE),
+    offload=OffloadConfig(optimizer=True, gradients=True),
+    engine=EngineBytes(weights=16 * GIB, kv_per_token=147_456, graphs=GIB, working=10 * GIB),
+    releases_engine_memory=True,
+    bucket_bytes=GIB // 2,
+)
+CONTEXTS = 2 * CUDA_CONTEXT_BYTES + GIB
+"""Both processes, and the engine's CUDA graphs."""
+
+
+class RecordingLedger(DeviceLedger):
+    """Keeps the order of allocations and frees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    @override
+    def allocate(self, process: str, owner: str, num_bytes: int) -> None:
+        super().allocate(process, owner, num_bytes)
+        self.events.append(f"+ {process} {owner}")
+
+    @override
+    def free(self, process: str, owner: str) -> int:
+        self.events.append(f"- {process} {owner}")
+        return super().free(process, owner)
+
+
+def test_memory_moves_in_this_order_in_a_step() -> None:
+    ledger = RecordingLedger()
+    simulation = StepSimulation(COLOCATED, 20 * GIB, ledger=ledger)
+    simulation.run(1)
+    ledger.events.clear()
+    simulation.run(1)
+    state = [f"trainer policy {kind}" for kind in ("gradients", "main parameters", "moments")]
+    reference = ["trainer reference parameters", "trainer reference activations"]
+    assert ledger.events == [
+        "+ engine kv_cache",
+        "+ engine working memory",
+        "- engine working memory",
+        # scoring
+        "- engine kv_cache",
+        *(f"+ {owner}" for owner in reference),
+        *(f"- {owner}" for owner in reversed(reference)),
+        # training
+        "- engine weights",
+        *(f"+ {owner}" for owner in state),
+        "+ trainer policy activations",
+        "+ trainer policy recomputed activations",
+        "- trainer policy recomputed activations",
+        "+ trainer policy language head",
+        "- trainer policy language head",
+        "- trainer policy activations",
+        # push
+        *(f"- {owner}" for owner in state),
+        "+ engine weights",
+        "+ trainer buckets",
+        "- trainer buckets",
+    ]
+
+
+def test_the_peak_of_a_step_is_the_largest_phase_not_the_sum() -> None:
+    ledger = step_ledger(COLOCATED, 20 * GIB)
+    totals = {phase: (holdings.total - CONTEXTS) / GIB for phase, holdings in ledger.peaks.items()}
+    assert totals == {
+        "sampling": 16 + 16 + 20 + 10,  # parameters, engine weights, KV cache, working memory
+        "scoring": 16 + 16 + 16 + 2,  # parameters, engine weights, reference with activations
+        "training": 60 + 5 + 2,  # state, activations, recomputed activations
+        "push": 16 + 16 + 0.5,  # parameters, engine weights, buckets
+    }
+    assert peak(ledger) == ledger.peaks["training"].total < H100
+    owners = {account: 0 for holdings in ledger.peaks.values() for account in holdings.by_account}
+    for account in owners:
+        owners[account] = max(holdings.by_account.get(account, 0) for holdings in ledger.peaks.values())
+    assert sum(owners.values()) > 1.5 * H100  # what all processes would hold side by side
+
+
+class LateRelease(StepMemory):
+    """Frees the engines' memory after the trainer has allocated its own."""
+
+    @override
+    def begin_training(self) -> None:
+        self._trainer.onload()
+        super().begin_training()
+
+
+class LateOffload(StepMemory):
+    """Allocates the engines' memory before the trainer has freed its own."""
+
+    @override
+    def begin_push(self) -> None:
+        assert self._engines is not None
+        self._engines.resume(("weights", "kv_cache"))
+        super().begin_push()
+
+
+@pytest.mark.parametrize(("memory", "phase"), [(LateRelease, "training"), (LateOffload, "push")])
+def test_another_order_does_not_fit(memory: type[StepMemory], phase: str) -> None:
+    ledger = StepSimulation(replace(COLOCATED, models=(MODEL,)), 20 * GIB, memory).run()
+    assert [name for name, holdings in ledger.peaks.items() if holdings.total > H100] == [phase]
+
+
+def test_steps_after_the_first_are_alike() -> None:
+    first, later = (StepSimulation(COLOCATED, GIB).run(steps) for steps in (2, 5))
+    assert first.peaks == later.peaks
+    assert first.ends == later.ends
+
+
+def test_engines_that_keep_their_memory_add_to_every_phase() -> None:
+    keeps = step_ledger(replace(COLOCATED, releases_engine_memory=False), 20 * GIB)
+    releases = step_ledger(COLOCATED, 20 * GIB)
+    # the trainer then offloads before the next sampling only
+    for phase, freed in {"sampling": 0, "scoring": 20, "training": 36, "push": 20 + 44}.items():
+        assert keeps.peaks[phase].total - releases.peaks[phase].total == freed * GIB
+
+
+def test_each_offloaded_kind_leaves_sampling() -> None:
+    def sampling(**kinds: bool) -> float:
+        offload = OffloadConfig(**{"optimizer": False, "gradients": False} | kinds)
+        return step_ledger(replace(COLOCATED, offload=offload), 0).peaks["sampling"].total / GIB
+
+    none = sampling()
+    assert none - sampling(gradients=True) == 32
+    assert none - sampling(optimizer=True) == 12
+    assert none - sampling(weights=True) == 16
+
+
+def test_idle_models_stay_where_they_are_not_offloaded() -> None:
+    resident = replace(COLOCATED, models=(MODEL, replace(REFERENCE, offload_when_idle=False)))
+    before, after = step_ledger(COLOCATED, 0), step_ledger(resident, 0)
+    added = {phase: after.peaks[phase].total - before.peaks[phase].total for phase in before.peaks}
+    assert added == {"sampling": 16 * GIB, "scoring": 0, "training": 16 * GIB, "push": 16 * GIB}
+
+
+@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("stored", [1, 4])
+def test_the_fraction_fills_the_gpu(stored: int, releases: bool) -> None:
+    """The cache is the largest with which every phase fits: 1 MiB more would not."""
+    activations = replace(ACTIVATIONS, stored=stored * GIB)
+    small = replace(MODEL, state=replace(STATE, gradients=8 * GIB), activations=activations)
+    demand = replace(COLOCATED, models=(small, REFERENCE), releases_engine_memory=releases)
+    kv_bytes, usable = largest_kv_cache(demand, H100), USABLE_FRACTION * H100
+    assert kv_bytes > 0
+    assert peak(step_ledger(demand, kv_bytes)) <= usable < peak(step_ledger(demand, kv_bytes + 2**20))
+    value = largest_mem_fraction(demand, H100)
+    free = free_at_engine_start(demand, H100)
+    assert free == H100 - 2 * CUDA_CONTEXT_BYTES - 16 * GIB  # the trainer has offloaded
+    allocated = kv_cache_bytes(demand, EngineFraction(value=value, origin=""), H100)
+    assert kv_bytes - free / 1000 <= allocated <= kv_bytes
+
+
+def test_no_fraction_fits_where_training_does_not() -> None:
+    large = replace(COLOCATED, models=(replace(MODEL, state=replace(STATE, gradients=64 * GIB)), REFERENCE))
+    assert largest_kv_cache(large, H100) < 0
+    assert largest_mem_fraction(large, H100) == 0.0
+
+
+def test_a_chosen_fraction_leaves_sglang_the_rest() -> None:
+    demand, kv_bytes = with_fraction(COLOCATED, EngineFraction(value=0.9, origin=""), H100)
+    assert demand.engine is not None
+    free = free_at_engine_start(COLOCATED, H100)
+    assert kv_bytes == int(0.9 * free) - 16 * GIB
+    assert demand.engine.working == free - int(0.9 * free) - GIB < 10 * GIB
+    limited = EngineFraction(value=0.9, origin="", max_tokens=1000)
+    assert kv_cache_bytes(COLOCATED, limited, H100) == 1000 * 147_456
+
+
+def test_gpus_without_a_policy_score_or_sample_only() -> None:
+    critic = replace(MODEL, name="critic")
+    scoring = step_ledger(GpuDemand(pool="c", rank=0, models=(critic,), offload=COLOCATED.offload), 0)
+    assert {name: holdings.total / GIB for name, holdings in scoring.peaks.items()} == {"scoring": 67.5}
+    alone = GpuDemand(pool="b", rank=0, offload=COLOCATED.offload, engine=COLOCATED.engine, bucket_bytes=GIB)
+    sampling = step_ledger(alone, 20 * GIB)
+    assert {name: holdings.total / GIB for name, holdings in sampling.peaks.items()} == {"sampling": 47.5, "push": 38.5}
+
+
+def test_a_critic_is_trained_without_the_engines_weights() -> None:
+    critic = replace(MODEL, name="critic", offload_when_idle=True)
+    ledger = RecordingLedger()
+    StepSimulation(replace(COLOCATED, models=(MODEL, critic)), 20 * GIB, ledger=ledger).run(1)
+    events = ledger.events[ledger.events.index("- engine working memory") :]
+    order = ["- engine kv_cache", "+ trainer critic activations", "- engine weights", "+ trainer critic gradients"]
+    assert [events.index(event) for event in order] == sorted(events.index(event) for event in order)
+    assert ledger.peaks["scoring"].total == ledger.peaks["training"].total + 16 * GIB  # the policy's weights

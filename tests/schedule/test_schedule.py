@@ -1,0 +1,230 @@
+"""The rules of a schedule, one at a time."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+from megarl.schedule.events import Outcome
+from megarl.schedule.policy import Late, SchedulePolicy, Update
+from megarl.schedule.schedule import Schedule
+
+MODULES = ("policy", "deadline_queue", "schedule", "staleness", "tail")
+
+
+def make(lookahead: int, max_staleness: int, *, late: Late = Late.WAIT, num_steps: int | None = None) -> Schedule:
+    policy = SchedulePolicy(lookahead=lookahead, max_staleness=max_staleness, late=late, update=Update.RETRACT)
+    return Schedule(policy, 2, num_steps=num_steps)
+
+
+def finish_all(schedule: Schedule) -> None:
+    for group in schedule.state().groups:
+        if not group.is_finished:
+            schedule.finish(group.ordinal)
+
+
+def train(schedule: Schedule) -> tuple[int, ...]:
+    batch = schedule.pick()
+    assert batch is not None
+    schedule.lease(batch)
+    schedule.push()
+    return batch
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module: str) -> None:
+    results = doctest.testmod(import_module(f"megarl.schedule.{module}"))
+    assert results.attempted
+    assert not results.failed
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SchedulePolicy(in_order=True),
+        SchedulePolicy(lookahead=0, max_staleness=0, update=Update.RETRACT),
+        SchedulePolicy(lookahead=0, max_staleness=0, late=Late.MASK),
+        SchedulePolicy(lookahead=0, max_staleness=0, late=Late.DROP, update=Update.ABORT),
+    ],
+)
+def test_sync_and_async_without_lookahead_train_on_their_own_prompts(policy: SchedulePolicy) -> None:
+    schedule = Schedule(policy, 3, num_steps=4)
+    assert schedule.num_to_prime == 0
+    for step in range(4):
+        assert schedule.upcoming(schedule.capacity) == list(range(3 * step, 3 * step + 3))
+        schedule.admit(3)
+        for ordinal in (3 * step + 2, 3 * step, 3 * step + 1):
+            assert schedule.pick() is None
+            schedule.finish(ordinal)
+        assert train(schedule) == (3 * step, 3 * step + 1, 3 * step + 2)
+        assert [schedule.place(3 * step + index) for index in range(3)] == [(step + 1, index) for index in range(3)]
+    assert schedule.capacity == 0
+
+
+def test_one_step_off_trains_in_order_and_drains() -> None:
+    policy = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
+    schedule = Schedule(policy, 2, num_steps=3)
+    assert schedule.num_to_prime == 2
+    schedule.admit(4)
+    for ordinal in (2, 3, 1):
+        schedule.finish(ordinal)
+        assert schedule.pick() is None
+    schedule.finish(0)
+    assert schedule.pick() == (0, 1)
+    schedule.lease((0, 1))
+    assert schedule.capacity == 0
+    assert schedule.can_push
+    schedule.push()
+    assert schedule.admit(schedule.capacity).ordinals == (4, 5)
+    schedule.lease(schedule.pick() or ())
+    assert schedule.leased == (2, 3)
+    assert schedule.group_staleness() == {1: 2}
+    assert not schedule.can_push
+    with pytest.raises(ValueError, match="step 2 cannot be pushed: 2 groups are unfinished"):
+        schedule.push()
+    finish_all(schedule)
+    assert schedule.can_push
+
+
+def test_a_leased_batch_counts_until_its_push() -> None:
+    schedule = make(1, 1)
+    schedule.admit(4)
+    finish_all(schedule)
+    schedule.lease((0, 1))
+    assert schedule.capacity == 0
+    with pytest.raises(ValueError, match="1 groups cannot be admitted: the capacity is 0"):
+        schedule.admit(1)
+    schedule.push()
+    assert schedule.capacity == 2
+
+
+def test_a_short_batch_counts_as_a_full_one() -> None:
+    schedule = make(1, 1)
+    schedule.admit(4)
+    finish_all(schedule)
+    schedule.remove(1, Outcome.FILTERED)
+    schedule.lease((0,))
+    assert schedule.capacity == 0
+    schedule.push()
+    assert schedule.capacity == 2
+
+
+def test_a_step_waits_for_a_group_before_it_is_due() -> None:
+    """Three groups of version 0 are left after step 1, and two places until their deadline."""
+    schedule = make(2, 2)
+    schedule.admit(6)
+    for ordinal in (3, 4, 5):
+        schedule.finish(ordinal)
+    assert train(schedule) == (3, 4)
+    assert schedule.admit(2).ordinals == (6, 7)
+    schedule.finish(6)
+    assert schedule.overdue_step == 3
+    assert schedule.pick() is None
+    schedule.finish(2)
+    assert train(schedule) == (2, 5)
+
+
+def test_removed_groups_are_replaced() -> None:
+    schedule = make(0, 0)
+    schedule.admit(2)
+    schedule.finish(0)
+    schedule.remove(0, Outcome.FILTERED)
+    schedule.remove(1, Outcome.FAILED)
+    assert schedule.admit(schedule.capacity).ordinals == (2, 3)
+    finish_all(schedule)
+    assert train(schedule) == (2, 3)
+    counts = schedule.state().counts
+    assert (counts.trained, counts.filtered, counts.failed, counts.dropped) == (2, 1, 1, 0)
+
+
+def test_the_last_steps_admit_no_more_than_they_train_on() -> None:
+    schedule = make(2, 3, num_steps=4)
+    admitted = []
+    while schedule.version < 4:
+        admitted.append(schedule.admit(schedule.capacity).ordinals)
+        finish_all(schedule)
+        train(schedule)
+    assert [len(ordinals) for ordinals in admitted] == [6, 2, 0, 0]
+    assert not schedule.state().groups
+
+
+def test_masking_never_waits() -> None:
+    schedule = make(1, 1, late=Late.MASK)
+    schedule.admit(4)
+    for step in range(3):
+        for ordinal in range(2 * step + 1, 2 * step + 3):
+            schedule.finish(ordinal)
+        train(schedule)
+        schedule.admit(schedule.capacity)
+    schedule.finish(0)
+    schedule.finish(7)
+    assert schedule.pick() == (0, 7)  # the late group comes first
+    schedule.lease((0, 7))
+    assert schedule.group_staleness() == {3: 1, 1: 1}
+    assert schedule.policy.oldest_version(schedule.step) == 2
+
+
+def test_dropped_groups_are_reported_and_replaced() -> None:
+    schedule = make(1, 1, late=Late.DROP)
+    schedule.admit(4)
+    schedule.finish(1)
+    schedule.finish(2)
+    train(schedule)
+    schedule.admit(2)
+    schedule.finish(4)
+    schedule.finish(5)
+    schedule.lease(schedule.pick() or ())
+    assert schedule.push().dropped == (0, 3)
+    assert not schedule.is_unfinished(0)
+    assert schedule.capacity == 4
+    assert schedule.state().counts.dropped == 2
+
+
+def test_wrong_events_are_refused() -> None:
+    schedule = make(1, 1)
+    schedule.admit(4)
+    schedule.finish(0)
+    with pytest.raises(ValueError, match="group 0 cannot finish: it is not unfinished"):
+        schedule.finish(0)
+    with pytest.raises(ValueError, match=r"admitted at version 0, but version -1 has sampled a token"):
+        schedule.finish(1, oldest=-1)
+    with pytest.raises(ValueError, match="group 9 cannot be removed: it is not open"):
+        schedule.remove(9, Outcome.FAILED)
+    with pytest.raises(ValueError, match="some of these groups are not finished"):
+        schedule.lease((0, 1))
+    with pytest.raises(ValueError, match="step 1 cannot be pushed: no batch is leased"):
+        schedule.push()
+    schedule.finish(1)
+    schedule.lease((0, 1))
+    with pytest.raises(ValueError, match="step 1 has a batch already"):
+        schedule.lease((0, 1))
+    with pytest.raises(ValueError, match="groups_per_step needs to be at least 1, got 0"):
+        Schedule(SchedulePolicy(), 0)
+
+
+def test_a_batch_that_would_make_another_group_late_is_refused() -> None:
+    schedule = make(1, 1)
+    schedule.admit(4)
+    finish_all(schedule)
+    with pytest.raises(ValueError, match=r"step 1 cannot train on \(0,\): groups due by 2 would be late"):
+        schedule.lease((0,))
+
+
+def test_metrics() -> None:
+    schedule = make(1, 1)
+    schedule.admit(4)
+    finish_all(schedule)
+    train(schedule)
+    schedule.admit(2)
+    schedule.lease((2, 3))
+    assert schedule.metrics() == {
+        "schedule/unfinished": 2,
+        "schedule/finished": 0,
+        "schedule/staleness_mean": 1,
+        "schedule/staleness_max": 1,
+        "schedule/filtered": 0,
+        "schedule/failed": 0,
+        "schedule/dropped": 0,
+    }
