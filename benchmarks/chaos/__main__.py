@@ -21,6 +21,7 @@ from benchmarks.chaos.disturb import POLL_SECONDS, FaultInjector
 from benchmarks.chaos.plan import STEPS_PER_KILL, PlannedKill, plan_kills
 from benchmarks.chaos.prepare import prepare_demo, read_config
 from benchmarks.chaos.report import ChaosReport, make_report
+from benchmarks.chaos.schedule import check_schedule, is_asynchronous
 from benchmarks.chaos.show import markdown, print_table
 from benchmarks.chaos.targets import ALL_TARGETS, DEFAULT_TARGETS
 from benchmarks.chaos.watch import RunWatcher
@@ -40,6 +41,10 @@ Compared bitwise at the end:
 Generation is reproducible because finished rollouts are replayed from the run's journal and unfinished ones are
 resampled with the same seeds: with SGLang's deterministic inference on CPUs, a completion depends only on its prompt
 and seed.
+
+An asynchronous run (`schedule.type: async`) does not repeat by itself. Its checkpoints are compared with those of a
+replay of its journal, without engines, and its log says which groups were lost, trained twice, generated again after
+they were finished, or trained above the staleness cap.
 
 Orphans are processes still alive 15 s after the end of the run (70 s for Ray's two agents, which report a killed
 cluster for 60 s), and new files in /dev/shm that no process has mapped. The exit code is 0 if all kills were made and
@@ -109,7 +114,7 @@ def _run(args: argparse.Namespace, notify: Callable[[str], None]) -> ChaosReport
         command.end()
     report = make_report(
         found,
-        comparison.compare(undisturbed, folder),
+        check_schedule(config, folder) if is_asynchronous(config) else comparison.compare(undisturbed, folder),
         orphans=orphans,
         kills_asked=args.kills,
         steps=steps,
@@ -155,6 +160,7 @@ def _settings(args: argparse.Namespace) -> list[str]:
     return [
         f"trainer.steps={max(steps, STEPS_PER_KILL * args.kills)}",
         "checkpoint.every=5",
+        "checkpoint.keep_journal=all",
         f"recovery.max_restarts={20 + 2 * args.kills}",
         "recovery.max_identical_failures=10",
         "recovery.backoff_seconds=0.1",

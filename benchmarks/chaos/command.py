@@ -67,6 +67,11 @@ class Command:
         """Return the exit code; None while the command runs."""
         return None if self._process is None else self._process.poll()
 
+    def wait(self) -> int:
+        """Wait for the command and return its exit code."""
+        assert self._process is not None, "the command has not been started"
+        return self._process.wait()
+
     def log_tail(self, lines: int = 20) -> str:
         """Return the last lines printed since the last start."""
         printed = self._log.read_bytes()[self._log_begin :].decode(errors="replace")

@@ -10,18 +10,15 @@ metrics               metrics of each step, logged once, except times and sizes
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.chaos.read import Rollouts, Step, read_last_checkpoint, read_metrics, read_model, read_rollouts
 from benchmarks.chaos.watch import Line
+from megarl.checkpoint.compare import is_bitwise_equal
 from megarl.errors import DataError
 
 COMPARED = ("checkpoint", "model", "prompts", "trajectories", "metrics")
@@ -120,18 +117,3 @@ def _differences(what: str, values: Mapping[Any, Any], others: Mapping[Any, Any]
     ]
     more = [f"{what}: {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else []
     return found[:MAX_SHOWN] + more
-
-
-def is_bitwise_equal(value: Any, other: Any) -> bool:
-    """Return whether both values have the same types and bits."""
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return value.dtype == other.dtype and value.shape == other.shape and torch.equal(_bytes(value), _bytes(other))
-    if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return list(value) == list(other) and all(is_bitwise_equal(value[key], other[key]) for key in value)
-    if isinstance(value, list | tuple) and type(value) is type(other):
-        return len(value) == len(other) and all(map(is_bitwise_equal, value, other))
-    return type(value) is type(other) and pickle.dumps(value) == pickle.dumps(other)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

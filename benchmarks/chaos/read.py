@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +10,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow.parquet as pq
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from benchmarks.chaos.watch import METRICS, Line, step_lines
+from megarl.checkpoint.compare import read_models
 
 Step: TypeAlias = int
 
-INDEX, COMMON, STATE = ".metadata", "common.pt", "state.json"
+STATE = "state.json"
 
 TIMING_FIELDS = ("totals", "metrics_bytes")
 """Fields of `state.json` that depend on timing: run totals, and the length of a file that holds times."""
@@ -66,31 +61,13 @@ def read_last_checkpoint(run: Path) -> dict[str, Any]:
     if not folders:
         return {}
     folder = folders[-1]
-    found: dict[str, Any] = {"name": folder.name}
-    for index in sorted(folder.rglob(INDEX)):
-        name = index.parent.relative_to(folder).as_posix()
-        found |= {f"{name}/{key}": value for key, value in _read_distributed(index.parent).items()}
-    for path in sorted(folder.rglob(COMMON)):
-        found[path.relative_to(folder).as_posix()] = torch.load(path, weights_only=False)
+    found = {"name": folder.name, **read_models(folder)}
     if (folder / STATE).exists():
         state = json.loads((folder / STATE).read_text())
+        if state.get("schedule") is not None:
+            del state["schedule"]["num_events"]  # a resumed run has logged more events
         found |= {f"{STATE}/{key}": value for key, value in state.items() if key not in TIMING_FIELDS}
     return found
-
-
-def _read_distributed(folder: Path) -> dict[str, Any]:
-    index = FileSystemReader(folder).read_metadata()
-    state: dict[str, Any] = {}
-    for name, stored in index.state_dict_metadata.items():
-        state[name] = None
-        if isinstance(stored, TensorStorageMetadata):
-            # zeros: the checkpoint need not store every element
-            state[name] = torch.zeros(stored.size, dtype=stored.properties.dtype)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load_distributed(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
-    return state
 
 
 def read_model(folder: Path) -> dict[str, bytes]:

@@ -52,7 +52,9 @@ means over seeds; "fullest", "cost max/mean" and "worst" are maxima, "plan ms" i
   `karmarkar_karp_cost` does the same on costs, as later versions of verl do for one fixed model.
 - `megarl`: `megarl.batch.balance.plan_micro_batches`, on costs. The other schemes are reimplemented here.
 - "at least": total tokens divided by ranks times budget, rounded up. "fill": tokens over all budgets.
-- "cost max/mean": over ranks. "step cost": in each micro-batch all ranks wait for the most expensive one; 1 is optimal.
+- "cost max/mean": over ranks; the duration of a step in which data-parallel ranks wait for each other once per update,
+  as those of dense models do. "step cost": with expert parallelism, all ranks wait in each micro-batch for the most
+  expensive one. 1 is optimal in both.
 - If one sequence costs more than a full budget of shorter ones, all ranks wait for it in any scheme.
 - `gsm8k`: questions with answers; every word, digit and punctuation mark counts as one token.
 

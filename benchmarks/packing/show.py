@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean, median
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.packing.measure import PackingReport
+from benchmarks.text_table import markdown_rows, print_rows
 
 COLUMNS: tuple[str, ...] = (
     "lengths",
@@ -55,15 +53,9 @@ def rows(reports: Sequence[PackingReport]) -> list[list[str]]:
 
 def print_table(reports: Sequence[PackingReport]) -> None:
     """Print the table to stdout."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < NUM_TEXT_COLUMNS else "right")
-    for row in rows(reports):
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 190).print(table)
+    print_rows(COLUMNS, rows(reports), NUM_TEXT_COLUMNS)
 
 
 def markdown(reports: Sequence[PackingReport]) -> str:
     """Return the table in Markdown."""
-    lines = [COLUMNS, ["---"] * NUM_TEXT_COLUMNS + ["---:"] * (len(COLUMNS) - NUM_TEXT_COLUMNS), *rows(reports)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown_rows(COLUMNS, rows(reports), NUM_TEXT_COLUMNS)

@@ -33,6 +33,7 @@ from tests.benchmarks.chaos_runs import (
     write_fake_run,
     write_step,
 )
+from tests.time_limits import HANG_SECONDS
 
 FIELDS = (
     "kills by_target by_phase recovered bitwise_equal prompts_lost prompts_repeated trajectories_repeated "
@@ -295,7 +296,7 @@ def test_interval_without_lines_and_heartbeats_has_no_phases():
 def test_command_finds_its_orphaned_processes(tmp_path, monkeypatch):
     program = tmp_path / "megarl"
     # a child in its own session whose parent ends: only the mark identifies it
-    program.write_text('#!/bin/sh\nsetsid sleep 60 &\nsetsid sleep 61 >/dev/null &\necho "$@"; exit 3\n')
+    program.write_text('#!/bin/sh\nsetsid sleep 6000 &\nsetsid sleep 6001 >/dev/null &\necho "$@"; exit 3\n')
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr("benchmarks.chaos.command.END_SECONDS", 0.2)
@@ -303,22 +304,24 @@ def test_command_finds_its_orphaned_processes(tmp_path, monkeypatch):
     command = Command(["train", "x.yaml"], tmp_path / "log")
     try:
         command.start("--resume", "auto")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_SECONDS
         while (code := command.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert code == 3
         assert command.log_tail() == "train x.yaml --resume auto"
         # the children are copies of the shell until they have started their programs
-        while (titles := sorted(row.title for row in command.table())) != ["sleep 60", "sleep 61"]:
+        while (titles := sorted(row.title for row in command.table())) != ["sleep 6000", "sleep 6001"]:
             assert time.monotonic() < deadline, titles
             time.sleep(0.01)
-        command.kill(next(row.pid for row in command.table() if row.title == "sleep 60"))
+        command.kill(next(row.pid for row in command.table() if row.title == "sleep 6000"))
         (orphan,) = [name for name in command.orphans() if name.startswith("process")]
-        assert orphan.endswith("sleep 61")
+        assert orphan.endswith("sleep 6001")
     finally:
         command.end()
         command.remove_temporary()
-    assert command.table() == []
+    while command.table():
+        assert time.monotonic() < deadline, command.table()
+        time.sleep(0.01)
     assert not command.temporary.exists()
 
 

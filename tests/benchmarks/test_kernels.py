@@ -1,95 +1,87 @@
-"""The kernel benchmark: kernel and loops agree, the kernel is faster, and the report is complete."""
+"""The benchmark of the ops: results are compared, bytes are counted, and the report is complete."""
 
 import json
+import os
 import sys
-import time
 
 import pytest
 import torch
 
+from benchmarks.kernels import rooflines
 from benchmarks.kernels.__main__ import main
-from benchmarks.kernels.loops import gae_over_lists, gae_over_tensors
-from benchmarks.kernels.measure import GAMMA, LOOPS, measure
+from benchmarks.kernels.cases import Case
+from benchmarks.kernels.measure import count_bytes, measure
 from benchmarks.kernels.show import COLUMNS
-from benchmarks.kernels.workload import LONGEST, TURN, make_kernel_workloads
-from megarl.functional import gae
 
 FIELDS = (
-    "kernel loop workload tokens tokens_in_mask sequences longest pairs loop_ms vectorised_ms ratio ratio_worst "
+    "op workload implementation min_bytes counted_bytes flops peak_bytes milliseconds roofline_fraction "
     "largest_difference"
 )
-WORKLOADS = 3
-
-
-def test_workloads_have_a_long_sequence_and_holes():
-    whole, holes, lambdas = make_kernel_workloads(100_000, 0)
-    assert int(whole.cu_seqlens_S.diff().max()) == LONGEST
-    assert int(whole.cu_seqlens_S[-1]) == 100_000
-    assert whole.mask_T.all()
-    assert holes.mask_T[:TURN].all()
-    assert not holes.mask_T[TURN : 2 * TURN].any()
-    assert len(lambdas.lam) == len(lambdas.cu_seqlens_S) - 1
-
-
-@pytest.mark.parametrize("workload", list(make_kernel_workloads(5000, 1)), ids=lambda workload: workload.name)
-def test_kernel_and_loops_agree(workload):
-    args = (workload.rewards_T, workload.values_T, workload.mask_T, workload.cu_seqlens_S)
-    got = gae(*args, gamma=GAMMA, lam=workload.lam)
-    for loop in (gae_over_tensors, gae_over_lists):
-        for a, b in zip(got, loop(*args, gamma=GAMMA, lam=workload.lam), strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
-            assert b.any()
-
-
-@pytest.fixture
-def cpu_time(monkeypatch):
-    """Measure the CPU time of this thread, which excludes time when it is descheduled on a busy node."""
-    monkeypatch.setattr("benchmarks.kernels.measure.perf_counter", time.thread_time)
-
-
-def test_kernel_is_8_times_faster_than_a_loop_over_tensors(cpu_time):
-    """Compares the best of several alternating runs, since other processes share the caches on a busy node."""
-    workload = next(make_kernel_workloads(20_000, 0))
-    measure(workload, loop="lists", pairs=1)
-    reports = [measure(workload, loop="tensors", pairs=1) for _ in range(5)]
-    assert min(r.loop_ms for r in reports) >= 8 * min(r.vectorised_ms for r in reports)
-    assert all(r.largest_difference < 1e-5 for r in reports)
-
-
-def test_kernel_is_5_times_faster_than_a_loop_over_python_numbers(cpu_time):
-    """Requires a fifth of the ratio in `benchmarks/results/kernels.md` for this workload, by the best of several."""
-    _, holes, _ = make_kernel_workloads(1_000_000, 0)
-    reports = [measure(holes, loop="lists", pairs=1) for _ in range(4)]
-    assert min(r.loop_ms for r in reports) >= 5 * min(r.vectorised_ms for r in reports)
-    assert all(r.largest_difference < 1e-6 for r in reports)
+OPS = {
+    "linear_logprob_entropy",
+    "linear_logprob_entropy, backward",
+    "logprob_entropy_, backward",
+    "fp8_block_quantize",
+    "fp8_block_dequantize",
+    "copy_boxes",
+    "segmented_reverse_scan",
+}
 
 
 def run(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["benchmarks.kernels", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.kernels", "--device=cpu", "--no-compile", *map(str, args)])
     return main()
 
 
-def test_json_has_stable_fields(monkeypatch, capsys):
-    assert run(monkeypatch, "--json", "--tokens=2000", "--pairs=2") == 0
+def test_bytes_are_those_of_inputs_and_outputs_of_each_operation():
+    a, b = torch.zeros(10, 4), torch.zeros(10, 4)
+    assert count_bytes(lambda: a + b) == 3 * 160
+    assert count_bytes(lambda: a.add_(b)) == 3 * 160
+    assert count_bytes(lambda: a.t()[:2]) == 0
+    assert count_bytes(lambda: torch.empty(10)) == 0
+    assert count_bytes(lambda: (a + b).sum(0)) == 3 * 160 + 160 + 16
+
+
+def test_results_agree_for_every_op(monkeypatch, capsys):
+    assert run(monkeypatch, "--json", "--tokens=20", "--vocabulary=301") == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == WORKLOADS * len(LOOPS)
     assert all(list(report) == FIELDS.split() for report in found)
-    assert all(0 < report["ratio_worst"] <= report["ratio"] for report in found)
-    assert all(report["largest_difference"] < 1e-5 for report in found)
+    assert {report["op"] for report in found} == OPS
+    for op in OPS:
+        of_op = {report["implementation"]: report for report in found if report["op"] == op}
+        assert {"megarl (reference)", "torch"} <= of_op.keys()
+        assert all(report["counted_bytes"] >= report["min_bytes"] > 0 for report in of_op.values())
+    assert all(report["milliseconds"] is None and report["peak_bytes"] >= 0 for report in found)
+
+
+def test_results_that_differ_are_an_error():
+    functions = {"megarl": lambda: (torch.ones(3),), "torch": lambda: (torch.full((3,), 1.1),)}
+    case = Case(op="op", workload="", implementations=functions, min_bytes=1, flops=0, tolerance=0.05)
+    with pytest.raises(ArithmeticError, match=r"op, megarl: results differ from torch's by 9\.1e-02 of the largest"):
+        list(measure(case, "cpu", None))
+    assert "MEGARL_KERNELS" not in os.environ, "left set, it would turn off the kernels of later tests"
 
 
 def test_table_and_file(monkeypatch, capsys, tmp_path):
     file = tmp_path / "results" / "kernels.md"
-    assert run(monkeypatch, "--tokens=2000", "--pairs=1", "--loops=lists", "--write", file) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1 + WORKLOADS
+    assert run(monkeypatch, "--ops", "copy_boxes", "segmented_reverse_scan", "--write", file) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
     written = file.read_text()
-    assert "python -m benchmarks.kernels --tokens=2000 --pairs=1 --loops=lists" in written
+    assert "Measured on a CPU, torch " in written
     table = [line for line in written.splitlines() if line.startswith("|")]
     assert table[0] == "| " + " | ".join(COLUMNS) + " |"
-    assert len(table) == 2 + WORKLOADS
+    assert len(table) == 2 + 6
 
 
-@pytest.mark.parametrize("name", ["tokens", "pairs"])
-def test_invalid_arguments_are_refused(monkeypatch, capsys, name):
-    assert run(monkeypatch, f"--{name}=0") == 2
-    assert f"--{name} needs at least 1, got 0" in capsys.readouterr().err
+def test_roofline_is_the_slower_of_memory_and_compute():
+    h100 = rooflines.Roofline(3.35e12, 0.989e15)
+    assert h100.seconds(3_350_000_000, 0) == pytest.approx(1e-3)
+    assert h100.seconds(1, 989_000_000_000) == pytest.approx(1e-3)
+
+
+def test_gpu_is_found_by_its_name(monkeypatch):
+    h100, pcie = rooflines.Roofline(3.35e12, 0.989e15), rooflines.Roofline(2.0e12, 0.756e15)
+    for name, expected in {"NVIDIA H100 80GB HBM3": h100, "NVIDIA H100 PCIe": pcie, "NVIDIA L4": None}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert rooflines.find_roofline("cuda") == expected
+    assert rooflines.find_roofline("cpu") is None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from benchmarks.packing.schemes import OURS, SCHEMES
 from benchmarks.packing.show import COLUMNS
 from megarl.batch.balance import SequenceCost
 from megarl.errors import DataError
+
+ROOT = Path(__file__).parents[2]
 
 FIELDS = (
     "lengths model seed sequences ranks max_tokens align scheme micro_batches micro_batches_bound padding_percent "
@@ -157,3 +160,27 @@ def test_table_and_file(monkeypatch, capsys, tmp_path):
 def test_invalid_arguments_are_refused(monkeypatch, capsys, args, message):
     assert run(monkeypatch, *args) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_documentation_quotes_the_results():
+    rows = [line.split("|")[1:-1] for line in (ROOT / "benchmarks/results/packing.md").read_text().splitlines()]
+    table = {tuple(cell.strip() for cell in row[:3]): row for row in rows if len(row) == 13}
+    header = next(row for row in rows if len(row) == 13 and row[0].strip() == "lengths")
+    columns = [[cell.strip() for cell in header].index(name) for name in ("cost max/mean", "step cost")]
+
+    def quoted(scheme):
+        row = table["lognormal", "qwen2.5-7b", scheme]
+        return [f"{100 * (float(row[column]) - 1):.1f} %" for column in columns]
+
+    models, readme = (ROOT / "docs/models.md").read_text(), (ROOT / "README.md").read_text()
+    for scheme, label in (
+        (OURS, "megarl"),
+        ("karmarkar_karp_cost", "Karmarkar-Karp on costs, as in verl"),
+        ("karmarkar_karp", "Karmarkar-Karp on token counts, as in earlier versions of verl"),
+        ("first_fit", "first-fit packing"),
+    ):
+        assert f"| {label} | {' | '.join(quoted(scheme))} |" in models
+    (ours, ours_moe), (theirs, theirs_moe) = quoted(OURS), quoted("karmarkar_karp_cost")
+    line = next(line for line in readme.splitlines() if line.startswith("| packing, planned for Qwen2.5-7B"))
+    assert f"takes {ours} longer than a perfect split, {theirs} with verl's scheme; with experts {ours_moe}" in line
+    assert f"{ours_moe} and {theirs_moe}" in line

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.reshard.__main__ import CONTENDERS
+from benchmarks.reshard import changed_weights
+from benchmarks.reshard.__main__ import BOXES, CONTENDERS, POINT_TO_POINT
+from benchmarks.reshard.contender import frozen_tensors
 from benchmarks.reshard.content import Shard, content
 from benchmarks.reshard.megatron_limits import megatron_grids, require_megatron_core_support
-from benchmarks.reshard.show import COLUMNS, SUMMARY, markdown, rows, summary_rows
+from benchmarks.reshard.show import COLUMNS, SUMMARY, LeftOut, left_out_rows, markdown, rows, summary_rows
 from benchmarks.reshard.synthetic import engine_layouts, synthetic_model
 from megarl.errors import ConfigError
 from megarl.offline.reshard_explain import make_scenario
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import STRATEGIES
-from megarl.reshard.analysis.sync_report import SyncReport, explain
+from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
 from tests.reshard.analysis.test_sync_report import FIELDS
 from tests.reshard.scenarios import scenario
+from tests.time_limits import HANG_SECONDS
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 LAYOUTS = {"1-4-1 -> 1-2": ("tp=4", "tp=2"), "1-1-4 -> 1-2": ("dp=4", "tp=2")}
@@ -31,8 +34,17 @@ COMMON = ("--model=synthetic:1", "--bucket-mb=0.25", "--repeats=3")
 def run(world, *args):
     command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(world), "-m", "benchmarks.reshard", *args]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=180, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
     )
+
+
+def json_lines(done):
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +57,7 @@ def done():
 def reports(done):
     """Return the reports by layout and strategy."""
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [line for line in json_lines(done) if "left_out" not in line]
     return {layout: {r["strategy"]: r for r in found if f"{r['train']} -> {r['gen']}" == layout} for layout in LAYOUTS}
 
 
@@ -54,7 +66,8 @@ def test_json_has_stable_fields_and_all_bytes_match(reports):
         for report in of_layout.values():
             assert list(report) == FIELDS.split()
             assert report["mismatched_bytes"] == 0
-            assert 0 < report["sync_seconds_p50"] <= report["sync_seconds_max"]
+            assert 0 < report["sync_seconds_min"] <= report["sync_seconds_p50"] <= report["sync_seconds_max"]
+            assert report["hand_over"] == "direct"
 
 
 def test_counted_traffic_equals_the_plan(reports):
@@ -73,7 +86,7 @@ def test_counted_traffic_equals_the_plan(reports):
         for name, report in reports[layout].items():
             if name in STRATEGIES:
                 planned = explain(name, case).as_json()
-                counted = {field for field in report if "seconds" not in field and field != "mismatched_bytes"}
+                counted = {field for field in report if "seconds" not in field} - set(RUN_ONLY_FIELDS)
                 assert {n: report[n] for n in counted} == {n: planned[n] for n in counted}
 
 
@@ -88,9 +101,91 @@ def test_megatron_core_receives_at_least_the_bound_and_buffers_it(reports):
 
 def test_unsupported_strategies_are_skipped_with_a_reason(done, reports):
     first, second = reports.values()
-    assert list(first) == list(CONTENDERS)
-    assert list(second) == [name for name in CONTENDERS if name != "micro_dp"]
+    assert list(first) == [name for name in CONTENDERS if name != "nccl_m2n"]
+    assert list(second) == [name for name in first if name != "micro_dp"]
     assert "1-1-4 -> 1-2: micro_dp left out: micro_dp needs the training sizes" in done.stderr
+    left_out = [line for line in json_lines(done) if "left_out" in line]
+    assert [(line["strategy"], line["train"]) for line in left_out] == [
+        ("nccl_m2n", "1-4-1"),
+        ("nccl_m2n", "1-1-4"),
+        ("micro_dp", "1-1-4"),
+    ]
+    assert left_out[0]["left_out"].startswith("not installed: megatron-core ")
+
+
+def test_the_plan_reaches_the_bound_of_either_placement(reports):
+    of_layout = reports["1-4-1 -> 1-2"]
+    for name in ("exact", "exact_consecutive"):
+        assert of_layout[name]["bytes_in_max"] == of_layout[name]["bytes_in_bound_max"]
+    assert of_layout["exact_consecutive"]["bytes_in_bound_max"] == of_layout["megatron_core"]["bytes_in_bound_max"]
+    for name in ("gather_hf", "gather_hf_serial"):
+        assert of_layout[name]["bytes_total"] == of_layout["gather_hf"]["bytes_total"]
+
+
+def test_every_contender_hands_over_through_shared_memory():
+    done = run(4, *COMMON, "--json", "--hand-over=shared-memory", "--train=tp=4", "--gen=tp=2")
+    assert done.returncode == 0, done.stderr
+    found = {line["strategy"]: line for line in json_lines(done) if "left_out" not in line}
+    assert list(found) == [name for name in CONTENDERS if name != "nccl_m2n"]
+    assert {(line["hand_over"], line["mismatched_bytes"]) for line in found.values()} == {("shared-memory", 0)}
+    # on one node, the placement alone saves bytes
+    assert found["exact"]["bytes_in_max"] < found["exact_consecutive"]["bytes_in_max"]
+
+
+def test_experts():
+    args = ("--bucket-mb=0.25", "--repeats=3", "--json", "--train=tp=2,dp=2,ep=4,etp=1", "--gen=tp=2")
+    done = run(4, "--model=synthetic-moe:4", *args, "--skip", "ds_chat", "hybridflow_v", "nccl_m2n")
+    assert done.returncode == 0, done.stderr
+    lines = json_lines(done)
+    found = {line["strategy"]: line for line in lines if "left_out" not in line}
+    assert {line["strategy"] for line in lines} - set(found) == {"megatron_core"}
+    assert found["exact"]["bytes_in_max"] < found["gather_hf"]["bytes_in_max"]
+    assert {line["mismatched_bytes"] for line in found.values()} == {0}
+
+
+def test_messages_complete_in_nccl_order():
+    """Every strategy that sends messages runs over gloo with NCCL's rules; a deadlock ends in a timeout."""
+    args = ("--nodes=2", "--json", "--transport=nccl-order", "--train=tp=4", "--gen=tp=1")
+    done = run(4, *COMMON, *args)
+    assert done.returncode == 0, done.stderr
+    reports = json_lines(done)
+    assert [report["strategy"] for report in reports] == list(POINT_TO_POINT)
+    assert {report["mismatched_bytes"] for report in reports} == {0}
+    assert sum(report["messages"] for report in reports) > 0
+
+
+def test_only_layers_that_change_are_sent():
+    args = ("--json", "--delta=2", "--train=tp=2", "--gen=tp=1", "--transport=nccl-order")
+    done = run(2, *COMMON, *args)
+    assert done.returncode == 0, done.stderr
+    found = {line["strategy"]: line for line in json_lines(done)}
+    assert list(found) == list(BOXES)
+    for name, report in found.items():
+        whole = report["bytes_total"] - report["mark_bytes"] + report["bytes_unchanged"]
+        assert (report["trained_layers"], report["mismatched_bytes"]) == (2, 0)
+        assert 0 < report["mark_bytes"] < whole / 1000
+        share = (report["bytes_total"] - report["mark_bytes"]) / whole
+        assert 0.15 < report["changed_share"] < 0.3  # of 8 layers, embedding and head
+        assert 0.15 < share < (0.6 if name == "micro_dp" else 0.3)
+
+
+def test_frozen_tensors_are_all_but_those_of_the_last_layers():
+    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.mlp.weight" for i in range(11)), "lm_head.weight"]
+    assert set(names) - frozen_tensors(names, 2) == {"model.layers.9.mlp.weight", "model.layers.10.mlp.weight"}
+    assert frozen_tensors(names, 0) == set(names)
+
+
+def test_an_adam_step_changes_few_weights_and_nearly_all_pieces():
+    first, last = changed_weights.measure(1e-6, 4, torch.bfloat16, elements=1 << 18, std=0.02)
+    assert (first.step, last.step) == (1, 4)
+    for report in (first, last):
+        assert 0.001 < report.changed_elements < 0.1
+        assert report.indexed_bytes == pytest.approx(3 * report.changed_elements)
+        assert report.changed_pieces[256 << 10] == 1.0
+        shares = list(report.changed_pieces.values())
+        assert shares == sorted(shares)
+    (frozen,) = changed_weights.measure(0.0, 1, torch.bfloat16, elements=1 << 18, std=0.02)
+    assert set(frozen.changed_pieces.values()) == {0.0}
 
 
 def test_wrong_rank_count_is_refused_and_plot_is_written(tmp_path):
@@ -133,17 +228,21 @@ def test_megatron_core_supports_layouts_that_divide():
 
 
 def test_tables_compare_with_the_baselines_of_the_same_layout():
-    def report(strategy, seconds, gen="1-2"):
+    def report(strategy, median, gen="1-2"):
         sizes = dict.fromkeys(FIELDS.split(), 0) | {"train": "1-4-2", "gen": gen, "strategy": strategy}
-        return SyncReport(**{**sizes, "sync_seconds_p50": seconds, "bytes_in_max": seconds * 10**6})
+        seconds = {"sync_seconds_p50": median, "sync_seconds_min": median / 2, "sync_seconds_max": median * 2}
+        return SyncReport(**{**sizes, **seconds, "bytes_in_max": median * 10**6})
 
     reports = [report("gather_hf", 8), report("micro_dp", 2), report("exact", 4), report("exact", 1, "1-4")]
     by_gather = COLUMNS.index("x gather_hf")
     assert [row[by_gather] for row in rows(reports)] == ["1.00", "4.00", "2.00", ""]
     first, second = summary_rows(reports)
-    assert first[:5] == ["1-4-2 -> 1-2", "micro_dp", "2.000", "4.00", ""]
-    assert first[5:8] == ["2.0", "8.0", ""]
-    assert second[:4] == ["1-4-2 -> 1-4", "exact", "1.000", ""]
+    assert first[:6] == ["1-4-2 -> 1-2", "micro_dp", "2.000", "1.000..4.000", "4.00", ""]
+    assert first[6:9] == ["2.0", "8.0", ""]
+    assert second[:5] == ["1-4-2 -> 1-4", "exact", "1.000", "0.500..2.000", ""]
+    (row,) = left_out_rows([LeftOut(strategy="nccl_m2n", train="1-4-2", gen="1-2", left_out="not installed")])
+    assert row[:3] == ["nccl_m2n", "1-4-2 -> 1-2", "not installed"]
+    assert len(row) == len(COLUMNS)
     assert markdown(SUMMARY, [first]).count("\n") == 3
 
 

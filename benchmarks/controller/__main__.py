@@ -1,0 +1,152 @@
+"""Measures the controller's CPU and memory in steps of many ranks and trajectories, on fake processes.
+
+python -m benchmarks.controller --ranks 512 --trajectories 16384 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import ray
+
+from benchmarks.controller.measure import ControllerReport, Workload, measure
+from benchmarks.controller.prompts import prompt_bytes
+from benchmarks.controller.verl_run import REQUIREMENTS, add_verl
+from benchmarks.peer_environment import make_peer_environment
+from benchmarks.results_file import write_results
+from benchmarks.text_table import markdown_rows
+
+INTRODUCTION = """\
+# CPU and memory of the controller
+
+Measured on a node with {cores} CPU cores:
+
+```
+{command}
+```
+
+Steps of GRPO with two mini-batches, as `megarl train` runs them: the loop, the groups, the splitting over replicas and
+Ray are the product's. Trainer ranks, rollout workers and engines are fake: a few processes stand in for all of them and
+return groups of 8 completions of 1,100 to 2,100 tokens without generating any. CPU seconds are those of all threads of
+the controller's process, medians over the steps after the first one.
+
+- `train call`: training request, micro-batch plan, one stored request per replica, collection of the results. `step`:
+  all of a step, the train call included. Both without what one call of each rank costs, which is `rank calls`.
+- `memory`: growth of the controller's anonymous memory over its first step. `prompt`: that of loading prompts of 500
+  tokens, per prompt.
+- `fetched / used`: tokens of the groups that a replica fetches over those that it trains on; a group is fetched whole.
+- `dispatch`: wall time of a training request, its plan included, from samples that lie where they were sampled until
+  each rank holds its own. `verl`: the same number of bytes, as DataProto without padding, collected by the controller
+  and dispatched to as many ranks; also without the time to collect. `ratio`: `verl` over `dispatch`.
+- Ranks that share a process share references as well: what Ray spends on the references of each process is counted for
+  {processes} processes only. With several ranks in a replica, only the first one gets references to groups.
+
+"""
+
+COLUMNS = (
+    "ranks",
+    "trajectories",
+    "replicas",
+    "train call s",
+    "step s",
+    "rank calls s",
+    "memory MB",
+    "prompt bytes",
+    "fetched / used",
+    "dispatch s",
+    "verl s",
+    "verl without collecting s",
+    "ratio",
+)
+
+
+def main() -> int:
+    """Print one report per size to stdout."""
+    args = _parser().parse_args()
+    if len(args.ranks) != len(args.trajectories):
+        raise SystemExit("error: --ranks and --trajectories need equally many numbers")
+    python = None
+    if args.peer == "verl":
+        python = make_peer_environment(args.environment.absolute(), REQUIREMENTS, "verl", _notify, "--no-deps")
+    bytes_per_prompt = prompt_bytes(args.prompts)
+    reports = []
+    for ranks, trajectories in zip(args.ranks, args.trajectories, strict=True):
+        work = Workload(ranks=ranks, trajectories=trajectories, replicas=args.replicas or ranks // 8, steps=args.steps)
+        report = _measure_in_new_cluster(work, bytes_per_prompt, args.store_gb)
+        if python is not None:
+            report = add_verl(report, work, python, args.store_gb * 2**30)
+        print(json.dumps(asdict(report)) if args.json else markdown([report]), flush=True)
+        reports.append(report)
+    if args.write is not None:
+        write_results(args.write, INTRODUCTION, markdown(reports), module="benchmarks.controller", processes=2)
+    return 0
+
+
+def _notify(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _measure_in_new_cluster(work: Workload, bytes_per_prompt: float, store_gb: int) -> ControllerReport:
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=store_gb * 2**30,
+        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+    )
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            return measure(work, Path(scratch), bytes_per_prompt)
+    finally:
+        ray.shutdown()
+
+
+def markdown(reports: Sequence[ControllerReport]) -> str:
+    """Return the table in Markdown, one row per size."""
+    rows = [
+        (
+            f"{r.ranks:,}",
+            f"{r.trajectories:,}",
+            f"{r.replicas:,}",
+            f"{r.train_call_cpu_seconds:.2f}",
+            f"{r.step_cpu_seconds:.2f}",
+            f"{r.rank_calls_cpu_seconds:.2f}",
+            f"{r.rss_mb:.0f}",
+            f"{r.prompt_bytes:,.0f}",
+            f"{r.fetched_per_used:.2f}",
+            f"{r.dispatch_seconds:.2f}",
+            "-" if r.peer_dispatch_seconds is None else f"{r.peer_dispatch_seconds:.2f}",
+            "-" if r.peer_send_seconds is None else f"{r.peer_send_seconds:.2f}",
+            "-" if r.ratio_dispatch is None else f"{r.ratio_dispatch:.2f}",
+        )
+        for r in reports
+    ]
+    return markdown_rows(COLUMNS, rows, 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks.controller", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[512])
+    parser.add_argument("--trajectories", type=int, nargs="+", default=[16384], help="one number for each of --ranks")
+    parser.add_argument("--replicas", type=int, help="data-parallel replicas; default: one for each 8 ranks")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=40_000, help="prompts whose memory is measured")
+    parser.add_argument("--store-gb", type=int, default=8, help="size of Ray's object store in GiB")
+    parser.add_argument("--peer", choices=["verl"], help="also time verl's dispatch of as many bytes")
+    default = Path("runs/verl-environment")
+    parser.add_argument("--environment", type=Path, default=default, metavar="DIR", help="Python environment of verl")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the table to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What training on samples of older policies costs in reward, with and without a correction."""
