@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 # Additional pip arguments for torch only, such as the --index-url of CPU builds.
 TORCH_INSTALL_ARGS ?=
-# Folder with GSM8K as published; adds its sequence lengths to the packing benchmark.
+# Folder with GSM8K as published; adds its sequence lengths and recipes to the benchmarks.
 GSM8K ?=
 # Additional pytest arguments, such as ARGS="-k loss -x".
 ARGS ?=
@@ -23,6 +23,8 @@ PACKAGES_GPU := $(VENV)/.packages-gpu
 INSTALLED_GPU := $(VENV)/.installed-gpu
 # A GPU environment, even an incomplete one, satisfies `setup`: it is never turned back into a CPU environment.
 INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
+# A CPU environment gets Triton for its interpreter, in a folder that only tests of kernels read.
+INTERPRETER := $(if $(wildcard $(VENV)/.gpu),,$(VENV)/.installed-triton)
 
 LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
 
@@ -41,6 +43,11 @@ $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev
 	@$(PIP) install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 	@echo "[4/4] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-triton: requirements/triton.txt | $(INSTALLED)
+	@echo "$$(grep == requirements/triton.txt), in $(VENV)/triton, for tests of kernels"
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton -r requirements/triton.txt
 	@touch $@
 
 setup-gpu: $(INSTALLED_GPU) ## Create .venv for GPUs, with CUDA, Transformer Engine and apex
@@ -87,10 +94,10 @@ demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 
 PYTEST_PARALLEL := pytest -n $(TEST_PROCESSES) --no-loadscope-reorder --durations 25
 
-test: setup ## Run the tests
+test: setup $(INTERPRETER) ## Run the tests
 	$(BIN)/$(PYTEST_PARALLEL) $(ARGS)
 
-coverage: setup ## Run the tests and report the line and branch coverage of all their processes; takes twice as long
+coverage: setup $(INTERPRETER) ## Run the tests and report the line and branch coverage of all their processes; takes twice as long
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(PYTEST_PARALLEL) $(ARGS)
 	$(BIN)/coverage combine -q
@@ -99,8 +106,10 @@ coverage: setup ## Run the tests and report the line and branch coverage of all 
 test-slow: setup ## Run the tests that take minutes
 	$(BIN)/pytest -m slow $(ARGS)
 
-test-gpu: setup ## Run the tests that need CUDA devices
-	$(BIN)/pytest -m "gpu or multigpu" $(ARGS)
+# With VENV empty: in the environment of PYTHON as it is, which needs requirements/test-gpu.txt at least.
+test-gpu: $(if $(VENV),setup) ## Run the tests that need CUDA devices; VENV= uses PYTHON and installs nothing
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" \
+		$(if $(VENV),$(BIN)/python,$(PYTHON)) -m pytest -m "gpu or multigpu" $(ARGS)
 
 lint: setup ## Lint the code
 	$(BIN)/ruff check .
@@ -137,11 +146,16 @@ check: setup ## Run all checks of CI, and print how long each of them took
 		times="$$times$$(printf '  %-12s %5d s' $$name $$(($$(date +%s) - start)))\n"; \
 	done; printf "passed:\n$$times"
 
-bench: setup ## Benchmark weight sync, packing, kernels and checkpoints; writes benchmarks/results
+bench: setup ## Run the benchmarks that need no GPU and no network; writes benchmarks/results
 	$(BIN)/python -m benchmarks.reshard.sweep benchmarks/results/reshard.md
 	$(BIN)/python -m benchmarks.packing $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/packing.md
+	$(BIN)/python -m benchmarks.gae --write benchmarks/results/gae.md
 	$(BIN)/python -m benchmarks.kernels --write benchmarks/results/kernels.md
 	$(BIN)/python -m benchmarks.checkpoint --write benchmarks/results/checkpoint.md
+	$(BIN)/python -m benchmarks.schedule --simulate --write benchmarks/results/schedule.md
+	$(BIN)/python -m benchmarks.staleness --toy --write benchmarks/results/staleness.md
+	$(BIN)/python -m benchmarks.mismatch --folder runs/mismatch $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/bf16-mismatch.md
+	$(BIN)/python -m benchmarks.controller --write benchmarks/results/controller.md
 
 clean: ## Remove .venv, caches and build outputs; keeps runs/
 	rm -rf $(VENV) build dist site *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

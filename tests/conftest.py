@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
-from tests.schedule import position, scope
+from tests.distribution import position, scope
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
 CLUSTER_SLOTS = 6
+
+# torch looks up the name of every address that it connects to, which takes 5 s if the name server does not answer; set
+# before the first lookup, and inherited by all processes
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# no time limit for an example: processes share the cores with others
+settings.register_profile("megarl", deadline=None)
+settings.load_profile("megarl")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # SIGINT is ignored in background jobs of a shell; the children of tests would inherit that
@@ -23,7 +34,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Distribute the tests as `tests/schedule.py` says."""
+    """Distribute the tests as `tests/distribution.py` says."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Schedule(LoadScopeScheduling):
@@ -33,13 +44,65 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return Schedule(config, log)
 
 
+GPU_MARKS = re.compile(r"gpu( or multigpu)?")
+"""Values of `-m` that choose tests of GPUs only."""
+
+GPU_MARK = re.compile(r"\bmark\.(multi)?gpu\b")
+DEVICE_FIXTURE = re.compile(r"^def test_\w+\([^)]*\bdevice\b", re.MULTILINE)
+DEVICE_PARAMETER = re.compile(r"\.parametrize\([^)]*\"device\"")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import only files with tests of GPUs where those are chosen, since most others need Ray or SGLang."""
+    if not GPU_MARKS.fullmatch(config.option.markexpr) or collection_path.suffix != ".py":
+        return None
+    return None if has_gpu_tests(collection_path.read_text()) else True
+
+
+def has_gpu_tests(source: str) -> bool:
+    """Return whether a file of tests has a mark of GPUs, or tests that the fixture `device` runs on one."""
+    if GPU_MARK.search(source):
+        return True
+    return DEVICE_FIXTURE.search(source) is not None and DEVICE_PARAMETER.search(source) is None
+
+
+GUARDED_VARIABLES = re.compile(r"MEGARL_|TRITON_|CUDA_|PYTHONPATH$|PATH$|RAY_A")
+"""Environment variables that change what tests do. Others are set by packages when they are imported."""
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Fail a test that leaves another environment for the tests after it in the process."""
+    before = _guarded_environment()
+    yield
+    assert _guarded_environment() == before
+
+
+def _guarded_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if GUARDED_VARIABLES.match(name)}
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say so where no test of GPUs has run: pytest succeeds if all are skipped."""
+    outcomes = terminalreporter.stats
+    if GPU_MARKS.fullmatch(config.option.markexpr) and not any(outcomes.get(o) for o in ("passed", "failed", "error")):
+        skipped = len(outcomes.get("skipped", ()))
+        terminalreporter.write_line(f"no test of GPUs has run: {skipped} skipped", yellow=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests of a process; refuse names that differ between processes, which would end the whole session."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} has the address of an object in its name: give its parameters ids")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: position(item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests that need more CUDA devices than there are."""
+    """Skip tests that need more CUDA devices than there are, unless Triton's interpreter stands in for one."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return
     needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
     if needed:
         import torch

@@ -179,7 +179,7 @@ def test_planning_is_fast_compared_with_a_step(count: int, dp: int, seconds: flo
     lengths = long_tailed(count, 0)
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         plan_micro_batches(lengths, dp=dp, max_tokens=16384)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     assert min(times) < seconds

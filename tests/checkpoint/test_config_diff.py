@@ -42,7 +42,7 @@ def test_equal_configurations_have_no_differences() -> None:
         "rollout.workers=3",
         "rollout.request_timeout_seconds=3",
         "rollout.engine.mem_fraction=0.5",
-        "rollout.engine.extra_args={a: {b: 1}}",
+        "rollout.engine.extra_args={cuda_graph_config: {b: 1}}",
         "placement.device=cpu",
         "weight_sync.bucket_bytes=77",
         "tracking.wandb={project: p}",

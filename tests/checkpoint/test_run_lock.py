@@ -30,6 +30,7 @@ from megarl.checkpoint.run_lock import (
 )
 from megarl.errors import ConfigError, DataError, LostLockError
 from tests.checkpoint.run_folder import take_over
+from tests.time_limits import HANG_SECONDS
 
 RACERS = 8
 FORK = multiprocessing.get_context("fork")
@@ -58,8 +59,8 @@ def count_winners(run_dir: Path) -> int:
     processes = [FORK.Process(target=race, args=(run_dir, results, ready, done)) for _ in range(RACERS)]
     for process in processes:
         process.start()
-    won = [results.get(timeout=60) for _ in processes]
-    done.wait(timeout=60)
+    won = [results.get(timeout=HANG_SECONDS) for _ in processes]
+    done.wait(timeout=HANG_SECONDS)
     for process in processes:
         process.join()
     return sum(won)
@@ -197,10 +198,10 @@ def test_the_holder_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run_lock, "TOUCH_SECONDS", 0.01)
     with RunLock(tmp_path):
         os.utime(tmp_path / "lock", (0, 0))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_SECONDS
         while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert time.time() - (tmp_path / "lock").stat().st_mtime < 10
+        assert time.time() - (tmp_path / "lock").stat().st_mtime < HANG_SECONDS
 
 
 def test_a_holder_that_lost_the_lock_neither_touches_nor_removes_it(
@@ -290,7 +291,7 @@ def test_touching_continues_after_file_system_errors(tmp_path: Path, monkeypatch
         os.utime(tmp_path / "lock", (0, 0))
         with monkeypatch.context() as patch:
             patch.setattr(os, "utime", utime)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + HANG_SECONDS
             while (tmp_path / "lock").stat().st_mtime == 0 and time.monotonic() < deadline:
                 time.sleep(0.01)
         assert (tmp_path / "lock").stat().st_mtime > 0

@@ -24,6 +24,7 @@ from megarl.checkpoint.run_lock import RunLock
 from megarl.checkpoint.store import CheckpointStore
 from megarl.errors import DataError, LostLockError
 from tests.checkpoint.run_folder import METADATA, save_checkpoint, take_over, write_files, write_format_1_manifest
+from tests.time_limits import HANG_SECONDS
 
 FILE = "policy/__0_0.distcp"
 
@@ -201,7 +202,7 @@ def test_a_save_killed_by_sigkill_leaves_valid_checkpoints(store: CheckpointStor
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(store.folder.parent)])
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + HANG_SECONDS
         while len(steps(store)) < 5 and time.monotonic() < deadline:
             time.sleep(0.001)
     finally:

@@ -177,3 +177,33 @@ def test_a_valid_job_lists_the_nodes_of_each_pool(recipe: str, capsys: pytest.Ca
         "# idle: 4 GPUs",
         "# ok: no problems found for megarl train",
     ]
+    over_nodes = placement.replace("{slots_per_node: 4}", "{nodes: 2, slots_per_node: 2}")
+    job = ["--nodes", "4", "--gpus-per-node", "8"]
+    assert main(["check", recipe, *job, "--set", over_nodes, *sizes, "rollout.tp=4"]) == 0
+    engine = "# engine 0: tensor-parallel ranks 0 to 3 on node2 node3, in order"
+    assert engine in capsys.readouterr().out.splitlines()
+
+
+def test_prints_what_megatron_core_is_given(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", recipe]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "# megatron: torch layers, no fused kernels on the CPU" in lines
+    fields = "trainer.megatron={ddp: {overlap_grad_reduce: true}, model: {fp8: hybrid, fp8_recipe: tensorwise}}"
+    job = ["--nodes", "1", "--gpus-per-node", "1"]
+    assert main(["check", recipe, *job, "--set", fields]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rule = "4 x the largest of the last 32 steps, from 1e-05 to 0.01; 0.01 in the first 8 steps"
+    assert f"# limits.logprob_kl: {rule} (6.3e-08 to 9.6e-06 in bfloat16 in the demo)" in lines
+    start = lines.index("# megatron: Transformer Engine layers")
+    printed = " ".join(line.removeprefix("#") for line in lines[start + 1 :])
+    for field in (
+        "apply_rope_fusion=true",
+        "gradient_accumulation_fusion=true",
+        "fp8=hybrid",
+        "overlap_grad_reduce=true",
+        "grad_reduce_in_fp32=true",
+        "use_distributed_optimizer=true",
+    ):
+        assert field in printed
+    assert main(["check", recipe, "--set", fields]) == 2
+    assert "trainer.megatron.model.fp8: hybrid needs CUDA and Transformer Engine" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_entries_state_type_bounds_and_default() -> None:
     assert listed["trainer.steps"].endswith("integer ≥ 1, default `100`")
     assert listed["trainer.optimizer.beta1"].endswith("number ≥ 0 and < 1, default `0.9`")
     assert listed["checkpoint.verify"].endswith("one of `checksums`, `sizes`, default `checksums`")
-    assert listed["limits.kl"].endswith("[section](#limits.logprob_abs_max) or number or null, default `null`")
+    assert listed["limits.kl"].endswith("[section](#limits.logprob_kl) or number or null, default `null`")
     assert listed["algorithm.ppo.gamma"].endswith("number > 0 and ≤ 1, default `1.0`")
     assert listed["reward.terms.NAME.format.type"].endswith("`format`, required")
 

@@ -24,6 +24,7 @@ from megarl.offline import model_conversion
 from megarl.offline.model_conversion import plan_export, plan_import
 from tests.cli.tiny_run import write_tiny_run
 from tests.megatron.fidelity.models import CONFIGS, build
+from tests.model_files.quantized import quantize_folder
 
 Convert = Callable[..., int]
 
@@ -173,6 +174,15 @@ def test_dtype_auto_keeps_all_precision(model: Path, tmp_path: Path) -> None:
     assert dtype() == ("bfloat16", 2 * count)
     save_file(halves | {"model.norm.weight": tensors["model.norm.weight"]}, folder / "model.safetensors")
     assert dtype() == ("float32", 4 * count)
+
+
+def test_weights_in_fp8_become_bfloat16(model: Path, tmp_path: Path) -> None:
+    folder = Path(quantize_folder(model, tmp_path / "fp8"))
+    assert plan_import(ConvertConfig(), folder, tmp_path / "out", "auto").dtype == "bfloat16"
+    (folder / "model-1.safetensors").unlink()  # the scales
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=r"_proj.weight_scale_inv are missing; \d+ more weights likewise"):
+        plan_import(ConvertConfig(), folder, tmp_path / "out", "auto")
 
 
 def test_a_valid_checkpoint_is_planned(checkpoint: Path, tmp_path: Path) -> None:

@@ -90,11 +90,13 @@ def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
         "optimizer": "Transformer Engine's FusedAdam",
         "collectives": "nccl",
         "rollout engine": "SGLang on CUDA",
-        "kernels": "torch",
+        "kernels": "Triton",
     }
     machine(gpus=("H200",), transformer_engine=None, apex="0.1")
     assert uses()["optimizer"] == "apex's FusedAdam"
     assert uses()["attention and layers"] == "megarl's torch layers"
+    machine(gpus=("H200",), triton=None)
+    assert uses()["kernels"] == "torch"
     machine(gpus=("H200",), sglang_kernel=None)
     assert uses()["rollout engine"].startswith("SGLang on CUDA, but sglang-kernel is missing")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,14 @@ import pytest
 from benchmarks.reshard.synthetic import engine_layouts
 from megarl.cli.main import main
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
+from megarl.model_files.block_fp8 import is_quantized, scale_shape
 from megarl.reshard.analysis import forecast
+from megarl.reshard.analysis.nccl_progress import Stall
 from megarl.reshard.layout.layout import WeightLayout
+from megarl.reshard.layout.quantized_layout import quantize_layout
 from megarl.rollout.sglang.weight_layout import offline_trace
 from tests.megatron.families.outside import MISTRAL_PATH
+from tests.model_files.quantized import QUANTIZATION
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -74,6 +79,44 @@ def test_json_of_every_strategy(model: str, capsys: pytest.CaptureFixture[str]) 
     assert rows["micro_dp"]["bytes_cross_node"] == 0
     assert rows["ds_chat"]["bytes_into_node_max"] * 2 == rows["ds_chat"]["bytes_cross_node"]
     assert rows["ds_chat"]["peak_extra_bytes"] > rows["ds_chat"]["model_bytes"] > rows["exact"]["peak_extra_bytes"]
+    assert {row["nccl_progress"] for row in rows.values()} == {True}
+
+
+def test_fp8_engines_are_sent_half_the_bytes(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def layouts(path: str, *, tp: int, ep: int, device: str, dtype: str) -> list[WeightLayout]:
+        config = json.loads((Path(path) / "config.json").read_text())
+        dense = engine_layouts(load_architecture_and_dtype(path)[0], tp, dtype)
+        return [quantize_layout(each, {n for n in each.tensors if is_quantized(n, config)}) for each in dense]
+
+    monkeypatch.setattr(offline_trace, "trace_layouts", layouts)
+    sizes = []
+    for stated in (None, QUANTIZATION, QUANTIZATION | {"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}):
+        (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": stated}))
+        assert explain(model, "--train", "tp=2", "--gen", "tp=1", "--strategy", "exact", "--json") == 0
+        sizes.append(json.loads(capsys.readouterr().out)["model_bytes"])
+    tensors = load_architecture_and_dtype(model)[0].tensors("bfloat16")
+    names = [name for name in tensors if is_quantized(name, {"quantization_config": QUANTIZATION})]
+    assert len(names) == 7 * CONFIG["num_hidden_layers"]
+    scales = sum(prod(scale_shape(tensors[name].shape)) for name in names)
+    assert sizes[0] - sizes[1] == sum(prod(tensors[name].shape) for name in names) - 4 * scales
+    down = tensors["model.layers.0.mlp.down_proj.weight"].shape
+    assert sizes[2] - sizes[1] == prod(down) - 4 * prod(scale_shape(down))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_plan_that_stalls_is_shown(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stalls = [Stall(rank, 0, "hop 0 of round 7", (rank + 4,)) for rank in (0, 1)]
+    monkeypatch.setattr(forecast, "find_stalls", lambda _: stalls)
+    assert explain(model, "--train", "tp=4,dp=2", "--gen", "tp=2", "--strategy", "exact", "gather_hf") == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith(("exact ", "gather_hf "))}
+    assert "stalls" in rows["exact"]
+    assert "ok" in rows["gather_hf"]
+    assert "exact: the sync would hang over NCCL: rank 0 waits in hop 0 of round 7 for rank 4 (and 1 more)" in out
 
 
 @pytest.mark.usefixtures("untraced")
@@ -160,7 +203,7 @@ def test_values_that_need_all_plans_are_left_out_for_many_ranks(
 def test_an_engine_on_several_nodes_is_reported(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(model, "--train", "tp=2,dp=2", "--gen", "tp=4", "--nodes", "2", "--strategy", "exact") == 0
     assert (
-        "exact: tensor-parallel ranks of an engine are on 2 nodes; a run needs them on one" in capsys.readouterr().out
+        "exact: tensor-parallel ranks of an engine are on 2 nodes; only engines with a pool" in capsys.readouterr().out
     )
 
 
@@ -268,13 +311,15 @@ def test_a_missing_key_is_reported_before_sglang_starts(
 def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_say(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The layout of the engine is traced from SGLang, and planning fails if it has other tensors than the trainer."""
     config = CONFIG | LATENT | {"q_lora_rank": 32, "n_shared_experts": 1, "num_hidden_layers": 4}
-    results = []
-    for dense in ({}, {"first_k_dense_replace": 3}):  # transformers' default
-        (Path(model) / "config.json").write_text(json.dumps(config | dense))
-        assert explain(model, "--train", "tp=2", "--gen", "tp=2", "--strategy", "exact", "--json") == 0
-        results.append(json.loads(capsys.readouterr().out)["bytes_total"])
-    assert results[0] == results[1]
+    file, found = Path(model) / "config.json", []
+    for dense in ({"first_k_dense_replace": 3}, {}):  # transformers' default
+        file.write_text(json.dumps(config | dense))
+        found.append(load_architecture_and_dtype(model))
+    assert found[0] == found[1]
+    assert explain(model, "--train", "tp=2", "--gen", "tp=2", "--strategy", "exact", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model_bytes"] > 0
 
 
 def test_a_family_outside_the_package(

@@ -61,6 +61,15 @@ def error_message(**sections: Any) -> str:
             "algorithm: min_accuracy needs to be at most max_accuracy, got 0.9 > 0.8: no prompt would be kept",
         ),
         (
+            {"type": "ppo", "decoupled": {}, "rollout_is": {}},
+            "algorithm: decoupled and rollout_is are both set and would multiply the loss by the same ratio twice; set "
+            "one to null",
+        ),
+        (
+            {"type": "gspo", "decoupled": {}},
+            "algorithm: decoupled: the loss of gspo is not that of PPO; remove the section, or set rollout_is",
+        ),
+        (
             {"rollout_is": {"low": 3.0}},
             "algorithm.rollout_is: low needs to be below high, got 3 >= 2 for token_tis",
         ),

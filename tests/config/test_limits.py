@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import RunConfig, dump_config, load_config
-from megarl.config.limits import LimitConfig, LimitsConfig
+from megarl.config.limits import AUTO_LIMITS, LimitConfig, LimitsConfig
 from megarl.config.load import make_config
 from megarl.errors import ConfigError
 
@@ -18,8 +18,17 @@ def limits(given: dict[str, Any] | None = None, *overrides: str) -> LimitsConfig
     return make_config(RunConfig, tree, overrides).limits
 
 
-def test_defaults_limit_only_values_that_are_not_finite() -> None:
+def test_defaults_limit_the_mismatch_and_values_that_are_not_finite() -> None:
     got = limits()
+    assert got.mismatch == {}
+    for dtype, known in AUTO_LIMITS.items():
+        resolved = got.resolved(dtype)
+        assert {key: limit.max for key, limit in resolved.mismatch.items()} == {
+            key: each.limit for key, each in known.items()
+        }
+        assert all(each.healthy[1] < each.limit for each in known.values())
+    assert limits({"logprob_kl": None}).resolved("float32").logprob_kl is None
+    assert limits({"logprob_kl": 3}).resolved("float32").logprob_kl == LimitConfig(max=3)
     assert (got.logprob_abs_max, got.kl, got.reward, got.grad_norm) == (None, None, None, None)
     assert (got.not_finite, got.max_skips_in_a_row) == ("stop", 3)
 

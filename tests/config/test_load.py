@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.config import RunConfig, SftConfig, dump_config, load_config
@@ -195,7 +195,6 @@ def test_dump_and_load_round_trip_of_unions(write: Write) -> None:
     assert load_config(RunConfig, write(dump_config(config))) == config
 
 
-@settings(deadline=None)
 @example(lr=1.0, template="0E0")
 @given(lr=st.floats(min_value=1e-300, max_value=1e300), template=st.text(st.characters(codec="utf-8")))
 def test_dump_and_load_round_trip_of_any_value(

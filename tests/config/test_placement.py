@@ -145,11 +145,24 @@ def test_engines_in_their_own_pool() -> None:
         "RunConfig: rollout needs tp * replicas <= slots, got 4 * 3 = 12 > 8 (placement.pools.b.nodes * "
         "placement.pools.b.slots_per_node)"
     )
-    assert error_message(rollout={"tp": 8}, placement=placement) == (
-        "RunConfig: rollout.tp needs to fit on one node, got rollout.tp = 8 > placement.pools.b.slots_per_node = 4"
-    )
+    assert config.nodes_per_engine == 1
     assert error_message(SftConfig, placement=placement) == (
         "SftConfig: placement.rollout.pool is 'b', but the stage has no engines"
+    )
+
+
+def test_engines_with_more_ranks_than_slots_on_a_node_span_nodes() -> None:
+    placement = {"pools": {"b": {"nodes": 5, "slots_per_node": 4}}, "rollout": {"pool": "b"}}
+    for tp, nodes in ((2, 1), (4, 1), (8, 2), (20, 5)):
+        assert make_run(rollout={"tp": tp}, placement=placement).nodes_per_engine == nodes
+    assert make_run(rollout={"tp": 8, "replicas": 2}, placement=placement).nodes_per_engine == 2
+    assert error_message(rollout={"tp": 6}, placement=placement) == (
+        "RunConfig: rollout.tp needs to fit on one node or to fill several, got "
+        "rollout.tp % placement.pools.b.slots_per_node = 6 % 4 = 2"
+    )
+    assert error_message(rollout={"tp": 8}, placement={"nodes": 2, "slots_per_node": 4}) == (
+        "RunConfig: rollout.tp needs to fit on one node, got rollout.tp = 8 > placement.slots_per_node = 4; only "
+        "engines with a pool of their own (placement.rollout.pool) may span nodes"
     )
 
 

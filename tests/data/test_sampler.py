@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.sampler import PromptSampler, SamplerState
+from megarl.data.sampler import PromptOrder, PromptSampler, SamplerState
 from megarl.errors import DataError
 
 
@@ -37,10 +37,27 @@ def test_a_restored_sampler_resumes_exactly(num_rows: int, before: int, after: i
     assert other.state() == one.state()
 
 
+@given(
+    num_rows=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+    ordinals=st.lists(st.integers(0, 400), max_size=20),
+)
+def test_the_row_of_an_ordinal_is_that_of_the_sequence(
+    num_rows: int, seed: int, shuffle: bool, ordinals: list[int]
+) -> None:
+    """In any order of access, epochs back and forth."""
+    sequence = PromptSampler(num_rows, seed, shuffle).take(401)
+    order = PromptOrder(num_rows, seed, shuffle)
+    assert [order.row_at(ordinal) for ordinal in ordinals] == [sequence[ordinal] for ordinal in ordinals]
+
+
 def test_state_counts_prompts() -> None:
     sampler = PromptSampler(10, 0, shuffle=True)
     sampler.take(23)
     assert sampler.state() == SamplerState(epoch=2, position=3, seed=0)
+    assert sampler.ordinal == 23
+    assert PromptSampler(10, 0, shuffle=True).order.row_at(23) == sampler.take(1)[0]
 
 
 FROZEN = [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]

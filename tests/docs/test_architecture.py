@@ -48,6 +48,11 @@ def test_every_package_is_listed_once() -> None:
     assert sorted(listed) == sorted(p for p in packages if p != "." and "stubs" not in p)
 
 
+def test_every_kernel_is_named() -> None:
+    modules = {module.name for module in (ROOT / "kernels/megarl_kernels").glob("*.py")}
+    assert {name for name in modules - {"__init__.py"} if f"`{name}`" not in section("Kernels")} == set()
+
+
 def test_layers_are_those_that_import_linter_checks() -> None:
     contracts = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r'name = "imports point down".*?layers = \[(.*?)\]', contracts, re.DOTALL)

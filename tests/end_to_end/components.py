@@ -21,17 +21,20 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.build import start_engines, trainer_spec
 from megarl.groups.engine_group import EngineGroup
-from megarl.groups.rollout_group import FinishedGroup, RolloutGroup
+from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.losses.policy import ClippedLoss, PolicyLoss
 from megarl.megatron.requests import TrainStats
 from megarl.placement.pool import SlotPool, reserve_pools
-from megarl.rollout.engine import Sampling
+from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec
+from megarl.reshard.transfer.sync_store import open_store
+from megarl.rollout.engine import EngineUpdate, Sampling
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.group import WorkerProcesses
 from tests.end_to_end.tiny_world import run_tree
-from tests.rollout.remote import sync
+from tests.rollout.remote import begin_and_load
 
 SMALL_BUCKETS = {"weight_sync": {"strategy": "gather_hf", "bucket_bytes": 60_000}}
 
@@ -83,7 +86,7 @@ class Components:
 
     def overwrite_served(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all of these weights by noise in the engines, as version 1,000, so that a push must write each."""
-        sync(self.engines, {name: torch.randn_like(tensor) for name, tensor in weights.items()}, 1000)
+        load_into_engines(self.engines, {name: torch.randn_like(tensor) for name, tensor in weights.items()}, 1000)
 
     def served(self, folder: Path) -> dict[str, Tensor]:
         """Return the engine's parameters."""
@@ -91,6 +94,16 @@ class Components:
         self.engines.call("read_weights", str(folder))
         parameters: dict[str, Tensor] = torch.load(folder / "rank0.pt")
         return parameters
+
+
+def load_into_engines(engines: EngineGroup, weights: Mapping[str, Tensor], policy_version: int) -> None:
+    """Make the engines serve these weights, whatever the trainer has."""
+    begin_and_load(engines, weights)
+    store = open_store("127.0.0.1")
+    spec = CommitSpec("127.0.0.1", store.port, "other weights", len(engines.engine_slots))
+    CommitDecision(spec, store).decide()
+    update = EngineUpdate(policy_version=policy_version, commit=spec, begins=False, receives=False)
+    engines.call("update_weights", update)
 
 
 def make_config(world: Path, run_dir: Path, **sections: Any) -> RunConfig:

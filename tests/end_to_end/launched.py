@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from tests.time_limits import END_SECONDS, HANG_SECONDS
+
 MARKER = "MEGARL_TEST_RUN"
 """An environment variable that every process of a run inherits."""
 
@@ -63,15 +65,15 @@ class LaunchedCommand:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return max((json.loads(line)["step"] for line in lines), default=0)
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until the run has finished `step`, and record its processes."""
-        self.wait_until(lambda: self.steps_done() >= step, seconds)
+        self.wait_until(lambda: self.steps_done() >= step)
 
-    def wait_until(self, condition: Callable[[], Any], seconds: float) -> None:
+    def wait_until(self, condition: Callable[[], Any]) -> None:
         """Wait until the condition holds, and record the run's processes; fail if the run ends before."""
-        arrived = wait_until(lambda: self.process.poll() is not None or condition(), seconds)
+        arrived = wait_until(lambda: self.process.poll() is not None or condition())
         assert self.process.poll() is None, f"the run ended early:\n{self.stdout}{self.stderr}"
-        assert arrived, f"not within {seconds} s:\n{self.stdout}{self.stderr}"
+        assert arrived, f"not within {HANG_SECONDS:g} s:\n{self.stdout}{self.stderr}"
         self.find_live_processes()
 
     def find_live_processes(self) -> list[psutil.Process]:
@@ -102,11 +104,13 @@ class LaunchedCommand:
         """Send a signal to the driver, or to its process group as a terminal does."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Wait for the command and return its exit code."""
-        return self.process.wait(seconds)
+        return self.process.wait(HANG_SECONDS)
 
-    def assert_no_processes_left(self, seconds: float, *, but: frozenset[str] | set[str] = frozenset()) -> None:
+    def assert_no_processes_left(
+        self, seconds: float = END_SECONDS, *, but: frozenset[str] | set[str] = frozenset()
+    ) -> None:
         """Check that every process of the run ends within `seconds`, except those with titles in `but`."""
 
         def rest() -> list[psutil.Process]:
@@ -114,7 +118,7 @@ class LaunchedCommand:
 
         assert wait_until(lambda: not rest(), seconds), rest()
 
-    def find_leftovers(self, seconds: float = 5) -> list[str]:
+    def find_leftovers(self, seconds: float = END_SECONDS) -> list[str]:
         """Return temporary files other than Ray's logs, and new files in shared memory that no process has mapped.
 
         Those that are gone within `seconds` do not count: another test may have been about to map or to remove them.
@@ -132,7 +136,7 @@ class LaunchedCommand:
         """Kill all remaining processes of the run and remove its temporary files."""
         for process in self.find_live_processes():
             process.kill()
-        self.process.wait(10)
+        self.process.wait(HANG_SECONDS)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -173,7 +177,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
+def wait_until(condition: Callable[[], Any], seconds: float = HANG_SECONDS) -> bool:
     """Poll until the condition is true; return False on timeout."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megarl.config import RunConfig
 from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.errors import WeightSyncError
 from megarl.groups.engine_placement import pool_topology
+from megarl.groups.sync_update import PushReport
 from megarl.reshard.layout.engine_ranks import can_place_strided
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.bucket import digest
@@ -53,10 +57,49 @@ def make_pieces(case: Case, world: Path, folder: Path) -> Components:
         "model": {"path": str(folder / "model")},
         "trainer": {"steps": 2, "optimizer": {"lr": 1e-3}, "parallel": {"tp": case.tp}},
         "rollout": {"tp": 2, "max_new_tokens": 12},
-        "weight_sync": {"strategy": case.strategy, "bucket_bytes": 60_000},
+        "weight_sync": {
+            "strategy": case.strategy,
+            "bucket_bytes": 60_000,
+            "verify": {"every": 2, "sample": 16},
+            "delta": True,
+            "abort_seconds": 2.0,
+        },
         "placement": {"slots_per_node": case.slots},
     }
     return build(RunConfig.model_validate(run_tree(world, folder / "run", **sections)))
+
+
+def push(components: Components, exported: Mapping[str, Tensor], version: int) -> PushReport:
+    """Push all weights, then those that a step has changed, then to engines whose weights have been replaced.
+
+    The engines refuse what builds on weights that they no longer hold.
+    """
+    if version != 1:
+        components.overwrite_served(exported)
+    if version == 2:
+        with pytest.raises(WeightSyncError, match="the engine does not hold all weights of sync 2: it needs a whole"):
+            components.weights.push(version)
+    report = components.weights.push(version)
+    assert report.delta_metrics()["weight_sync/is_whole"] == float(version != 1)
+    return report
+
+
+def check_served(components: Components, exported: Mapping[str, Tensor]) -> None:
+    (by_rank,) = components.engines.call("piece_hashes")
+    assert len(by_rank) == 2
+    for hashes in by_rank:
+        assert hashes == {key: digest(exported[key[0]][slices(key[1])]) for key in hashes}
+    assert {tensor for hashes in by_rank for tensor, _ in hashes} == exported.keys()
+
+
+def check_that_unchanged_weights_stay(
+    components: Components, whole: PushReport, exported: Mapping[str, Tensor]
+) -> None:
+    """Push weights again that the engines hold."""
+    again = components.weights.push(3)
+    assert again.bytes_moved == again.stats.mark_bytes
+    assert (again.bytes_saved, again.stats.changed_pieces) == (whole.bytes_moved, 0)
+    check_served(components, exported)
 
 
 @pytest.mark.parametrize("name", ["1-3-1 -> 1-2", pytest.param("1-1-2 -> 1-2", marks=pytest.mark.slow)])
@@ -70,18 +113,16 @@ def test_engine_weights_equal_trainer_weights_bitwise_over_two_steps(
     try:
         for version in (0, 1, 2):
             exported = components.exported(tmp_path / f"exported-{version}")
-            components.overwrite_served(exported)
-            stats = components.weights.push(version).stats
-            (by_rank,) = components.engines.call("piece_hashes")
-            assert len(by_rank) == 2
-            for hashes in by_rank:
-                assert hashes == {key: digest(exported[key[0]][slices(key[1])]) for key in hashes}
-            assert {tensor for hashes in by_rank for tensor, _ in hashes} == exported.keys()
+            report = push(components, exported, version)
+            stats = report.stats
+            assert ("verify" in report.seconds) == (version % 2 == 0)
+            check_served(components, exported)
             assert (stats.bytes_received == 0) == case.moves_nothing
             assert stats.bytes_received < stats.bytes_delivered
             groups = components.sample(f"version-{version}")
             if version < 2:
                 assert 0 < components.train(groups).metrics["train_infer_mismatch/logprob_abs_max"] <= 1e-4
+        check_that_unchanged_weights_stay(components, report, exported)
         first, last = (load_file(tmp_path / f"exported-{n}" / "model.safetensors") for n in (0, 2))
         assert not any(digest(first[tensor]) == digest(last[tensor]) for tensor in first)
     finally:

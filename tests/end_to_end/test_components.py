@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
 from megarl.errors import RewardError, WorkerError
 from megarl.functional.losses import Denominators
@@ -24,7 +26,7 @@ from megarl.groups.build import trainer_spec
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
-from megarl.megatron.requests import MiniBatch, SampleRef, TrainRequest
+from megarl.megatron.requests import MiniBatch, TrainRequest
 from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
 from tests.end_to_end.components import Components, build, make_config
@@ -127,7 +129,12 @@ def test_rollout_worker_continues_after_a_reward_error(components: Components, f
 class Deadly:
     """A payload that kills trainer rank 1 when it is read, while rank 0 proceeds to the first collective."""
 
+    refs = ()
+
     def fetch(self) -> Sequence[Trajectory]:
+        return self.load(())
+
+    def load(self, values: Sequence[Any]) -> Sequence[Trajectory]:
         if os.environ["RANK"] == "1":
             sys.stderr.write("rank 1 read its last payload\n")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -172,7 +179,7 @@ def test_log_probabilities_agree_only_if_the_trainer_uses_the_sampling_temperatu
 def test_killed_trainer_rank_is_reported_with_its_log_tail(cool_trainer: TrainerGroup) -> None:
     """Must be the last test that uses this trainer."""
     sample = SampleRef(payload=0, index=0, num_tokens=3)
-    batch = MiniBatch(samples=(sample,), denominators=Denominators(num_tokens=2, num_sequences=1))
+    batch = MiniBatch(samples=(sample, sample), denominators=Denominators(num_tokens=4, num_sequences=2))
     work = TrainRequest(mini_batches=(batch,), payloads=(Deadly(),), max_tokens_per_micro_batch=100)
     with pytest.raises(WorkerError) as error:
         cool_trainer.train_step(work)

@@ -27,10 +27,10 @@ def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, lau
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "parent" / "back"
     sizes = ("trainer.parallel.tp=2", "trainer.parallel.ep=2", "trainer.parallel.etp=1")
     there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, "--set", *sizes)
-    assert there.wait(120) == 0, there.stderr
+    assert there.wait() == 0, there.stderr
     assert there.stdout.split() == ["checkpoint", str(checkpoint)]
     assert there.stderr.splitlines()[:3] == ["starting 2 ranks", "reading", "writing"]
-    there.assert_no_processes_left(5)
+    there.assert_no_processes_left()
     assert {path.name for path in checkpoint.iterdir()} == {"latest_checkpointed_iteration.txt", "release", "hf"}
     assert (checkpoint / "latest_checkpointed_iteration.txt").read_text() == "release"
     release = {path.name for path in (checkpoint / "release").iterdir()}
@@ -39,10 +39,10 @@ def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, lau
     assert {path.name for path in (checkpoint / "hf").iterdir()} == companions
 
     again = launch("convert", "megatron-to-hf", "--model", checkpoint, "--output", back)
-    assert again.wait(120) == 0, again.stderr
+    assert again.wait() == 0, again.stderr
     assert again.stdout.split() == ["model", str(back)]
     assert again.stderr.splitlines()[-1].startswith("converted ")
-    again.assert_no_processes_left(5)
+    again.assert_no_processes_left()
     assert again.find_leftovers() == []
     assert {path.name for path in back.iterdir()} == companions | {"model.safetensors"}
     assert {path.name for path in back.parent.iterdir()} == {"back"}
@@ -50,13 +50,14 @@ def test_conversion_round_trip_is_bitwise_equal(model: Path, tmp_path: Path, lau
     same_logits(back, model)
 
 
+@pytest.mark.slow
 def test_family_outside_the_package(tmp_path: Path, launch: Launch) -> None:
     model = write_story(Path(save_model("llama3", tmp_path / "models")), tmp_path / "story")
     checkpoint, back, family = tmp_path / "checkpoint", tmp_path / "back", ("--family", STORY_PATH)
     there = launch("convert", "hf-to-megatron", "--model", model, "--output", checkpoint, *family)
-    assert there.wait(120) == 0, there.stderr
+    assert there.wait() == 0, there.stderr
     again = launch("convert", "megatron-to-hf", "--model", checkpoint, "--output", back, *family)
-    assert again.wait(120) == 0, again.stderr
+    assert again.wait() == 0, again.stderr
     want, got = load_file(model / "model.safetensors"), load_file(back / "model.safetensors")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())

@@ -20,16 +20,33 @@ MEAN_TOLERANCE = 0.03
 
 
 def check_run(world: Path, folder: Path, launch: Launch, **sections: Any) -> None:
+    pytest.importorskip("ray", reason="needs Ray: make setup-gpu")
     pytest.importorskip("sgl_kernel", reason="needs SGLang's CUDA kernels: make setup-gpu")
     trainer = {"steps": 4, "optimizer": {"lr": 1e-3}} | sections.pop("trainer", {})
     command = launch("train", write_run(world, folder, trainer=trainer, rollout=ROLLOUT, **sections))
-    assert command.wait(600) == 0, command.stderr
+    assert command.wait() == 0, command.stderr
     steps = list_steps(folder / "run")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    assert max(step["train_infer_mismatch/logprob_abs_mean"] for step in steps) < MEAN_TOLERANCE
-    assert [step["policy_version/min"] for step in steps] == [0, 1, 2, 3]
+    means = [step["train_infer_mismatch/logprob_abs_mean"] for step in steps if is_compared(step)]
+    assert max(means, default=0.0) < MEAN_TOLERANCE
+    if "schedule" in sections:
+        assert max(step["staleness/max"] for step in steps) == 1
+    else:
+        assert [step["policy_version/min"] for step in steps] == [0, 1, 2, 3]
     assert json.loads((folder / "run/summary.json").read_text())["steps"] == 4
-    command.assert_no_processes_left(10)
+    command.assert_no_processes_left()
+
+
+def is_compared(step: dict[str, float]) -> bool:
+    """Return whether the step trained on tokens of the last version; if not, the engines were probed instead."""
+    return "train_infer_mismatch/logprob_abs_mean" in step
+
+
+@pytest.mark.gpu
+def test_colocated_asynchronous_run_on_one_device(world: Path, tmp_path: Path, launch: Launch) -> None:
+    """The engine releases its memory while requests are in flight."""
+    schedule = {"type": "async", "lookahead": 1, "max_staleness": 1}
+    check_run(world, tmp_path, launch, placement={"device": "cuda", "slots_per_node": 1}, schedule=schedule)
 
 
 @pytest.mark.gpu
@@ -49,3 +66,11 @@ def test_disaggregated_run_on_two_devices(world: Path, tmp_path: Path, launch: L
     """The weights cross from one device to the other over NCCL."""
     placement = {"device": "cuda", "slots_per_node": 1, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
     check_run(world, tmp_path, launch, placement=placement)
+
+
+@pytest.mark.multigpu
+def test_disaggregated_asynchronous_run_on_two_devices(world: Path, tmp_path: Path, launch: Launch) -> None:
+    """Weights are pushed while the engine generates."""
+    placement = {"device": "cuda", "slots_per_node": 1, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
+    schedule = {"type": "async", "lookahead": 1, "max_staleness": 1}
+    check_run(world, tmp_path, launch, placement=placement, schedule=schedule)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.time_limits import HANG_SECONDS
+
 pytestmark = pytest.mark.slow
 
 RANDOM_REWARD = (
@@ -17,7 +19,7 @@ RANDOM_REWARD = (
 
 def demo(out, *arguments):
     command = [str(Path(sys.executable).with_name("megarl")), "demo", "--out", str(out), *arguments]
-    subprocess.run(command, check=True, timeout=600)
+    subprocess.run(command, check=True, timeout=HANG_SECONDS)
     return json.loads((out / "summary.json").read_text())
 
 

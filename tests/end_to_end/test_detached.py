@@ -28,34 +28,34 @@ def test_detached_run_continues_without_a_client(
 ) -> None:
     config, folder = write_run(world, tmp_path, **LONG), tmp_path / "run"
     train = launch("train", config, "--detach", keeps_ray_address=True)
-    assert train.wait(60) == 0, train.stderr
+    assert train.wait() == 0, train.stderr
     assert f"megarl attach {folder}" in train.stdout
-    head.wait_until(lambda: train.steps_done() >= 3, 120)
+    head.wait_until(lambda: train.steps_done() >= 3)
 
     follower = launch("attach", folder, keeps_ray_address=True)
-    follower.wait_until(lambda: "step " in follower.stdout, 60)
+    follower.wait_until(lambda: "step " in follower.stdout)
     follower.send(signal.SIGKILL)
-    follower.wait(10)
+    follower.wait()
     (controller,) = (p for p in head.find_live_processes() if process_title(p).startswith("ray::Controller"))
     controller.kill()
     at = train.steps_done()
-    head.wait_until(lambda: (folder / "checkpoints").exists() and train.steps_done() >= at + 20, 120)
+    head.wait_until(lambda: (folder / "checkpoints").exists() and train.steps_done() >= at + 20)
 
     stopped = launch("attach", folder, "--stop", keeps_ray_address=True)
-    assert stopped.wait(60) == 75, stopped.stderr
+    assert stopped.wait() == 75, stopped.stderr
     assert " on megarl attach --stop; model exported to " in stopped.stderr
     beat = json.loads((folder / "heartbeat.json").read_text())
     assert beat["status"] == "ended"
-    assert wait_until(lambda: not any("Controller" in n or "sglang" in n for n in ours(head)), 60), ours(head)
+    assert wait_until(lambda: not any("Controller" in n or "sglang" in n for n in ours(head))), ours(head)
     late = launch("attach", folder, keeps_ray_address=True)
-    assert late.wait(60) == 2
+    assert late.wait() == 2
     assert "no controller is running in the Ray cluster" in late.stderr
     assert "last heartbeat at" in late.stderr
 
 
 def test_detach_without_a_ray_address_is_refused(world: Path, tmp_path: Path, launch: Launch) -> None:
     train = launch("train", write_run(world, tmp_path, **LONG), "--detach")
-    assert train.wait(60) == 2
+    assert train.wait() == 2
     assert train.stderr.startswith("error: --detach needs RAY_ADDRESS: ")
     attached = launch("attach", tmp_path / "run")
-    assert attached.wait(60) == 2
+    assert attached.wait() == 2

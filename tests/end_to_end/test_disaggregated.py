@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,25 +18,30 @@ import ray
 
 from megarl.config import RunConfig
 from megarl.errors import MegarlError, WeightSyncError, WorkerError
-from megarl.groups.weight_sync import make_sync_setup
+from megarl.groups.sync_connections import make_transfer_spec
 from megarl.megatron.families.load_architecture import load_architecture_and_dtype
 from megarl.megatron.families.trainer_layouts import trainer_layouts
+from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
+from megarl.reshard.transfer.sample_digests import PartDigests
 from tests.end_to_end.components import Components, build, engine_host
 from tests.end_to_end.test_components import LOGPROB_MISMATCH, differing
 from tests.end_to_end.tiny_world import run_tree
+from tests.time_limits import HANG_SECONDS
 
 DISAGGREGATED = {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 TIMEOUT = 8.0
-SLACK = 8.0
+SLACK = 40.0
 """Seconds that root-cause detection may take on a busy node, beyond the timeout."""
 
 
 @contextmanager
-def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> Iterator[Components]:
+def started(
+    world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT, verify: dict[str, int] | None = None
+) -> Iterator[Components]:
     """Start two data-parallel trainer ranks, and an engine on a third slot."""
     sections: dict[str, Any] = {
-        "weight_sync": {"bucket_bytes": 60_000, "timeout_seconds": timeout_seconds},
+        "weight_sync": {"bucket_bytes": 60_000, "timeout_seconds": timeout_seconds, "verify": verify},
         "placement": DISAGGREGATED,
         "recovery": {"max_restarts": 0},
     }
@@ -49,14 +54,16 @@ def started(world: Path, folder: Path, *, timeout_seconds: float = TIMEOUT) -> I
 
 def planned(components: Components) -> TransferSpec:
     """Return the transfer plan computed only from the parallel sizes of both sides."""
-    setup = make_sync_setup(components.config, components.trainer.grid, components.engines, components.pool)
-    assert setup.transfer_spec is not None
+    engines = components.engines
+    spec = make_transfer_spec(
+        components.config, engines.engine_slots, engines.pool, components.pool, engines.weight_needs()
+    )
     model, _ = load_architecture_and_dtype(components.config.model.path)
-    return replace(setup.transfer_spec, sources=trainer_layouts(model, components.trainer.grid, "float32"))
+    return replace(spec, sources=trainer_layouts(model, components.trainer.grid, "float32"))
 
 
 def test_received_engine_weights_equal_the_export_bitwise(cluster: None, world: Path, tmp_path: Path) -> None:
-    with started(world, tmp_path / "run", timeout_seconds=60.0) as components:
+    with started(world, tmp_path / "run", timeout_seconds=HANG_SECONDS, verify={"every": 1}) as components:
         assert not {slot.bundle for slot in components.pool.slots} & {
             slot.bundle for slot in components.engines.pool.slots
         }
@@ -76,6 +83,28 @@ def test_received_engine_weights_equal_the_export_bitwise(cluster: None, world: 
             groups = components.sample(f"version-{version}")
             assert {t.max_policy_version for g in groups for t in g.summary.trajectories} == {version}
             assert 0 < components.train(groups).metrics[LOGPROB_MISMATCH] <= 1e-4
+            assert report.seconds["verify"] > 0
+        check_that_a_difference_is_found(components, 2)
+
+
+def check_that_a_difference_is_found(components: Components, version: int) -> None:
+    """Push while the trainer ranks report another digest for one of the samples than that of their weights."""
+    digest_samples = components.trainer.digest_samples
+
+    def altered(samples: Sequence[SampledBox]) -> list[PartDigests]:
+        assert len(samples) == 16
+        by_rank = digest_samples(samples)
+        return [[{part: bytes(16) for part in first}, *others] for first, *others in by_rank]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(components.trainer, "digest_samples", altered)
+        with pytest.raises(WeightSyncError, match=rf"^version {version}: .*0: TP rank 0 does not hold the values of "):
+            components.weights.push(version)
+    assert components.weights.policy_version == version - 1
+    with pytest.raises(WeightSyncError, match=r"parts of version 1 and of an update that failed"):
+        components.engines.call("generate_many", [])
+    components.weights.push(version)
+    assert components.weights.policy_version == version
 
 
 def pid_of(actor: Any) -> int:
@@ -100,7 +129,7 @@ def failing_push(
     try:
         time.sleep(1.0)
         meanwhile()
-        thread.join(3 * TIMEOUT)
+        thread.join(HANG_SECONDS)
         seconds = time.monotonic() - started
     finally:
         os.kill(stopped, signal.SIGCONT)

@@ -48,9 +48,9 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 QUICK = {
     "deepseek_v3, tp 2 ep 2, exact": ("deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}, {}, "exact"),
-    "mistral outside the package, tp 2, exact": ("mistral", {"tp": 2}, {}, "exact"),
 }
 SLOW = {
+    "mistral outside the package, tp 2, exact": ("mistral", {"tp": 2}, {}, "exact"),
     "llama3, tp 2, gather_hf": ("llama3", {"tp": 2}, {}, "gather_hf"),
     "llama3, tp 2 to tp 2, auto": ("llama3", {"tp": 2}, {"tp": 2}, "auto"),
     "mixtral, ep 2, exact": ("mixtral", {"ep": 2}, {}, "exact"),
@@ -78,7 +78,7 @@ def test_trainer_and_engine_log_probabilities_agree(
         weight_sync={"strategy": strategy},
     )
     command = launch("train", config)
-    assert command.wait(200) == 0, command.stdout + command.stderr
+    assert command.wait() == 0, command.stdout + command.stderr
     steps = steps_of(tmp_path / "run")
     assert [row["policy_version/min"] for row in steps] == [0, 1]
     assert steps[0]["grad_norm"] > 0

@@ -1,6 +1,6 @@
 """Every algorithm learns arithmetic, starting from a model that ends most answers too early.
 
-Faster: `test_train.py` checks that a policy learns, `test_custom_algorithm.py` that one of its own runs.
+Faster: `test_train.py` checks that a policy learns, `test_extensions.py` that one of its own runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launched import gained
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ MARGIN = 0.05
 def megarl(*arguments):
     command = [str(Path(sys.executable).with_name("megarl")), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([EXAMPLE, os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(command, check=True, timeout=900, env=environment)
+    subprocess.run(command, check=True, timeout=HANG_SECONDS, env=environment)
 
 
 @pytest.fixture(scope="module")

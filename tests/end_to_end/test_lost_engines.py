@@ -19,13 +19,14 @@ import ray
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
-from megarl.groups.rollout_group import FinishedGroup
+from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import RetryCounts
 from megarl.supervision.restart_budget import RestartBudget
 from tests.end_to_end.components import SMALL_BUCKETS, Components, build, engine_host
 from tests.end_to_end.test_components import differing
 from tests.end_to_end.tiny_world import run_tree
+from tests.time_limits import HANG_SECONDS
 
 LONG = Sampling(temperature=1.0, max_new_tokens=100)
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 100}
@@ -126,7 +127,7 @@ def assert_same(first: Sequence[FinishedGroup], second: Sequence[FinishedGroup])
         )
 
 
-def assert_processes_gone(*pids: int, within: float = 10) -> None:
+def assert_processes_gone(*pids: int, within: float = HANG_SECONDS) -> None:
     end = time.monotonic() + within
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < end, [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

@@ -25,7 +25,7 @@ def join(launch: Launch) -> LaunchedCommand:
     """Start another Ray node of the cluster on this machine."""
     options = ["--block", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
     node = launch("start", f"--address={os.environ['RAY_ADDRESS']}", *options, program="ray")
-    node.wait_until(lambda: "Ray runtime started" in node.stdout + node.stderr, 60)
+    node.wait_until(lambda: "Ray runtime started" in node.stdout + node.stderr)
     return node
 
 
@@ -42,10 +42,10 @@ def test_run_resumes_on_a_replacement_node(world: Path, tmp_path: Path, launch: 
     run.wait_for_step(6)
     at = run.steps_done()
     lose(second)
-    run.wait_until(lambda: "replacement nodes" in run.stdout, 90)
+    run.wait_until(lambda: "replacement nodes" in run.stdout)
     join(launch)
-    run.wait_until(lambda: "resuming from step" in run.stdout, 90)
-    run.wait_until(lambda: run.steps_done() > at + 5, 90)
+    run.wait_until(lambda: "resuming from step" in run.stdout)
+    run.wait_until(lambda: run.steps_done() > at + 5)
 
 
 def test_run_without_replacement_node_ends_with_exit_code_4(
@@ -56,7 +56,7 @@ def test_run_without_replacement_node_ends_with_exit_code_4(
     run = launch("train", write_run(world, tmp_path, **TWO, recovery=recovery), keeps_ray_address=True)
     run.wait_for_step(6)
     lose(second)
-    assert run.wait(120) == 4, run.stdout + run.stderr
+    assert run.wait() == 4, run.stdout + run.stderr
     assert "no node replaced them within 3 s (recovery.node_wait_seconds): placement: " in run.stderr
     assert "--resume auto resumes from the newest checkpoint" in run.stderr
     assert list((tmp_path / "run" / "checkpoints").iterdir())

@@ -73,7 +73,7 @@ def test_reward_model_learns_to_rank_answers_and_loads_in_transformers(
     config = tmp_path / "rm.yaml"
     config.write_text(yaml.safe_dump(stage_tree(world, tmp_path / "run", pairs)))
     command = launch("rm", config)
-    assert command.wait(180) == 0, command.stderr
+    assert command.wait() == 0, command.stderr
     rows = metrics(tmp_path / "run")
     evaluations = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     assert evaluations.keys() == {0, 15, 30}
@@ -105,7 +105,7 @@ def test_torchrun_and_ray_give_the_same_results(
     two_ranks = ("--standalone", "--nproc-per-node", "2", "-m", "megarl")
     for start in (lambda: launch(*two_ranks, stage, config, program="torchrun"), lambda: launch(stage, config)):
         command = start()
-        assert command.wait(120) == 0, command.stderr
+        assert command.wait() == 0, command.stderr
         timed = ("tokens_per_second", "time/step_seconds")
         rows = [{k: v for k, v in row.items() if k not in timed} for row in metrics(tmp_path / "run")]
         summary = json.loads((tmp_path / "run/summary.json").read_text())

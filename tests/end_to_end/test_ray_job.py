@@ -15,6 +15,7 @@ import yaml
 from tests.end_to_end.conftest import Launch
 from tests.end_to_end.launched import LaunchedCommand, process_title, wait_until
 from tests.end_to_end.tiny_world import run_tree
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     port = free_port()
     options = ["--head", "--block", "--port=0", "--num-cpus=4", "--include-dashboard=true", "--disable-usage-stats"]
     head = launch("start", *options, f"--dashboard-port={port}", "--object-store-memory=268435456", program="ray")
-    head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout, 60)
+    head.wait_until(lambda: "Ray runtime started" in head.stderr + head.stdout)
     yield head, f"http://127.0.0.1:{port}"
     assert head.process.poll() is None  # the cluster outlives the job
 
@@ -46,7 +47,7 @@ def job_server(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
 def submit(server: str, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     ray = Path(sys.executable).with_name("ray")
     where = ["job", "submit", "--address", server, "--working-dir", str(folder), "--"]
-    return subprocess.run([ray, *where, *command], capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run([ray, *where, *command], capture_output=True, text=True, check=False, timeout=HANG_SECONDS)
 
 
 def test_submitted_run_uses_its_working_dir_and_keeps_the_cluster(
@@ -64,7 +65,7 @@ def test_submitted_run_uses_its_working_dir_and_keeps_the_cluster(
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    assert wait_until(lambda: "sglang::scheduler" not in map(process_title, head.find_live_processes()), 10)
+    assert wait_until(lambda: "sglang::scheduler" not in map(process_title, head.find_live_processes()))
 
     shutil.rmtree(tmp_path / "run")
     done = submit(server, sent, sys.executable, "-m", "megarl", "train", "run.yaml", "--set", "rollout.tp=2")

@@ -66,7 +66,7 @@ def rank(number: int, run: LaunchedCommand) -> psutil.Process:
 
 def finish(command: LaunchedCommand, stopped_at: int) -> None:
     """Wait until the command has finished, and check that it resumed from a checkpoint up to step `stopped_at`."""
-    assert command.wait(180) == 0, command.stderr
+    assert command.wait() == 0, command.stderr
     resumed = re.search(r"^resuming from step (\d+): ", command.stdout, re.MULTILINE)
     assert resumed is not None, command.stdout
     assert 0 < int(resumed[1]) <= stopped_at < STEPS
@@ -75,10 +75,10 @@ def finish(command: LaunchedCommand, stopped_at: int) -> None:
 def test_sft_resumes_after_losing_a_torchrun_rank(small: Path, tmp_path: Path, launch: Launch) -> None:
     config = write("sft", small, tmp_path)
     run = launch(*TORCHRUN, "sft", config, program="torchrun")
-    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 60)
+    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2)
     rank(1, run).kill()
-    assert run.wait(30) == 1  # torchrun's
-    run.assert_no_processes_left(5)
+    assert run.wait() == 1  # torchrun's
+    run.assert_no_processes_left()
     again = launch(*TORCHRUN, "sft", config, "--resume", "auto", program="torchrun")
     finish(again, run.steps_done())
     assert_same_results(tmp_path / "run", undisturbed("sft", small, tmp_path))
@@ -89,14 +89,14 @@ def test_sft_resumes_after_losing_a_torchrun_rank(small: Path, tmp_path: Path, l
 def test_stage_killed_on_ray_resumes(stage: str, victim: str, small: Path, tmp_path: Path, launch: Launch) -> None:
     config = write(stage, small, tmp_path)
     run = launch(stage, config)
-    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2, 90)
+    run.wait_until(lambda: len(steps_saved(tmp_path)) >= 2)
     if victim == "command":
         run.send(signal.SIGKILL)
-        run.wait(10)
+        run.wait()
     else:
         next(p for p in run.find_live_processes() if process_title(p).startswith("ray::WorkerHost")).kill()
-        assert run.wait(60) == 1
-    run.assert_no_processes_left(30, but=RAY_AGENTS)
+        assert run.wait() == 1
+    run.assert_no_processes_left(but=RAY_AGENTS)
     stopped_at = run.steps_done()
     finish(launch(stage, config, "--resume", "auto"), stopped_at)
     assert_same_results(tmp_path / "run", undisturbed(stage, small, tmp_path))
@@ -112,10 +112,10 @@ def test_stop_signal_saves_a_checkpoint(how: str, small: Path, tmp_path: Path, l
     run.wait_for_step(7)
     if program == "torchrun":
         rank(1, run).send_signal(signal.SIGUSR1)
-        assert run.wait(30) == 1  # torchrun's
+        assert run.wait() == 1  # torchrun's
     else:
         run.send(signal.SIGTERM)
-        assert run.wait(30) == 75
+        assert run.wait() == 75
     step = run.steps_done()
     assert steps_saved(tmp_path) == [step]
     assert f"stopped after step {step} of {STEPS} on {how.split()[0]}; model exported to " in run.stderr
@@ -129,7 +129,7 @@ def test_dpo_resumes_with_one_rank_instead_of_two(small: Path, tmp_path: Path, l
     reference = undisturbed("dpo", small, tmp_path)
     saved = reference / "checkpoints/step-000020"
     run = launch("dpo", write("dpo", small, tmp_path, placement={"slots_per_node": 1}), "--resume", saved)
-    assert run.wait(180) == 0, run.stderr
+    assert run.wait() == 0, run.stderr
     found, expected = losses(tmp_path / "run"), losses(reference)
     assert list(found) == list(range(21, STEPS + 1))
     assert found[21] == pytest.approx(expected[21], abs=1e-5)
@@ -148,7 +148,7 @@ def test_incompatible_checkpoint_is_refused_with_one_error(small: Path, tmp_path
     ]:
         config = write(stage, small, tmp_path, **sections)
         run = launch(*TORCHRUN, stage, config, "--resume", saved, program="torchrun")
-        assert run.wait(60) == 1  # torchrun's
+        assert run.wait() == 1  # torchrun's
         assert run.stderr.count(sentence) == 1, run.stderr
         assert run.stderr.count("error: ") == 1
         assert "exitcode  : 2" in run.stderr

@@ -18,6 +18,7 @@ from megarl.functional.correction import rollout_correction
 from megarl.functional.sequences import Sequences
 from tests.functional.loss_cases import LOSSES, outcome_loss
 from tests.functional.packs import Pack, gradient, make_pack
+from tests.time_limits import HANG_SECONDS
 
 RANKS = 2
 
@@ -26,7 +27,7 @@ class ThreadAllReduce:
     """All-reduce (sum) between threads."""
 
     def __init__(self) -> None:
-        self._barrier = Barrier(RANKS, timeout=10)
+        self._barrier = Barrier(RANKS, timeout=HANG_SECONDS)
         self._brought: dict[int, Tensor] = {}
 
     def reduce(self, rank: int) -> Callable[[Tensor], Tensor]:

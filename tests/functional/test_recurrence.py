@@ -49,7 +49,7 @@ def test_solution_matches_a_loop(num: int, factor: float) -> None:
     np.testing.assert_allclose(solve_in_columns(b, a), by_loop(b, a), rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 200), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_solution_matches_a_loop_with_random_factors(num: int, zeros: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -30,6 +30,7 @@ from typing import Protocol
 import psutil
 
 from tests.end_to_end.launched import has_ended, wait_until
+from tests.time_limits import END_SECONDS, HANG_SECONDS
 
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "mount", "hostname")
 
@@ -97,16 +98,14 @@ class Command:
         (command,) = psutil.Process(self.process.pid).children()
         command.send_signal(number)
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Wait for the command to end and return its exit code."""
-        assert wait_until(lambda: self.process.poll() is not None, seconds), (
-            f"still running:\n{self.stdout}{self.stderr}"
-        )
+        assert wait_until(lambda: self.process.poll() is not None), f"still running:\n{self.stdout}{self.stderr}"
         return self.process.wait()
 
-    def wait_for_output(self, text: str, seconds: float) -> None:
+    def wait_for_output(self, text: str) -> None:
         """Block until the output contains `text` or the command ends; fail if it does not contain `text`."""
-        wait_until(lambda: text in self.stdout + self.stderr or self.process.poll() is not None, seconds)
+        wait_until(lambda: text in self.stdout + self.stderr or self.process.poll() is not None)
         assert text in self.stdout + self.stderr, f"no {text!r}:\n{self.stdout}{self.stderr}"
 
 
@@ -138,14 +137,14 @@ class Host:
         programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return kept | {"PATH": programs, "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"} | variables
 
-    def run(self, *arguments: object, seconds: float = 60) -> str:
+    def run(self, *arguments: object) -> str:
         """Run a command that must succeed, and return its stdout."""
         done = subprocess.run(
             self.nsenter_command(*arguments),
             env=self.environment(),
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=HANG_SECONDS,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -174,7 +173,7 @@ class Host:
         except OSError:
             return False
 
-    def assert_nothing_runs(self, seconds: float) -> None:
+    def assert_nothing_runs(self, seconds: float = END_SECONDS) -> None:
         """Assert that every process on the host ends within `seconds`."""
         assert wait_until(lambda: not self.processes(), seconds), f"on {self.name}: {self.processes()}"
 
@@ -182,7 +181,7 @@ class Host:
         """Kill all processes of the host at once."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._holder.wait(10)
+        self._holder.wait(HANG_SECONDS)
 
 
 class Switch(Protocol):

@@ -18,9 +18,12 @@ from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import Accepted, Challenge, Greeting, Hello, Joined, Refused, Welcome, decode, encode
 from megarl.launch.rendezvous import Rendezvous, find_head
 from tests.launch.test_rendezvous import make_hello, make_world
+from tests.time_limits import HANG_SECONDS
 
 SECRET = "the secret of this run"
 OTHER_SECRET = "the secret of somebody else"
+
+JOIN_TIMEOUT = 1.0
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -35,7 +38,7 @@ def job(request: pytest.FixtureRequest) -> str:
 async def real_head(job: str, **fields: object) -> AsyncIterator[tuple[Rendezvous, int]]:
     """Run the rendezvous of a head and yield it with its port."""
     world = make_world(0, job=job, **fields)
-    rendezvous = Rendezvous(world, make_hello(world), 5.0)
+    rendezvous = Rendezvous(world, make_hello(world), HANG_SECONDS)
     port = await rendezvous.listen()
     try:
         yield rendezvous, port
@@ -54,7 +57,7 @@ async def false_head(job: str, handle: Handler) -> AsyncIterator[NodeWorld]:
 
 
 def search(world: NodeWorld) -> Awaitable[object]:
-    return find_head(world, make_hello(world), join_timeout=0.6, node_timeout=5.0)
+    return find_head(world, make_hello(world), join_timeout=JOIN_TIMEOUT, node_timeout=HANG_SECONDS)
 
 
 async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -63,7 +66,7 @@ async def connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 async def read_to_end(reader: asyncio.StreamReader) -> list[bytes]:
     """Return the lines that arrive until the other end closes the connection."""
-    return (await asyncio.wait_for(reader.read(), 5.0)).splitlines(keepends=True)
+    return (await asyncio.wait_for(reader.read(), HANG_SECONDS)).splitlines(keepends=True)
 
 
 async def require_no_peer(rendezvous: Rendezvous) -> None:
@@ -92,8 +95,8 @@ def test_false_head_is_named_and_gets_nothing_but_a_nonce(job: str) -> None:
             with pytest.raises(LaunchError) as error:
                 await search(node)
             assert str(error.value) == (
-                f"node n2 (rank 1) found no head within 0.6 s at 127.0.0.1, ports {node.ports[0]}; last error: "
-                f"127.0.0.1:{node.ports[0]}: the head there does not know this node's MEGARL_LAUNCH_SECRET"
+                f"node n2 (rank 1) found no head within {JOIN_TIMEOUT:g} s at 127.0.0.1, ports {node.ports[0]}; "
+                f"last error: 127.0.0.1:{node.ports[0]}: the head there does not know this node's MEGARL_LAUNCH_SECRET"
             )
 
     asyncio.run(main())
@@ -107,7 +110,7 @@ def test_node_finds_its_head_behind_a_false_one(job: str) -> None:
         # both heads have the same job; the false one listens on the first port
         async with real_head(job, secret=OTHER_SECRET), real_head(job) as (rendezvous, _):
             node = asyncio.create_task(search(make_world(1, job=job)))
-            (peer,) = await rendezvous.wait_for_peers(5.0)
+            (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
             peer.connection.send(Welcome(ray_address="a:1", node_address="b", ray_nonce="c"))
             await node
 
@@ -204,7 +207,7 @@ def test_recorded_messages_of_a_node_are_refused(job: str) -> None:
             tags = MessageTags(authentication._derive_keys(node, "1" * 64, challenge.nonce).node)
             hello = tags.add(encode(make_hello(node)))
             writer.write(hello)
-            await rendezvous.wait_for_peers(5.0)
+            await rendezvous.wait_for_peers(HANG_SECONDS)
             writer.close()
         async with real_head(job) as (rendezvous, port):
             reader, writer = await connect(port)
@@ -281,7 +284,7 @@ def test_forged_message_in_a_session_ends_it(job: str, attack: str) -> None:
             hello = make_hello(make_world(1, job=job))
             line = tags.add(encode(hello))
             writer.write(line)
-            (peer,) = await rendezvous.wait_for_peers(5.0)
+            (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
             joined, later = tags.add(encode(Joined())), tags.add(encode(Joined()))
             attacks = {
                 "repeated": line,

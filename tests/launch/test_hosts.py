@@ -11,6 +11,7 @@ import pytest
 
 from tests.end_to_end.launched import wait_until
 from tests.launch.hosts import Host, Hosts, missing
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -44,7 +45,7 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hosts]:
         yield hosts
 
 
-def send_bytes(host: Host, server: str, num_bytes: int, timeout: float) -> float:
+def send_bytes(host: Host, server: str, num_bytes: int, timeout: float = HANG_SECONDS) -> float:
     """Send bytes to the server and check their digest; return the seconds that connecting took."""
     return float(host.run(sys.executable, "-S", "-c", CLIENT, server, str(num_bytes), str(timeout)))
 
@@ -52,13 +53,13 @@ def send_bytes(host: Host, server: str, num_bytes: int, timeout: float) -> float
 def test_hosts_share_only_network_and_files(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     a, b = hosts
     server = b.start(sys.executable, "-S", "-c", SERVER)
-    server.wait_for_output("listening", 5)
+    server.wait_for_output("listening")
     assert a.run("hostname") == "a\n"
-    send_bytes(a, "b", 5_000_000, 5)  # from now on each knows the other's hardware address
+    send_bytes(a, "b", 5_000_000)  # from now on each knows the other's hardware address
     delayed = request.node.callspec.params["hosts"]
-    assert (send_bytes(a, "b", 10, 5) >= 2 * DELAY) == bool(delayed)
+    assert (send_bytes(a, "b", 10) >= 2 * DELAY) == bool(delayed)
     with pytest.raises(AssertionError, match="ConnectionRefusedError"):
-        send_bytes(a, "127.0.0.1", 1, 5)
+        send_bytes(a, "127.0.0.1", 1)
     assert a.run("getent", "hosts", "a", "b").split() == ["127.0.1.1", "a", "10.77.0.2", "b"]
     for folder in ("/tmp", "/dev/shm"):
         a.run("touch", f"{folder}/mine")
@@ -71,19 +72,19 @@ def test_hosts_share_only_network_and_files(hosts: Hosts, tmp_path: Path, reques
     assert "sleep infinity" in b.run("ps", "ax")
     assert SERVER not in a.run("ps", "ax")
     server.send(2)
-    assert server.wait(5) != 0
+    assert server.wait() != 0
 
 
 def test_host_that_is_cut_off_is_unreachable_until_it_rejoins(hosts: Hosts) -> None:
     a, b = hosts
-    b.start(sys.executable, "-S", "-c", SERVER).wait_for_output("listening", 5)
-    send_bytes(a, "b", 10, 5)
+    b.start(sys.executable, "-S", "-c", SERVER).wait_for_output("listening")
+    send_bytes(a, "b", 10)
     hosts.cut_off(b)
     assert "state UP" in b.run("ip", "link", "show", "eth0")
     with pytest.raises(AssertionError, match="timed out"):
         send_bytes(a, b.address, 10, 0.3)
     hosts.rejoin(b)
-    send_bytes(a, b.address, 10, 5)
+    send_bytes(a, b.address, 10)
 
 
 def find_sleep_arguments(host: Host) -> list[str]:
@@ -95,7 +96,7 @@ def test_no_process_outlives_its_host(tmp_path: Path) -> None:
         (a,) = hosts
         a.start("sh", "-c", "trap '' HUP INT TERM; setsid sleep 1000 & sleep 1001")
         a.start("sleep", "1002")
-        assert wait_until(lambda: find_sleep_arguments(a) == ["1000", "1001", "1002"], 5), a.processes()
+        assert wait_until(lambda: find_sleep_arguments(a) == ["1000", "1001", "1002"]), a.processes()
         running = a.processes()
-    psutil.wait_procs(running, 5)
+    psutil.wait_procs(running, HANG_SECONDS)
     a.assert_nothing_runs(0)

@@ -15,6 +15,7 @@ from tests.end_to_end.launched import wait_until
 from tests.end_to_end.tiny_world import write_sft
 from tests.launch.conftest import MakeHosts
 from tests.launch.hosts import Hosts
+from tests.time_limits import HANG_SECONDS
 
 SCRIPT = Path(__file__).parents[2] / "launch/torchrun/hosts.sh"
 
@@ -76,14 +77,14 @@ def script(tmp_path: Path) -> Script:
 
 def test_each_node_gets_its_rank_and_the_address_of_the_first(script: Script) -> None:
     awkward = "a 'b' $HOME \\ \"c\" ; *"
-    assert script.start("train", awkward, NCCL_DEBUG="x 'y'").wait(10) == 0
+    assert script.start("train", awkward, NCCL_DEBUG="x 'y'").wait(HANG_SECONDS) == 0
     common = f"{script.folder}|x 'y'|launch|--nodes|2|--node-rank"
     assert script.output_lines == [
         f"user@n1: megarl|{common}|0|--head|n1|train|{awkward}|",
         f"n2: megarl|{common}|1|--head|n1|train|{awkward}|",
     ]
     (script.folder / "hosts").write_text("n1 10.0.0.1\n")
-    script.start("launch", "--node-timeout", "5", "sft", "x").wait(10)
+    script.start("launch", "--node-timeout", "5", "sft", "x").wait(HANG_SECONDS)
     (line,) = script.output_lines
     assert line.endswith("|--nodes|1|--node-rank|0|--head|10.0.0.1|--node-timeout|5|sft|x|")
 
@@ -98,10 +99,10 @@ def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script
     secrets = set()
     for _ in range(2):
         run = script.start("train", "stays")
-        assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2, 10)
+        assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2)
         command_lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
         run.terminate()
-        stderr = run.communicate(timeout=10)[1]
+        stderr = run.communicate(timeout=HANG_SECONDS)[1]
         (secret,) = read_secrets(script)
         assert re.fullmatch("[0-9a-f]{64}", secret)
         assert secret not in "".join([*command_lines, *script.output_lines, stderr])
@@ -110,19 +111,19 @@ def test_each_run_has_a_new_secret_that_all_nodes_know_and_nobody_can_see(script
 
 
 def test_secret_of_the_user_is_passed_on(script: Script) -> None:
-    assert script.start("train", "x", MEGARL_LAUNCH_SECRET="my $secret 'x'").wait(10) == 0
+    assert script.start("train", "x", MEGARL_LAUNCH_SECRET="my $secret 'x'").wait(HANG_SECONDS) == 0
     assert read_secrets(script) == {"my $secret 'x'"}
 
 
 def test_secret_is_not_exported_on_a_command_line(script: Script) -> None:
     run = script.start("train", "x", EXPORT="NCCL_DEBUG MEGARL_LAUNCH_SECRET", MEGARL_LAUNCH_SECRET="s" * 16)
-    assert run.communicate(timeout=10)[1].startswith("error: EXPORT must not list MEGARL_LAUNCH_SECRET")
+    assert run.communicate(timeout=HANG_SECONDS)[1].startswith("error: EXPORT must not list MEGARL_LAUNCH_SECRET")
     assert run.returncode == 2
 
 
 @pytest.mark.parametrize("command", ["sft", "rm", "dpo", "score", "benchmarks.reshard"])
 def test_commands_without_engines_run_under_torchrun(command: str, script: Script) -> None:
-    assert script.start(command, "x", PROCS_PER_NODE="8", RDZV_PORT="1234").wait(10) == 0
+    assert script.start(command, "x", PROCS_PER_NODE="8", RDZV_PORT="1234").wait(HANG_SECONDS) == 0
     first, second = (line.split("|") for line in script.output_lines)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=1"} < set(first)
     assert {"--nnodes", "2", "--nproc-per-node", "8", "n1:1234", "is_host=0"} < set(second)
@@ -134,7 +135,7 @@ def test_commands_without_engines_run_under_torchrun(command: str, script: Scrip
 
 def test_all_nodes_stop_if_one_fails(script: Script) -> None:
     run = script.start("train", "fails-on-n2", "stays")
-    assert run.wait(10) == 3
+    assert run.wait(HANG_SECONDS) == 3
     assert run.communicate()[1] == "error: n2 exited with code 3; stopping all nodes\n"
     assert "user@n1: terminated" in script.output_lines
 
@@ -142,7 +143,7 @@ def test_all_nodes_stop_if_one_fails(script: Script) -> None:
 @pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("terminated", 143), ("killed", -9)])
 def test_all_nodes_stop_with_the_script(how: str, code: int, script: Script) -> None:
     run = script.start("train", "stays")
-    assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2, 10)
+    assert wait_until(lambda: sum(line.endswith(": running") for line in script.output_lines) == 2)
     match how:
         case "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)
@@ -150,8 +151,8 @@ def test_all_nodes_stop_with_the_script(how: str, code: int, script: Script) -> 
             run.terminate()
         case "killed":
             run.kill()
-    assert run.wait(10) == code
-    assert wait_until(lambda: {"user@n1: terminated", "n2: terminated"} <= set(script.output_lines), 10), (
+    assert run.wait(HANG_SECONDS) == code
+    assert wait_until(lambda: {"user@n1: terminated", "n2: terminated"} <= set(script.output_lines)), (
         script.output_lines
     )
 
@@ -186,10 +187,10 @@ def test_sft_on_two_hosts(make_hosts: MakeHosts, world: Path, tmp_path: Path) ->
         env=os.environ | {"SSH": str(ssh), "PROCS_PER_NODE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a: step 3/3" in done.stdout
     for host in hosts:
-        host.assert_nothing_runs(5)
+        host.assert_nothing_runs()

@@ -11,13 +11,14 @@ import time
 import psutil
 import pytest
 
-from megarl.launch.ray_node import find_free_port
+from megarl.process.ports import find_unused_port
+from tests.time_limits import END_SECONDS, HANG_SECONDS
 
 WAITING_COMMAND = """
 import signal, sys, time
 {prepare}
 print("command runs", flush=True)
-for _ in range(600):
+for _ in range(6000):
     if signal.SIGUSR1 in signal.sigpending():
         sys.exit(75)
     time.sleep(0.1)
@@ -41,13 +42,13 @@ class Nodes:
         ray="fake",
         size=2,
         secrets=(SECRET, SECRET),
-        join_timeout=20.0,
-        node_timeout=20.0,
+        join_timeout=HANG_SECONDS,
+        node_timeout=HANG_SECONDS,
         environment=None,
     ):
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.files = [folder / f"node{rank}" for rank in range(size)]
-        port = str(find_free_port())
+        port = str(find_unused_port())
         environment = os.environ | {MARK: self.mark, "JOIN_TIMEOUT": str(join_timeout)} | (environment or {})
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # `ray.init` of other tests sets some of them
             environment.pop(name, None)
@@ -74,16 +75,16 @@ class Nodes:
     def output(self, rank):
         return self.files[rank].read_text()
 
-    def wait_for(self, text, seconds=60.0):
+    def wait_for(self, text):
         """Block until node 0 prints `text`."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + HANG_SECONDS
         while text not in self.output(0):
             assert time.monotonic() < deadline, self.output(0) + self.output(1)
             assert self.processes[0].poll() is None, self.output(0) + self.output(1)
             time.sleep(0.02)
 
-    def codes(self, seconds=30.0):
-        return [process.wait(seconds) for process in self.processes]
+    def codes(self):
+        return [process.wait(HANG_SECONDS) for process in self.processes]
 
     def find_remaining(self):
         """Return processes that still run, recognized by an inherited environment variable."""
@@ -158,7 +159,7 @@ def test_sigint_before_the_command_runs(nodes, rank):
 
 
 def test_second_signal_kills_the_command(nodes):
-    both = nodes(make_waiting_command(IGNORES_SIGTERM), environment={"COMMAND_GRACE_SECONDS": "60"})
+    both = nodes(make_waiting_command(IGNORES_SIGTERM), environment={"COMMAND_GRACE_SECONDS": "1200"})
     both.wait_for("command runs")
     for rank in (0, 1, 0, 1):  # one request that reaches all nodes, twice
         both.processes[rank].send_signal(signal.SIGTERM)
@@ -174,7 +175,7 @@ def test_command_that_ignores_sigterm_is_killed(nodes):
     started = time.monotonic()
     both.processes[0].send_signal(signal.SIGTERM)
     assert both.codes() == [128 + 9, 128 + 9]
-    assert 1.0 <= time.monotonic() - started < 10
+    assert time.monotonic() - started >= 1.0
     both.assert_nothing_is_left()
 
 
@@ -195,7 +196,7 @@ def test_killed_launcher_ends_the_run_gracefully(nodes, rank):
     both.processes[rank].kill()
     codes = both.codes()
     assert (codes[rank], codes[1 - rank]) == (-signal.SIGKILL, 7)
-    both.assert_nothing_is_left(10)
+    both.assert_nothing_is_left(END_SECONDS)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -215,13 +216,13 @@ def test_killed_child_is_reported(nodes, rank):
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_silent_node_is_lost(nodes, rank):
-    both = nodes(make_waiting_command(), node_timeout=2.0)
+    both = nodes(make_waiting_command(), node_timeout=5.0)
     both.wait_for("command runs")
     both.child(rank).suspend()
     other = 1 - rank
-    assert both.processes[other].wait(20) == 1
+    assert both.processes[other].wait(HANG_SECONDS) == 1
     assert "127.0.0.1" in both.output(other)
-    assert "no message for 2 s; " in both.output(other)
+    assert "no message for 5 s; " in both.output(other)
     both.child(rank).resume()
     assert both.codes()[rank] == 1
     both.assert_nothing_is_left()
@@ -245,7 +246,7 @@ def test_ray_failure_ends_the_run(nodes, rank, mode, message):
 
 
 def test_nodes_with_different_secrets_name_each_other(nodes):
-    both = nodes(make_waiting_command(), secrets=(SECRET, "the secret of another run"), join_timeout=2.0)
+    both = nodes(make_waiting_command(), secrets=(SECRET, "the secret of another run"), join_timeout=8.0)
     assert both.codes() == [1, 1]
     assert "; 127.0.0.1 did not prove that it knows MEGARL_LAUNCH_SECRET" in both.output(0)
     assert "the head there does not know this node's MEGARL_LAUNCH_SECRET" in both.output(1)
@@ -294,7 +295,7 @@ except ray.exceptions.AuthenticationError as error:
 def test_single_node_without_a_secret_admits_nobody(nodes):
     """Ray listens on all interfaces, with a token that launch draws; launch itself listens nowhere."""
     one = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + SINGLE_NODE_COMMAND, ray="real", size=1, secrets=("",))
-    one.wait_for("command runs token ", 60)
+    one.wait_for("command runs token ")
     token = one.output(0).partition("command runs token ")[2].split()[0]
     assert all(token not in " ".join(process.cmdline()) for process in one.find_remaining())
     listening = {
@@ -305,7 +306,7 @@ def test_single_node_without_a_secret_admits_nobody(nodes):
     assert "gcs_server" in listening
     assert not any("tests.launch.node" in words for words in listening.values()), listening
     assert not any("ray.util.client" in " ".join(words) for words in listening.values()), listening
-    one.wait_for("refused", 60)
+    one.wait_for("refused")
     one.processes[0].send_signal(signal.SIGTERM)
     one.codes()
     one.assert_nothing_is_left()
@@ -336,7 +337,7 @@ finally:
 
 def test_ray_on_two_nodes_leaves_no_process(nodes):
     both = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + RAY_COMMAND, ray="real")
-    both.wait_for("command runs", 120)
+    both.wait_for("command runs")
     both.processes[1].send_signal(signal.SIGTERM)
     assert len(set(both.codes())) == 1
     both.assert_nothing_is_left()
@@ -348,7 +349,7 @@ def test_ray_on_two_nodes_leaves_no_process(nodes):
 @pytest.mark.parametrize("target", ["launcher", "child"])
 def test_killed_launcher_or_child_leaves_no_ray_process(nodes, rank, target):
     both = nodes("import signal, sys\n" + EXITS_ON_SIGTERM + RAY_COMMAND, ray="real")
-    both.wait_for("command runs", 120)
+    both.wait_for("command runs")
     (both.processes[rank] if target == "launcher" else both.child(rank)).kill()
     both.codes()
-    both.assert_nothing_is_left(30)
+    both.assert_nothing_is_left(END_SECONDS)

@@ -23,10 +23,7 @@ SECRET = "the secret of all nodes of these tests"
 
 JOIN_TIMEOUT = 3
 
-NODE_TIMEOUT = 5.0
-
-END_SECONDS = 30.0
-"""Time limit for the command and Ray to end gracefully."""
+NODE_TIMEOUT = 10.0
 
 TRAINER, ENGINE = "ray::WorkerHost", "sglang::scheduler"
 
@@ -40,6 +37,18 @@ DISAGGREGATED: dict[str, Any] = {
     "placement": {"slots_per_node": 2, "pools": {"engines": {}}, "rollout": {"pool": "engines"}}
 }
 """One host has the trainer, the other the engine."""
+
+SPANNING: dict[str, Any] = {
+    "placement": {
+        "slots_per_node": 1,
+        "pools": {"engines": {"nodes": 2, "slots_per_node": 1}},
+        "rollout": {"pool": "engines"},
+    },
+    "rollout": {"tp": 2, "max_new_tokens": 12},
+}
+"""One host has the trainer; the engine has a tensor-parallel rank on each."""
+
+ENGINE_ON_ONE_HOST = SPANNING | {"placement": SPANNING["placement"] | {"pools": {"engines": {"slots_per_node": 2}}}}
 
 
 def launch_by_hand(
@@ -58,9 +67,9 @@ def read_training_rows(folder: Path) -> list[dict[str, float]]:
     return [row for row in map(json.loads, lines) if "loss" in row]
 
 
-def wait_for_step(step: int, folder: Path, command: Command, seconds: float) -> None:
+def wait_for_step(step: int, folder: Path, command: Command) -> None:
     """Block until the run in `folder` has finished `step`; the command must still be running."""
-    wait_until(lambda: len(read_training_rows(folder)) >= step or command.process.poll() is not None, seconds)
+    wait_until(lambda: len(read_training_rows(folder)) >= step or command.process.poll() is not None)
     assert len(read_training_rows(folder)) >= step, command.stdout + command.stderr
     assert command.process.poll() is None, command.stdout + command.stderr
 
@@ -74,18 +83,18 @@ def find_process_kinds(host: Host) -> set[str]:
 def test_two_hosts_train_until_one_is_cut_off(make_hosts: MakeHosts, world: Path, tmp_path: Path) -> None:
     hosts = make_hosts(delay=DELAY)
     a, b = hosts
-    config = write_run(world, tmp_path, **COLOCATED)
+    config = write_run(world, tmp_path, **DISAGGREGATED)
     on_a, on_b = launch_by_hand([a, b], a.name, "--node-timeout", NODE_TIMEOUT, "train", config)
-    wait_for_step(2, tmp_path, on_a, 120)
-    assert find_process_kinds(a) == find_process_kinds(b) == {TRAINER, ENGINE}
+    wait_for_step(1, tmp_path, on_a)
+    assert sorted(map(find_process_kinds, hosts), key=sorted) == [{TRAINER}, {ENGINE}]
     hosts.cut_off(b)
-    assert on_a.wait(NODE_TIMEOUT + END_SECONDS) == 1
-    assert on_b.wait(END_SECONDS) == 1
+    assert on_a.wait() == 1
+    assert on_b.wait() == 1
     lost = f"error: node b ({b.address}, rank 1): no message for {NODE_TIMEOUT:g} s; the run was aborted\n"
     assert lost in on_a.stderr
     assert f"lost the head {a.address}: no message for {NODE_TIMEOUT:g} s; this node was stopped\n" in on_b.stderr
     for host in hosts:
-        host.assert_nothing_runs(5)
+        host.assert_nothing_runs()
 
 
 def test_unreachable_head_gives_a_one_line_error(make_hosts: MakeHosts) -> None:
@@ -98,13 +107,13 @@ def test_unreachable_head_gives_a_one_line_error(make_hosts: MakeHosts) -> None:
     options = ("--join-timeout", JOIN_TIMEOUT, "train", "none.yaml")
     commands = [launch_by_hand([a, b], place, *options, ranks=[1])[0] for place in places]
     for place, command in zip(places, commands, strict=True):
-        assert command.wait(20) == 1
+        assert command.wait() == 1
         error = (
             rf"error: node b \(rank 1\) found no head within {JOIN_TIMEOUT} s at {place}, ports \d+-\d+; last error: .+"
         )
         assert re.fullmatch(error + "\n", command.stderr), command.stderr
     assert time.monotonic() - begun >= JOIN_TIMEOUT
-    b.assert_nothing_runs(2)
+    b.assert_nothing_runs()
 
 
 @pytest.mark.slow
@@ -113,8 +122,9 @@ def test_unreachable_head_gives_a_one_line_error(make_hosts: MakeHosts) -> None:
     [
         (COLOCATED, COLOCATED | {"placement": {"slots_per_node": 2}}, [{TRAINER, ENGINE}, {TRAINER, ENGINE}]),
         (DISAGGREGATED, DISAGGREGATED, [{ENGINE}, {TRAINER}]),
+        (SPANNING, ENGINE_ON_ONE_HOST, [{ENGINE}, {TRAINER, ENGINE}]),
     ],
-    ids=["colocated", "disaggregated"],
+    ids=["colocated", "disaggregated", "engine over both hosts"],
 )
 def test_two_hosts_have_the_same_losses_as_one(
     sections: dict[str, Any],
@@ -130,15 +140,15 @@ def test_two_hosts_have_the_same_losses_as_one(
     steps = ("--set", "trainer.steps=4", "data.eval_path=null")
     config = write_run(world, tmp_path, **sections)
     on_a, on_b = hosts.torchrun("megarl", "launch", "train", config, *steps, MEGARL_LAUNCH_SECRET=SECRET)
-    wait_for_step(1, tmp_path, on_a, 150)
+    wait_for_step(1, tmp_path, on_a)
     assert sorted(map(find_process_kinds, hosts), key=sorted) == sorted(placed, key=sorted)
-    assert on_a.wait(120) == 0, on_a.stderr
-    assert on_b.wait(END_SECONDS) == 0, on_b.stderr
+    assert on_a.wait() == 0, on_a.stderr
+    assert on_b.wait() == 0, on_b.stderr
     seen = read_training_rows(tmp_path)
     assert len(seen) == 4
     for host in hosts:
-        host.assert_nothing_runs(5)
-    first.run("megarl", "train", write_run(world, tmp_path, **single_host_sections), *steps, seconds=150)
+        host.assert_nothing_runs()
+    first.run("megarl", "train", write_run(world, tmp_path, **single_host_sections), *steps)
     assert [{name: row[name] for name in COMPARED_METRICS} for row in seen] == [
         {name: row[name] for name in COMPARED_METRICS} for row in read_training_rows(tmp_path)
     ]

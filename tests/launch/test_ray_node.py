@@ -10,12 +10,12 @@ import pytest
 from megarl.launch import ray_node
 from megarl.launch.ray_node import (
     MAX_OBJECT_STORE_BYTES,
-    find_free_port,
     make_interface_environment,
     make_ray_arguments,
     make_ray_environment,
 )
 from megarl.placement.hardware import object_store_bytes
+from megarl.process.ports import find_unused_port
 
 GIB = 2**30
 
@@ -68,8 +68,8 @@ def test_object_store_size(monkeypatch, free, store):
     assert object_store_bytes(max_bytes=MAX_OBJECT_STORE_BYTES) == store
 
 
-def test_find_free_port():
-    port = find_free_port()
+def test_find_unused_port():
+    port = find_unused_port()
     with socket.socket() as taken:
         taken.bind(("", port))
     assert 20000 <= port < 32768

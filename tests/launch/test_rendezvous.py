@@ -15,6 +15,7 @@ from megarl.launch.connection import ConnectionLostError, MessageTags
 from megarl.launch.node_world import NodeWorld
 from megarl.launch.protocol import End, Heartbeat, Hello, Joined, Welcome, decode, encode
 from megarl.launch.rendezvous import Peer, Rendezvous, find_addresses, find_head
+from tests.time_limits import HANG_SECONDS
 
 WELCOME = Welcome(ray_address="127.0.0.1:1", node_address="127.0.0.1", ray_nonce="0")
 
@@ -40,9 +41,9 @@ def make_hello(world, **versions):
     return Hello(rank=world.rank, size=world.size, host=world.host, address=None, versions=versions)
 
 
-async def run_head(world, timeout=5.0):
+async def run_head(world, timeout=HANG_SECONDS):
     """Run the head's side; welcome all peers and return them."""
-    rendezvous = Rendezvous(world, make_hello(world), 5.0)
+    rendezvous = Rendezvous(world, make_hello(world), HANG_SECONDS)
     await rendezvous.listen()
     try:
         peers = await rendezvous.wait_for_peers(timeout)
@@ -57,7 +58,7 @@ async def run_head(world, timeout=5.0):
     return peers
 
 
-def run_worker(world, join_timeout=5.0, node_timeout=5.0, **versions):
+def run_worker(world, join_timeout=HANG_SECONDS, node_timeout=HANG_SECONDS, **versions):
     return find_head(world, make_hello(world, **versions), join_timeout=join_timeout, node_timeout=node_timeout)
 
 
@@ -109,9 +110,7 @@ def test_head_uses_the_next_port_if_one_is_taken(job, monkeypatch):
 
         other_server = await asyncio.start_server(hang_up, "127.0.0.1", head.ports[1])
         with listener(head.ports[0]):
-            started = time.monotonic()
-            peers, _ = await asyncio.gather(run_head(head, 20.0), run_worker(make_world(1, job=job), 20.0))
-            assert time.monotonic() - started < 15
+            peers, _ = await asyncio.gather(run_head(head), run_worker(make_world(1, job=job)))
         other_server.close()
         assert peers[0].connection.local_address == "127.0.0.1"
 
@@ -173,9 +172,9 @@ def test_missing_node_is_named(job):
     async def main():
         worker = asyncio.create_task(run_worker(make_world(1, 3, job)))
         with pytest.raises(
-            LaunchError, match=r"only 2 of 3 nodes connected to n1 within 0.5 s; missing: node n3 \(rank 2\)$"
+            LaunchError, match=r"only 2 of 3 nodes connected to n1 within 2 s; missing: node n3 \(rank 2\)$"
         ):
-            await run_head(make_world(0, 3, job), 0.5)
+            await run_head(make_world(0, 3, job), 2.0)
         worker.cancel()
 
     asyncio.run(main())
@@ -192,7 +191,7 @@ def test_error_if_no_head_is_found(job):
 def test_unresolvable_head_name_is_skipped(job):
     async def main():
         node = make_world(1, job=job, head_hosts=("no-such-host.invalid", "127.0.0.1"))
-        await asyncio.gather(run_head(make_world(0, job=job), 20.0), run_worker(node, 20.0))
+        await asyncio.gather(run_head(make_world(0, job=job)), run_worker(node))
 
     asyncio.run(main())
 
@@ -217,9 +216,9 @@ def test_mismatched_nodes_are_rejected(job, versions, size, message):
 
 def test_node_with_a_taken_rank_keeps_searching(job):
     async def main():
-        twice = asyncio.gather(*(run_worker(make_world(1, 3, job), 1.0) for _ in range(2)), return_exceptions=True)
+        twice = asyncio.gather(*(run_worker(make_world(1, 3, job), 3.0) for _ in range(2)), return_exceptions=True)
         with pytest.raises(LaunchError, match=r"missing: node n3"):
-            await run_head(make_world(0, 3, job), 0.8)
+            await run_head(make_world(0, 3, job), 2.0)
         accepted, refused = sorted(await twice, key=lambda answer: isinstance(answer, LaunchError))
         assert isinstance(accepted[1], End)
         assert "found no head" in str(refused)
@@ -236,11 +235,11 @@ def test_silent_node_is_lost(job):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         keys = await authenticate_head(reader, writer, node)
         writer.write(MessageTags(keys.node).add(encode(make_hello(node))))
-        (peer,) = await rendezvous.wait_for_peers(5.0)
+        (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
         started = time.monotonic()
         with pytest.raises(ConnectionLostError, match=r"no message for 0.4 s"):
             await peer.connection.receive()
-        assert 0.3 < time.monotonic() - started < 2
+        assert time.monotonic() - started > 0.3
         writer.close()
         await peer.connection.close()
         await rendezvous.close()
@@ -251,15 +250,15 @@ def test_silent_node_is_lost(job):
 def test_heartbeats_keep_an_idle_connection_open(job):
     async def main():
         head = make_world(0, job=job)
-        rendezvous = Rendezvous(head, make_hello(head), 0.4)
+        rendezvous = Rendezvous(head, make_hello(head), 1.0)
         await rendezvous.listen()
-        worker = asyncio.create_task(run_worker(make_world(1, job=job), node_timeout=0.4))
-        (peer,) = await rendezvous.wait_for_peers(5.0)
-        await asyncio.sleep(0.8)
+        worker = asyncio.create_task(run_worker(make_world(1, job=job), node_timeout=1.0))
+        (peer,) = await rendezvous.wait_for_peers(HANG_SECONDS)
+        await asyncio.sleep(1.5)
         peer.connection.send(WELCOME)
         connection, _ = await worker
         quiet = asyncio.create_task(peer.connection.receive())
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.5)
         assert not quiet.done()
         await connection.close()
         with pytest.raises(ConnectionLostError, match="the connection was closed unexpectedly"):
@@ -287,13 +286,15 @@ def test_heartbeats_keep_an_idle_connection_open(job):
 def test_connection_with_invalid_messages_is_closed(job, line):
     async def main():
         head = make_world(0, job=job)
-        rendezvous = Rendezvous(head, make_hello(head), 5.0)
+        rendezvous = Rendezvous(head, make_hello(head), HANG_SECONDS)
         port = await rendezvous.listen()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(line)
-        answer = await asyncio.wait_for(reader.read(), 5.0)
+        answer = await asyncio.wait_for(reader.read(), HANG_SECONDS)
         assert answer == b""
-        peers, _ = await asyncio.gather(rendezvous.wait_for_peers(5.0), answered(rendezvous, make_world(1, job=job)))
+        peers, _ = await asyncio.gather(
+            rendezvous.wait_for_peers(HANG_SECONDS), answered(rendezvous, make_world(1, job=job))
+        )
         assert len(peers) == 1
         writer.close()
         await rendezvous.close()

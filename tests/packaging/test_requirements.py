@@ -39,8 +39,19 @@ def test_cpu_and_gpu_pins_agree():
     cpu, gpu = read_pins("cpu.txt"), read_pins("gpu.txt")
     different = {name for name, version in cpu.items() if gpu.get(name) != version}
     assert different == HELD_BACK
+    assert read_pins("triton.txt") == {"triton": gpu["triton"]}
     for environment in ("cpu.txt", "gpu.txt"):
         assert read_pins(environment, "dev.txt", "docs.txt")  # asserts that they share no package
+
+
+def test_pins_of_gpu_tests_are_those_of_the_gpu_environment():
+    tests, environment = read_pins("test-gpu.txt"), read_pins("gpu.txt", "dev.txt")
+    assert tests.items() <= environment.items()
+    assert not tests.keys() & {"torch", "triton", "ray", "sglang", "transformer-engine"}
+    for package in tests:
+        for requirement in find_requirements(package, ""):
+            name = canonicalize_name(requirement.name)
+            assert name in tests or name == "torch", f"{package} needs {requirement}, test-gpu.txt has none"
 
 
 def find_requirements(package: str, extra: str) -> list[Requirement]:
@@ -110,7 +121,7 @@ def test_both_extras_name_the_same_engine() -> None:
     assert extras["cpu"][0] == extras["gpu"][0] == f"sglang=={read_pins('cpu.txt')['sglang']}"
 
 
-OPTIONAL = {"fastapi", "sglang", "tqdm", "wandb"}
+OPTIONAL = {"fastapi", "sglang", "tqdm", "triton", "wandb"}
 """Modules that megarl imports only where they are installed, or that its extras install, such as SGLang's own."""
 
 
@@ -118,12 +129,12 @@ def test_every_imported_package_is_a_dependency() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     providers = packages_distributions()
     undeclared = set()
-    for file in (ROOT / "megarl").rglob("*.py"):
+    for file in (*(ROOT / "megarl").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")):
         if "stubs" in file.parts:
             continue
         for module in imported_modules(file):
             names = {canonicalize_name(name) for name in providers.get(module, [module])}
-            if module not in {"megarl", *sys.stdlib_module_names, *OPTIONAL} and not names & declared:
+            if module not in {"megarl", "megarl_kernels", *sys.stdlib_module_names, *OPTIONAL} and not names & declared:
                 undeclared.add(f"{file.relative_to(ROOT)} imports {module}")
     assert undeclared == set()
 

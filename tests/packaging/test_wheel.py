@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from megarl import __version__
+from tests.time_limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
-SOURCES = ("megarl", "yaml", "requirements", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("megarl", "kernels", "megarl_kernels", "yaml", "requirements", "pyproject.toml", "README.md", "LICENSE")
 
 
 def pip(*arguments: str | Path) -> None:
@@ -34,7 +35,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     ignored = shutil.ignore_patterns("__pycache__")
     for name in SOURCES:
-        if (ROOT / name).is_dir():
+        if (ROOT / name).is_symlink():
+            (folder / "source" / name).symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / "source" / name)
@@ -56,9 +59,11 @@ def metadata(files: dict[str, bytes]) -> Message:
     return Parser().parsestr(files[f"megarl-{__version__}.dist-info/METADATA"].decode())
 
 
-def test_wheel_has_every_file_of_the_package_and_no_others(files: dict[str, bytes]) -> None:
+def test_wheel_has_every_file_of_both_packages_and_no_others(files: dict[str, bytes]) -> None:
     source = {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "megarl").rglob("*.py")}
-    source["megarl/py.typed"] = b""
+    kernels = ROOT / "kernels"
+    source |= {str(path.relative_to(kernels)): path.read_bytes() for path in kernels.rglob("*.py")}
+    source["megarl/py.typed"] = source["megarl_kernels/py.typed"] = b""
     for folder, pattern in (("yaml", "**/*"), ("requirements", "*.txt")):
         package = {"yaml": "megarl/recipes", "requirements": "megarl/requirements"}[folder]
         for path in (ROOT / folder).glob(pattern):
@@ -91,6 +96,11 @@ def test_recipes_of_the_checkout_are_those_of_the_package() -> None:
     assert (ROOT / "megarl/requirements").resolve() == ROOT / "requirements"
 
 
+def test_folder_of_the_kernels_is_no_package() -> None:
+    assert (ROOT / "megarl_kernels").resolve() == ROOT / "kernels/megarl_kernels"
+    assert not (ROOT / "kernels/__init__.py").exists()  # it would shadow Hugging Face's `kernels`
+
+
 @pytest.mark.slow
 def test_demo_runs_from_an_installed_wheel_in_any_folder(wheel: Path, tmp_path: Path) -> None:
     environment, elsewhere = tmp_path / "env", tmp_path / "elsewhere"
@@ -107,7 +117,7 @@ def test_demo_runs_from_an_installed_wheel_in_any_folder(wheel: Path, tmp_path: 
         env=variables | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

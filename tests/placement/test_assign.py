@@ -78,7 +78,7 @@ def test_too_few_nodes_are_reported_with_the_arithmetic() -> None:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 8), min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 8)), min_size=1, max_size=3),

@@ -15,6 +15,7 @@ from megarl.placement import pool
 from megarl.placement.assign import resolve_device
 from megarl.placement.nodes import ClusterNode
 from megarl.placement.pool import reserve, reserve_pools, start_cluster
+from tests.time_limits import HANG_SECONDS
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -77,9 +78,9 @@ class Holder:
 def test_restarted_actor_takes_over_its_slots() -> None:
     holder = ray.remote(Holder).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     for _ in range(2):
-        assert ray.get(holder.hold.remote(), timeout=30) == 5  # of 8
+        assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) == 5  # of 8
         os.kill(ray.get(holder.pid.remote()), signal.SIGKILL)
-    assert ray.get(holder.hold.remote(), timeout=30) == 5
+    assert ray.get(holder.hold.remote(), timeout=HANG_SECONDS) == 5
     ray.kill(holder)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.time_limits import HANG_SECONDS
+
 # in a separate process: threads that exist already do not block the signal, which would end the process
 PROGRAM = """
 import os, signal, subprocess, threading
@@ -32,5 +34,7 @@ check_signal_is_noticed(signal.SIG_IGN)
 
 
 def test_signal_is_noticed_and_ends_neither_process_nor_child() -> None:
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
     assert (result.returncode, result.stderr) == (0, "")

@@ -96,3 +96,31 @@ assert "torch._inductor.compile_fx" not in sys.modules
 assert hasattr(swiglu, "__wrapped__")
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+ADAM = """
+import sys, torch
+from megarl.process.fast_imports import run_adam_without_compiler
+if sys.argv[1] == "without":
+    run_adam_without_compiler()
+torch.manual_seed(0)
+weight, calls = torch.nn.Parameter(torch.randn(7, 5)), []
+optimizer = torch.optim.AdamW([weight], lr=0.1)
+optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+for _ in range(3):
+    optimizer.zero_grad()
+    weight.square().sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+assert calls == ["post"] * 3 and torch.is_grad_enabled()
+print("torch._dynamo" in sys.modules, weight.detach().numpy().tobytes().hex())
+"""
+
+
+def test_adam_runs_without_the_compiler_and_with_the_same_bits() -> None:
+    (with_compiler, expected), (without, found) = (
+        subprocess.run([sys.executable, "-c", ADAM, how], capture_output=True, text=True, check=True).stdout.split()
+        for how in ("with", "without")
+    )
+    assert (with_compiler, without) == ("True", "False")
+    assert found == expected

@@ -16,6 +16,7 @@ import pytest
 from megarl.process import stack_dump
 from megarl.process.stack_dump import ProcessInfo, read_stacks
 from tests.end_to_end.launched import wait_until
+from tests.time_limits import HANG_SECONDS
 
 PROGRAM = """
 import subprocess, sys, time
@@ -46,7 +47,7 @@ def hung_process(tmp_path: Path) -> Iterator[tuple[ProcessInfo, int]]:
     )
     assert process.stdout is not None
     dump_fd, child = map(int, process.stdout.readline().split())
-    assert wait_until(lambda: psutil.Process(child).status() == psutil.STATUS_SLEEPING, 10)
+    assert wait_until(lambda: psutil.Process(child).status() == psutil.STATUS_SLEEPING)
     time.sleep(0.3)
     yield ProcessInfo(node_id="", host="n1", pid=process.pid, dump_fd=dump_fd), child
     for pid in (child, process.pid):
@@ -65,7 +66,7 @@ def deny_ptrace(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def test_process_and_its_descendants_are_read(hung_process: tuple[ProcessInfo, int]) -> None:
     info, child = hung_process
-    found = read_stacks({"trainer rank 1": info}, 20)
+    found = read_stacks({"trainer rank 1": info}, HANG_SECONDS)
     (line,) = found.summary_lines
     assert line.startswith(f"trainer rank 1 (pid {info.pid} on n1): sleeping, in hang_here (program.py:")
     own, descendant = found.text.split("\n== ")
@@ -80,7 +81,7 @@ def test_stopped_process_is_read(hung_process: tuple[ProcessInfo, int]) -> None:
     os.kill(info.pid, signal.SIGSTOP)
     while psutil.Process(info.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
-    found = read_stacks({"trainer rank 1": info}, 20)
+    found = read_stacks({"trainer rank 1": info}, HANG_SECONDS)
     assert f"(pid {info.pid} on n1): stopped, in hang_here " in found.summary_lines[0]
     assert f"(pid {info.pid} on n1, stopped)" in found.text
     assert "hang_here (program.py:" in found.text
@@ -92,7 +93,7 @@ def test_without_ptrace_a_process_dumps_its_own_stacks(
     info, child = hung_process
     deny_ptrace(monkeypatch, tmp_path)
     for _ in range(2):
-        own, descendant = read_stacks({"trainer rank 1": info}, 20).text.split("\n== ")
+        own, descendant = read_stacks({"trainer rank 1": info}, HANG_SECONDS).text.split("\n== ")
         assert (
             "py-spy: Permission Denied: Try running again with elevated permissions; dumped by the process itself:\n"
             in own
@@ -102,15 +103,15 @@ def test_without_ptrace_a_process_dumps_its_own_stacks(
         assert "not read: py-spy: Permission Denied" in descendant
         assert psutil.Process(child).status() == psutil.STATUS_SLEEPING
     os.kill(info.pid, signal.SIGSTOP)
-    assert "and it does not answer SIGUSR2" in read_stacks({"trainer rank 1": info}, 20).text
+    assert "and it does not answer SIGUSR2" in read_stacks({"trainer rank 1": info}, HANG_SECONDS).text
 
 
 def test_ended_process_is_reported(hung_process: tuple[ProcessInfo, int]) -> None:
     info, _ = hung_process
     os.kill(info.pid, signal.SIGKILL)
-    assert wait_until(lambda: psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE, 5)
+    assert wait_until(lambda: psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE)
     reused_pid = ProcessInfo(node_id="", host="n1", pid=os.getpid(), dump_fd=987_654)  # its pid was reused
-    assert read_stacks({"trainer rank 0": info, "trainer rank 1": reused_pid}, 20).summary_lines == (
+    assert read_stacks({"trainer rank 0": info, "trainer rank 1": reused_pid}, HANG_SECONDS).summary_lines == (
         f"trainer rank 0 (pid {info.pid} on n1) has ended",
         f"trainer rank 1 (pid {os.getpid()} on n1) has ended",
     )

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.process import startup_trace
 from megarl.process.startup_trace import StartupTrace, record_imports
+from tests.time_limits import HANG_SECONDS
 
 
 @pytest.fixture(autouse=True)
@@ -41,5 +42,7 @@ def test_process_creation_time() -> None:
         "import time; time.sleep(0.5); from megarl.process import startup_trace as p; print(p.process_creation_time())"
     )
     before = time.time()
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    child = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS, check=True
+    )
     assert before - 0.05 <= float(child.stdout) <= time.time() - 0.5

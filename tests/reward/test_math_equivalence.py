@@ -57,7 +57,7 @@ def test_endless_computation_times_out_and_the_next_request_succeeds(checker: Eq
     begun = time.perf_counter()
     with pytest.raises(EquivalenceError, match=r"took longer than timeout_seconds = 0\.5$"):
         checker.is_equivalent("9^{9^{9^{9}}}", "2^x", 0.5)
-    assert 0.5 <= time.perf_counter() - begun < 5.0
+    assert time.perf_counter() - begun >= 0.5
     assert checker._child is None, "it would reply to the next request with the result of this one"
     assert checker.is_equivalent("x+1", "1+x")
 

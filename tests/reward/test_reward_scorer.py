@@ -17,6 +17,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.reward import math_equivalence, python_term, rules
 from megarl.reward.reward_scorer import RewardScorer
 from tests.reward.conftest import decode, make_trajectory
+from tests.time_limits import HANG_SECONDS
 
 HERE = __name__
 
@@ -77,7 +78,7 @@ async def slow_async(trajectory: Any, text: str, row: Any) -> float:
 
 
 def nap(trajectory: Any, text: str, row: Any) -> float:
-    time.sleep(0.05)
+    time.sleep(0.5)
     return 1.0
 
 
@@ -256,14 +257,14 @@ def test_math_verify_does_not_block_the_event_loop() -> None:
 
 
 def test_sync_functions_run_concurrently(prompt: Prompt) -> None:
-    s = scorer(nap=python("nap", timeout_seconds=2.0))
+    s = scorer(nap=python("nap"))
 
     async def score_many() -> None:
         await asyncio.gather(*(score_one(s, make_trajectory("x"), prompt) for _ in range(64)))
 
     start = time.perf_counter()
     asyncio.run(score_many())
-    assert time.perf_counter() - start < 1.5
+    assert time.perf_counter() - start < 64 * 0.5 / 2
 
 
 def test_rules_take_under_a_millisecond_per_completion(prompt: Prompt) -> None:
@@ -281,7 +282,7 @@ def test_rules_take_under_a_millisecond_per_completion(prompt: Prompt) -> None:
 
 
 def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text("import time\ndef f(t, text, row): time.sleep(60)\n")
+    (tmp_path / "hanging.py").write_text("import time\ndef f(t, text, row): time.sleep(6000)\n")
     code = (
         "import asyncio\n"
         "from megarl.config.reward import RewardsConfig\n"
@@ -293,13 +294,11 @@ def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
         "asyncio.run(RewardScorer(c, decode).score([make_trajectory('x')], p))\n"
     )
     root = str(Path(__file__).parents[2])
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
     assert "took longer than timeout_seconds = 0.1" in done.stderr
-    assert time.perf_counter() - start < 45
 
 
 def test_scorer_decodes_with_the_models_tokenizer(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.compare import is_bitwise_equal
 from benchmarks.chaos.read import read_last_checkpoint, read_model
+from megarl.checkpoint.compare import is_bitwise_equal
 from megarl.config import STAGES, StageConfig
 from megarl.config.load import make_config
 from megarl.data.demo_arithmetic import write_arithmetic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -37,10 +38,18 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folder of an uninterrupted SFT run."""
+    """Return the run folder of an uninterrupted SFT run, of which one step is traced on one rank."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run_ranks(train_uninterrupted, 2, folder, "sft", stage_config("sft", data_dir, folder / "run"))
+    config = stage_config("sft", data_dir, folder / "run", trainer=trainer(profile={"steps": [2], "ranks": [1]}))
+    run_ranks(train_uninterrupted, 2, folder, "sft", config)
     return folder / "run"
+
+
+def test_trace_of_a_step_has_its_forward_and_backward_pass(uninterrupted: Path) -> None:
+    (file,) = (uninterrupted / "profile").iterdir()
+    assert file.name == "step-2-rank-1.json.gz"
+    names = {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert {"aten::mm", "aten::embedding", "aten::embedding_dense_backward"} <= names
 
 
 def steps_saved(run_dir: Path) -> list[int]:

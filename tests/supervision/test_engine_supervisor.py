@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from megarl.config.recovery import RecoveryConfig
 from megarl.errors import LostEngineError, MegarlError, RestartLimitError, WeightSyncError, WorkerError
 from megarl.supervision import engine_supervisor, liveness_probe
-from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, EngineSupervisor
+from megarl.supervision.engine_supervisor import KILL_WAIT_SECONDS, STOP_TIMEOUT_SECONDS, EngineSupervisor
 from megarl.supervision.restart_budget import RestartBudget
 
 DIED = LostEngineError("the engine's scheduler process of TP rank 0 was ended by SIGKILL; the end of x.log:\nlast")
@@ -81,9 +81,14 @@ class FakeRay:
 
 class FakeEngines:
     def __init__(self, count):
-        self.handles = [None] * count
+        self.actors = [None] * count
+        self.other_nodes = []
         self.starting = []
         self.lost_nodes = set()
+        self.has_memory = True
+
+    def may_allocate(self):
+        return self.has_memory
 
     def has_live_node(self, replica):
         return replica not in self.lost_nodes
@@ -91,11 +96,11 @@ class FakeEngines:
     def name(self, replica):
         return f"engine {replica}"
 
-    def handle(self, replica):
-        return self.handles[replica]
+    def handles(self, replica):
+        return [self.actors[replica], *self.other_nodes]
 
     def start(self, replica):
-        self.handles[replica] = FakeHandle()
+        self.actors[replica] = FakeHandle()
         self.starting.append(Ref())
         return self.starting[-1]
 
@@ -145,7 +150,7 @@ def kill(handle, error: MegarlError = DIED):
 
 def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_world):
     world = make_world()
-    first = world.engines.handles[1]
+    first = world.engines.actors[1]
     world.pass_time(100)
     assert world.supervisor.serving == world.supervisor.ready == [0, 1]
     kill(first)
@@ -154,7 +159,7 @@ def test_dead_engine_is_restarted_and_receives_weights_before_it_serves(make_wor
     assert world.supervisor.serving == [0]
     world.pass_time(20)
     (starting,) = world.engines.starting
-    assert world.engines.handles[1] is not first
+    assert world.engines.actors[1] is not first
     assert (world.supervisor.ready, world.resynced) == ([0], [])
 
     def resync(replica):
@@ -196,10 +201,24 @@ def test_first_start_that_fails_without_a_death_is_not_retried(make_world):
     assert world.messages == []
 
 
+def test_the_time_limit_of_a_start_counts_from_when_the_engine_may_allocate(make_world):
+    world = make_world(count=2)
+    world.engines.has_memory = False
+    kill(world.engines.actors[0])
+    world.pass_time(1000)
+    assert len(world.engines.starting) == 1
+    assert world.supervisor.starting == [0]
+    world.engines.has_memory = True
+    world.pass_time(299)
+    assert world.supervisor.starting == [0]
+    world.pass_time(3)
+    assert "engine 0 did not start within 300 s" in world.messages[-1]
+
+
 def test_closed_supervisor_does_not_restart_engines(make_world):
     world = make_world()
     world.supervisor.close()
-    kill(world.engines.handles[0], LostEngineError("the engine was shut down"))
+    kill(world.engines.actors[0], LostEngineError("the engine was shut down"))
     with pytest.raises(RestartLimitError, match="the engines were shut down"):
         world.supervisor.poll()
     assert world.messages == []
@@ -207,7 +226,7 @@ def test_closed_supervisor_does_not_restart_engines(make_world):
 
 def test_engine_that_answers_within_the_timeout_is_not_lost(make_world):
     world = make_world(1, engine_stall_seconds=20)
-    handle = world.engines.handles[0]
+    handle = world.engines.actors[0]
     for _ in range(3):
         handle.is_responsive = False
         world.pass_time(18)
@@ -219,7 +238,7 @@ def test_engine_that_answers_within_the_timeout_is_not_lost(make_world):
 
 def test_hung_engine_is_restarted_after_it_has_been_killed(make_world):
     world = make_world(1, engine_stall_seconds=20)
-    handle = world.engines.handles[0]
+    handle = world.engines.actors[0]
     handle.is_responsive = False
     while not handle.was_killed:
         assert not world.engines.starting
@@ -235,7 +254,7 @@ def test_hung_engine_is_restarted_after_it_has_been_killed(make_world):
 
 def test_time_without_polling_does_not_count_as_hung(make_world):
     world = make_world(1, engine_stall_seconds=20)
-    handle = world.engines.handles[0]
+    handle = world.engines.actors[0]
     handle.is_responsive = False
     world.pass_time(8)
     world.clock.now += 1000  # the trainer works
@@ -248,7 +267,7 @@ def test_time_without_polling_does_not_count_as_hung(make_world):
 
 def test_failed_restarts_back_off_and_finally_abort(make_world):
     world = make_world(1, max_identical_failures=3, backoff_seconds=4)
-    kill(world.engines.handles[0])
+    kill(world.engines.actors[0])
     world.pass_time(1)
     failure = WorkerError("the engine did not start: out of memory")
     for wait, count in ((4, 2), (8, 3)):
@@ -266,7 +285,7 @@ def test_failed_restarts_back_off_and_finally_abort(make_world):
 
 def test_restart_times_out(make_world):
     world = make_world(1)
-    kill(world.engines.handles[0])
+    kill(world.engines.actors[0])
     world.pass_time(302)
     assert world.messages[-1].startswith(
         "engine 0 was lost (engine 0 did not start within 300 s (rollout.engine.start_timeout"
@@ -277,7 +296,7 @@ def test_failed_push_is_attributed_to_an_engine_only_if_one_is_lost(make_world):
     world = make_world()
     assert not world.supervisor.attribute_failure(WeightSyncError("trainer rank 1 is late"))
     assert not world.supervisor.attribute_failure(WorkerError("trainer rank 1 died"))
-    kill(world.engines.handles[1])
+    kill(world.engines.actors[1])
     assert world.supervisor.attribute_failure(WorkerError("begin_weights: ..."))
     assert world.supervisor.wait_ready() == [0]
     assert world.resynced == []
@@ -285,7 +304,7 @@ def test_failed_push_is_attributed_to_an_engine_only_if_one_is_lost(make_world):
 
 def test_failed_push_is_attributed_to_a_hung_engine(make_world):
     world = make_world(engine_stall_seconds=20)
-    world.engines.handles[0].is_responsive = False
+    world.engines.actors[0].is_responsive = False
     started_at = world.clock.now
     assert world.supervisor.attribute_failure(WeightSyncError("nothing from rank 2 within 8 s"))
     assert world.clock.now - started_at < 40
@@ -295,7 +314,7 @@ def test_failed_push_is_attributed_to_a_hung_engine(make_world):
 def test_attribution_ends_once_every_engine_has_answered_one_ping(make_world):
     """While one engine answers slowly, the others are pinged again: some ping is always pending."""
     world = make_world(count=200, engine_stall_seconds=200)
-    delays = {world.engines.handles[0]: 60} | dict.fromkeys(world.engines.handles[1::2], 5)
+    delays = {world.engines.actors[0]: 60} | dict.fromkeys(world.engines.actors[1::2], 5)
     for handle in delays:
         handle.is_responsive = False
     started_at, wait = world.clock.now, engine_supervisor.ray.wait
@@ -314,7 +333,7 @@ def test_attribution_ends_once_every_engine_has_answered_one_ping(make_world):
 
 def test_wait_ready_blocks_until_an_engine_has_restarted(make_world):
     world = make_world(1)
-    kill(world.engines.handles[0])
+    kill(world.engines.actors[0])
     world.supervisor.poll()
     start = world.engines.start
 
@@ -332,7 +351,7 @@ def test_wait_ready_blocks_until_an_engine_has_restarted(make_world):
 
 def test_engine_error_with_log_tail_is_raised_if_restarts_are_disabled(make_world):
     world = make_world(max_restarts=0)
-    kill(world.engines.handles[0])
+    kill(world.engines.actors[0])
     with pytest.raises(LostEngineError, match=r"(?s)ended by SIGKILL; the end of x\.log:\nlast"):
         world.supervisor.poll()
 
@@ -340,12 +359,28 @@ def test_engine_error_with_log_tail_is_raised_if_restarts_are_disabled(make_worl
 def test_engine_of_a_lost_node_is_not_restarted(make_world):
     world = make_world(count=2)
     world.engines.lost_nodes.add(0)
-    kill(world.engines.handles[0])
+    kill(world.engines.actors[0])
     world.pass_time(10)
     assert world.supervisor.serving == world.supervisor.ready == [1]
-    assert world.messages[-1] == "the node of engine 0 is lost; the run continues without this engine"
+    assert world.messages[-1] == "a node of engine 0 is lost; the run continues without this engine"
     assert world.engines.starting == []
     world.engines.lost_nodes.add(1)
-    kill(world.engines.handles[1])
+    kill(world.engines.actors[1])
     with pytest.raises(WorkerError, match=r"^the nodes of all engines are lost$"):
         world.pass_time(10)
+
+
+@pytest.mark.parametrize("is_responsive", [True, False])
+def test_processes_of_an_engine_on_all_its_nodes_are_stopped_before_it_is_restarted(make_world, is_responsive):
+    world = make_world(1, backoff_seconds=0.1)
+    engine, node = world.engines.actors[0], FakeHandle(is_responsive)
+    world.engines.other_nodes, lost_at = [node], world.clock.now
+    kill(engine)
+    world.supervisor.poll()
+    assert world.clock.now == lost_at  # the controller's thread does not wait for a process that does not answer
+    assert (engine.was_killed, node.was_killed) == (is_responsive, is_responsive)
+    world.pass_time(STOP_TIMEOUT_SECONDS)
+    assert (engine.was_killed, node.was_killed) == (True, True)
+    while not world.engines.starting:
+        world.pass_time(1)
+    assert (world.clock.now - lost_at >= KILL_WAIT_SECONDS) != is_responsive

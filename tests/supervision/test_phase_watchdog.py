@@ -12,6 +12,7 @@ import pytest
 from megarl.errors import HungWorkerError, WorkerError
 from megarl.supervision.phase_watchdog import PhaseWatchdog
 from megarl.workers import failures
+from tests.time_limits import HANG_SECONDS
 
 
 class FakeRay:
@@ -21,10 +22,10 @@ class FakeRay:
         self._over = {name: time.monotonic() + seconds for name, seconds in over.items()}
 
     def wait(self, refs: Sequence[str], *, num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
-        ends = time.monotonic() + (60.0 if timeout is None else timeout)
+        ends = time.monotonic() + (6000.0 if timeout is None else timeout)
         while True:
             done = [ref for ref in refs if self._over[ref] <= time.monotonic()][:num_returns]
-            if done or time.monotonic() >= ends:
+            if len(done) == num_returns or time.monotonic() >= ends:
                 return done, [ref for ref in refs if ref not in done]
             time.sleep(0.005)
 
@@ -40,18 +41,16 @@ def wait_all_refs(monkeypatch: pytest.MonkeyPatch, over: dict[str, float], timeo
 
 def test_late_phase_fails_with_rank_names_and_stacks_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     messages: list[str] = []
-    watchdog = PhaseWatchdog(0.3, messages.append, lambda: "the workers' stacks", tmp_path)
+    watchdog = PhaseWatchdog(1.0, messages.append, lambda: "the workers' stacks", tmp_path)
     file = tmp_path / "stacks" / "step-000012-train.txt"
     with pytest.raises(HungWorkerError) as error, watchdog.phase(12, "train"):
-        wait_all_refs(monkeypatch, {"0": 0.0, "1": 60.0, "2": 0.1, "3": 60.0})
-    assert str(error.value) == (
-        f"train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3; stacks: {file}"
-    )
+        wait_all_refs(monkeypatch, {"0": 0.0, "1": 6000.0, "2": 0.1, "3": 6000.0})
+    assert str(error.value) == (f"train of step 12 took longer than 1 s; no answer from rank 1, rank 3; stacks: {file}")
     text = file.read_text()
-    assert text.startswith("train of step 12 took longer than 0.3 s; no answer from rank 1, rank 3\n")
+    assert text.startswith("train of step 12 took longer than 1 s; no answer from rank 1, rank 3\n")
     assert "the workers' stacks" in text
-    assert ", in wait_any" in text, "the controller's own stack is missing"
-    assert [line.split(";")[0] for line in messages] == ["train of step 12 took longer than 0.3 s"] * 2
+    assert ", in wait_all" in text, "the controller's own stack is missing"
+    assert [line.split(";")[0] for line in messages] == ["train of step 12 took longer than 1 s"] * 2
 
 
 def test_stacks_are_written_before_the_phase_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,29 +63,29 @@ def test_stacks_are_written_before_the_phase_fails(monkeypatch: pytest.MonkeyPat
         return "stacks"
 
     with pytest.raises(WorkerError), PhaseWatchdog(0.1, print, collect_slowly, tmp_path).phase(1, "train"):
-        wait_all_refs(monkeypatch, {"0": 60.0})
+        wait_all_refs(monkeypatch, {"0": 6000.0})
     assert read.is_set()
 
 
 def test_phases_within_the_timeout_are_not_affected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     messages: list[str] = []
-    watchdog = PhaseWatchdog(0.3, messages.append, lambda: "", tmp_path)
+    watchdog = PhaseWatchdog(1.5, messages.append, lambda: "", tmp_path)
     for _ in range(3):
         with watchdog.phase(1, "train"):
             assert wait_all_refs(monkeypatch, {"0": 0.15, "1": 0.2}) == ["0", "1"]
-    time.sleep(0.4)
+    time.sleep(1.6)
     assert messages == []
     assert "phase watchdog" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(WorkerError, match=r"^train: no answer within 0\.2 s from rank 1$"):
-        wait_all_refs(monkeypatch, {"0": 0.0, "1": 60.0}, timeout=0.2)
+        wait_all_refs(monkeypatch, {"0": 0.0, "1": 6000.0}, timeout=0.2)
 
 
 def test_shorter_call_timeout_applies_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with (
         pytest.raises(WorkerError, match=r"^train: no answer within 0\.12 s from rank 0$"),
-        PhaseWatchdog(60, print, lambda: "", tmp_path).phase(1, "train"),
+        PhaseWatchdog(HANG_SECONDS, print, lambda: "", tmp_path).phase(1, "train"),
     ):
-        wait_all_refs(monkeypatch, {"0": 60.0}, timeout=0.12)
+        wait_all_refs(monkeypatch, {"0": 6000.0}, timeout=0.12)
 
 
 def test_phase_without_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_phase_fails_even_if_stacks_cannot_be_collected_or_written(
         raise WorkerError("no node answers")
 
     with pytest.raises(WorkerError, match="stacks: "), PhaseWatchdog(0.1, print, fail, tmp_path).phase(1, "train"):
-        wait_all_refs(monkeypatch, {"0": 60.0})
+        wait_all_refs(monkeypatch, {"0": 6000.0})
     assert (
         "could not collect the stacks of workers: WorkerError: no node answers"
         in (tmp_path / "stacks/step-000001-train.txt").read_text()
@@ -112,17 +111,17 @@ def test_phase_fails_even_if_stacks_cannot_be_collected_or_written(
         pytest.raises(WorkerError, match="no answer from rank 0; stacks could not be written: "),
         watchdog.phase(1, "train"),
     ):
-        wait_all_refs(monkeypatch, {"0": 60.0})
+        wait_all_refs(monkeypatch, {"0": 6000.0})
 
 
 def test_outer_phase_can_fail_after_an_inner_phase_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outer = PhaseWatchdog(0.2, print, lambda: "", tmp_path)
-    inner = PhaseWatchdog(60, print, lambda: "", tmp_path)
+    inner = PhaseWatchdog(HANG_SECONDS, print, lambda: "", tmp_path)
 
     def step() -> None:
         with inner.phase(1, "train"):
             assert wait_all_refs(monkeypatch, {"0": 0.4}) == ["0"]
-        wait_all_refs(monkeypatch, {"1": 60.0})
+        wait_all_refs(monkeypatch, {"1": 6000.0})
 
     message = r"^step of step 1 took longer than 0\.2 s; no answer from rank 1;"
     with pytest.raises(WorkerError, match=message), outer.phase(1, "step"):

@@ -16,6 +16,7 @@ from megarl.supervision.phase_watchdog import STACKS_FOLDER
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.workers.failures import run_abort_check
 from tests.run.finished_groups import run_config
+from tests.time_limits import HANG_SECONDS
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_hung_start_fails_after_start_timeouts_plus_phase_timeout(monitor: RunMo
 
     def start() -> None:
         with monitor.start(13):
-            while time.monotonic() < started_at + 30:
+            while time.monotonic() < started_at + HANG_SECONDS:
                 run_abort_check(["rank 1"])
                 time.sleep(0.01)
 

@@ -87,7 +87,7 @@ def test_command_startup_begins_with_its_process_or_launcher(monkeypatch: pytest
     assert without_launcher.begin == created
     (command,) = without_launcher.spans
     assert (command.phase, command.kind, command.begin) == ("command", "imports", created)
-    assert command.end == pytest.approx(time.time(), abs=5)
+    assert command.end == pytest.approx(time.time(), abs=60)
     monkeypatch.setenv("MEGARL_STARTED", str(created - 7.5))
     first = command_startup().spans[0]
     assert (first.phase, first.begin, first.end) == ("launch", created - 7.5, created)

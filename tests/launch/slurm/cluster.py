@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.end_to_end.launched import wait_until
+from tests.time_limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[3]
 """The checkout, from which jobs are submitted."""
@@ -31,6 +32,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
+# jobs must end on SIGTERM: they are not killed after it before the tests' time limit
+KillWait=1200
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -47,11 +50,6 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=8000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-START_SECONDS = 30.0
-
-END_SECONDS = 45.0
-"""Longer than Slurm's KillWait of 30 s, after which Slurm kills processes that ignored SIGTERM."""
 
 
 def missing() -> str | None:
@@ -82,7 +80,7 @@ class SlurmCluster:
         self._start("slurmctld", "slurmctld", "-D")
         for node in NODES:
             self._start(node, "slurmd", "-D", "-N", node)
-        idle = wait_until(lambda: self._num_idle() == len(NODES), START_SECONDS)
+        idle = wait_until(lambda: self._num_idle() == len(NODES))
         assert idle, [path.read_text() for path in self.folder.glob("*.log")]
 
     def _start_munge(self) -> None:
@@ -94,7 +92,7 @@ class SlurmCluster:
         self._start(
             "munged", "munged", "--foreground", "--force", f"--seed-file={self.folder / 'munge.seed'}", *options
         )
-        assert wait_until((self.folder / "munge.socket").exists, START_SECONDS)
+        assert wait_until((self.folder / "munge.socket").exists)
 
     def _start(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("w") as out:
@@ -120,24 +118,25 @@ class SlurmCluster:
             env=self.environment | (environment or {}),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_SECONDS,
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def wait_until_idle(self, seconds: float = END_SECONDS) -> None:
+    def wait_until_idle(self) -> None:
         """Block until no node runs a job."""
-        assert wait_until(lambda: self._num_idle() == len(NODES), seconds), self.run("sinfo", "-lN")
+        assert wait_until(lambda: self._num_idle() == len(NODES)), self.run("sinfo", "-lN")
 
     def end(self) -> None:
         """Cancel all jobs and terminate the daemons."""
         if self._num_idle() < len(NODES):
-            subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
-            wait_until(lambda: self._num_idle() == len(NODES), END_SECONDS)
+            for options in (["--signal=KILL", "--full"], []):
+                subprocess.run(["scancel", *options, "--user=root"], env=self.environment, check=False)
+            wait_until(lambda: self._num_idle() == len(NODES))
         for daemon in reversed(self._daemons):
             daemon.terminate()
-            daemon.wait(END_SECONDS)
+            daemon.wait(HANG_SECONDS)
         shutil.rmtree(self.folder)
 
 

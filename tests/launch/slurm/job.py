@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,12 +19,16 @@ import psutil
 
 from tests.end_to_end.launched import MARKER, has_ended, process_title, wait_until
 from tests.launch.slurm.cluster import ROOT, SlurmCluster
+from tests.time_limits import END_SECONDS, HANG_SECONDS
 
 SCRIPTS = ROOT / "launch/slurm"
 
 SLURMD_NODENAME = "SLURMD_NODENAME"
 
 POLL_SECONDS = 0.5
+
+LISTENING = "0A"
+"""State of a listening socket in /proc/net/tcp."""
 
 DONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
@@ -51,7 +56,7 @@ class Job:
             environment=environment | knobs,
         )
         self._seen: set[psutil.Process] = set()
-        self._ports: set[int] = set()
+        self._sockets: set[int] = set()
 
     @property
     def output(self) -> str:
@@ -69,15 +74,15 @@ class Job:
     def has_ended(self) -> bool:
         return self.field("JobState") in DONE
 
-    def wait(self, seconds: float) -> int:
+    def wait(self) -> int:
         """Wait for the job to end and return its exit code; record its processes meanwhile."""
-        assert self._wait_until(lambda: self.has_ended, seconds), self.output
+        assert self._wait_until(lambda: self.has_ended), self.output
         return int(self.field("ExitCode").partition(":")[0])
 
-    def wait_for_output(self, text: str, seconds: float) -> None:
+    def wait_for_output(self, text: str) -> None:
         """Block until the output contains `text` or the job ends; fail if it does not contain `text`."""
-        self._wait_until(lambda: text in self.output or self.has_ended, seconds)
-        assert text in self.output, f"no {text!r} within {seconds} s:\n{self.output}"
+        self._wait_until(lambda: text in self.output or self.has_ended)
+        assert text in self.output, f"no {text!r} within {HANG_SECONDS:g} s:\n{self.output}"
 
     def last_step(self) -> int:
         """Return the last step in metrics.jsonl of the run in `folder`/run; 0 if there is none."""
@@ -85,14 +90,14 @@ class Job:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return max((json.loads(line)["step"] for line in lines), default=0)
 
-    def wait_for_step(self, step: int, seconds: float) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Block until the run has finished `step` or the job ends; fail if it has not finished `step`."""
-        self._wait_until(lambda: self.last_step() >= step or self.has_ended, seconds)
-        assert self.last_step() >= step, f"step {step} not within {seconds} s:\n{self.output}"
+        self._wait_until(lambda: self.last_step() >= step or self.has_ended)
+        assert self.last_step() >= step, f"step {step} not within {HANG_SECONDS:g} s:\n{self.output}"
 
-    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Return whether the condition came true in time; polls rarely, since polling takes CPU time from the job."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + HANG_SECONDS
         pause = POLL_SECONDS / 16
         self.find_live_processes()
         while not condition():
@@ -104,16 +109,17 @@ class Job:
         return True
 
     def find_live_processes(self) -> list[psutil.Process]:
-        """Return the processes of the job that have not ended; record the ports that they listen on."""
+        """Return the processes of the job that have not ended; record the sockets that they listen on."""
         pids = {process.pid for process in self._seen if process.is_running()}
         for process in psutil.process_iter():
             if process.pid not in pids and self._belongs_to_job(process, pids):
                 self._seen.add(process)
                 pids.add(process.pid)
-        find_live_processes = [process for process in self._seen if not has_ended(process)]
-        for process in find_live_processes:
-            self._ports |= _listening_ports(process)
-        return find_live_processes
+        live = [process for process in self._seen if not has_ended(process)]
+        listening = _listening_sockets()
+        for process in live:
+            self._sockets |= listening & _open_sockets(process)
+        return live
 
     def node_of(self, process: psutil.Process) -> str | None:
         """Return the Slurm node of a process, from its environment or that of an ancestor."""
@@ -136,14 +142,13 @@ class Job:
         self.find_live_processes()
         self._cluster.run("scancel", *options, self.id)
 
-    def assert_nothing_is_left(self, seconds: float) -> None:
-        """Assert that within `seconds` all processes of the job end and their ports are closed."""
+    def assert_nothing_is_left(self, seconds: float = END_SECONDS) -> None:
+        """Assert that within `seconds` all processes of the job end and nothing keeps their listening sockets open."""
         assert self._seen, "no process of the job was recorded"
         assert wait_until(lambda: not self.find_live_processes(), seconds), [
             (p.pid, process_title(p)) for p in self.find_live_processes()
         ]
-        open_ports = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        assert not self._ports & open_ports
+        assert not self._sockets & _listening_sockets()
 
     def end(self) -> None:
         """Kill all remaining processes of the job."""
@@ -159,8 +164,17 @@ class Job:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _listening_ports(process: psutil.Process) -> set[int]:
+def _listening_sockets() -> set[int]:
+    """Return the inodes of all listening TCP sockets (proc_net_tcp(5)); another job may reuse a port, not an inode."""
+    tables = [Path(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+    return {int(row[9]) for row in rows if row[3] == LISTENING}
+
+
+def _open_sockets(process: psutil.Process) -> set[int]:
+    """Return the inodes of the sockets that a process has open; none if it has ended."""
     try:
-        return {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    except psutil.Error:
+        links = [os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # the process, or a file, was closed meanwhile
         return set()
+    return {int(link.removeprefix("socket:[").removesuffix("]")) for link in links if link.startswith("socket:[")}

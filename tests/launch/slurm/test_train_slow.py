@@ -20,7 +20,7 @@ from tests.end_to_end.tiny_world import write_run
 from tests.launch.slurm.cluster import SlurmCluster
 from tests.launch.slurm.conftest import Submit
 from tests.launch.slurm.job import POLL_SECONDS, Job
-from tests.launch.slurm.test_train import CONFIG, END_SECONDS, local_overrides
+from tests.launch.slurm.test_train import CONFIG, local_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -69,8 +69,8 @@ def test_two_nodes_and_one_have_the_same_losses(slurm: SlurmCluster, world: Path
         folder.mkdir()
         config = write_run(world, folder, placement={"nodes": nodes, "slots_per_node": 2 // nodes})
         with submit_to_folder(slurm, folder, config, "--set", "trainer.steps=4", options=(f"--nodes={nodes}",)) as job:
-            assert job.wait(300) == 0, job.output
-            job.assert_nothing_is_left(5)
+            assert job.wait() == 0, job.output
+            job.assert_nothing_is_left()
         losses[nodes] = read_steps(folder)
     assert len(losses[1]) == 4
     assert any(row["grad_norm"] > 0 for row in losses[1])
@@ -79,30 +79,30 @@ def test_two_nodes_and_one_have_the_same_losses(slurm: SlurmCluster, world: Path
 
 def test_usr1_stops_the_run_after_its_step_and_requeues_it(submit: Submit, tmp_path: Path):
     job = submit("train.sbatch", CONFIG, *local_overrides(tmp_path, **LONG_RUN), REQUEUE="1")
-    job.wait_for_step(2, 240)
+    job.wait_for_step(2)
     job.cancel("--signal=USR1")
-    job.wait_for_output(f"requeueing job {job.id}", 60)
+    job.wait_for_output(f"requeueing job {job.id}")
     said = re.search(r"stopped after step (\d+) of 1000 on SIGUSR1; model exported to (.*)", job.output)
     assert said is not None, job.output
     assert (Path(said[2]) / "model.safetensors").exists()
     assert int(said[1]) == job.last_step()
-    job.assert_nothing_is_left(END_SECONDS)
+    job.assert_nothing_is_left()
     assert job.field("Restarts") == "1"
-    job.wait_for_output(f"resuming from step {said[1]}: ", 240)
+    job.wait_for_output(f"resuming from step {said[1]}: ")
 
 
 def test_usr1_during_startup_exits_with_code_75(submit: Submit, tmp_path: Path):
     job = submit("train.sbatch", CONFIG, *local_overrides(tmp_path, **LONG_RUN))
-    job.wait_for_output("nodes connected", 120)
+    job.wait_for_output("nodes connected")
     job.cancel("--signal=USR1")
-    assert job.wait(120) == 75, job.output
+    assert job.wait() == 75, job.output
     assert "stopped before the first of 1000 steps on SIGUSR1" in job.output
-    job.assert_nothing_is_left(5)
+    job.assert_nothing_is_left()
 
 
 def test_sigterm_ends_all_tasks_gracefully(submit: Submit, tmp_path: Path):
     job = submit("train.sbatch", CONFIG, *local_overrides(tmp_path, **LONG_RUN))
-    job.wait_for_step(1, 240)
+    job.wait_for_step(1)
     # as `scancel` does if Slurm tracks processes by cgroup: signal the script and the launchers, not their children
     tasks = [
         process
@@ -112,20 +112,20 @@ def test_sigterm_ends_all_tasks_gracefully(submit: Submit, tmp_path: Path):
     assert sorted(map(job.node_of, tasks)) == ["n1", "n1", "n2"]
     for task in tasks:
         task.terminate()
-    assert job.wait(END_SECONDS) == 75, job.output
+    assert job.wait() == 75, job.output
     assert " on SIGTERM; model exported to " in job.output
-    job.assert_nothing_is_left(5)
+    job.assert_nothing_is_left()
 
 
 def test_heterogeneous_job_places_pools_by_component(submit: Submit, world: Path, tmp_path: Path):
     config = write_run(world, tmp_path, placement=TWO_KINDS)
     job = submit("train.sbatch", config, options=("--nodes=1", ":", "--nodes=1", "--exclusive", "--mem=0"))
-    job.wait_for_step(1, 240)
+    job.wait_for_step(1)
     for kind, node in (("sglang::scheduler", "n2"), ("ray::WorkerHost", "n1")):
         nodes = {job.node_of(p) for p in job.find_live_processes() if process_title(p).startswith(kind)}
         assert nodes == {node}
     job.cancel()
-    job.assert_nothing_is_left(END_SECONDS)
+    job.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("seed", range(NUM_CANCELS))
@@ -137,7 +137,7 @@ def test_cancelling_at_a_random_time_leaves_no_process(seed: int, submit: Submit
         time.sleep(POLL_SECONDS)
     assert not job.has_ended, job.output
     job.cancel()
-    job.assert_nothing_is_left(END_SECONDS)
+    job.assert_nothing_is_left()
 
 
 def test_time_to_first_completion(submit: Submit, tmp_path: Path):
@@ -146,7 +146,7 @@ def test_time_to_first_completion(submit: Submit, tmp_path: Path):
     while len(seen) <= len(PHASE_LINES) and not job.has_ended:
         seen |= {mark: time.time() for mark in PHASE_LINES if mark not in seen and mark in job.output}
         time.sleep(0.05)
-    assert job.wait(60) == 0, job.output
+    assert job.wait() == 0, job.output
     assert list(seen) == ["submitted", *PHASE_LINES], job.output
     (first, *_) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     began = seen.pop("step 1/") - first["time/step_seconds"]

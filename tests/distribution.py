@@ -1,4 +1,4 @@
-"""Distribution of the tests over the processes of `pytest -n 2`: which tests share a process, and their order.
+"""Distribution of the tests over the processes of `pytest -n`: which tests share a process, and their order.
 
 Tests with the same scope run in one process, in the order of their files. Scopes start in the order of `POSITIONS`,
 the longest first, so that both processes are busy until the end.
@@ -11,10 +11,12 @@ from fnmatch import fnmatch
 SHARED_FIXTURES = {
     "fifty_steps": ("tests/end_to_end/test_train.py", "tests/end_to_end/test_resume.py"),
     "cluster": (
+        "tests/benchmarks/test_controller.py",
         "tests/end_to_end/test_boxes.py",
         "tests/end_to_end/test_components.py",
         "tests/end_to_end/test_disaggregated.py",
         "tests/end_to_end/test_lost_engines.py",
+        "tests/end_to_end/test_multi_node_engine.py",
         "tests/end_to_end/test_preferences.py",
         "tests/groups/test_auxiliary_models.py",
         "tests/placement/test_pool.py",
@@ -25,8 +27,9 @@ SHARED_FIXTURES = {
     "make_hosts": ("tests/launch/test_*hosts*.py",),
     "engine": (
         "tests/rollout/sglang/test_cpu_determinism.py",
+        "tests/rollout/sglang/test_in_flight.py",
         "tests/rollout/sglang/test_sglang_engine.py",
-        "tests/rollout/sglang/weight_update/test_box_writer.py",
+        "tests/rollout/sglang/weight_update/test_shared_receive.py",
         "tests/rollout/sglang/weight_update/test_update_session.py",
     ),
 }

@@ -1,10 +1,10 @@
-"""The scopes of `tests/schedule.py` cover the tests that share a fixture."""
+"""The scopes of `tests/distribution.py` cover the tests that share a fixture."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.schedule import SHARED_FIXTURES, position, scope
+from tests.distribution import SHARED_FIXTURES, position, scope
 
 
 def uses(item: pytest.Item, fixture: str) -> bool:
