@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +40,31 @@ def reserved_slots(placement: PlacementConfig, places: RequiredPaths, *, what: s
         except RayError as error:
             raise to_megarl_error(error, what=what, name=name) from error
         finally:
-            ray.shutdown()
+            leave_cluster()
+
+
+def leave_cluster() -> None:
+    """Disconnect from the Ray cluster, and end one that was started here."""
+    with discarded_native_stderr():
+        ray.shutdown()
+
+
+@contextmanager
+def discarded_native_stderr() -> Iterator[None]:
+    """Discard what is written to file descriptor 2 within the block, also by native code.
+
+    Ray's C++ threads report there that processes are gone which a shutdown has just ended.
+    """
+    sys.stderr.flush()
+    before, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
 
 
 class SigtermFlag:

@@ -21,7 +21,13 @@ from megarl.config.paths import with_absolute_paths
 from megarl.config.recovery import RecoveryConfig
 from megarl.controller.actor import Controller
 from megarl.controller.detached import detach_run, detached_options
-from megarl.controller.ray_session import SigtermFlag, defer_sigterm, sigterm_as_interrupt
+from megarl.controller.ray_session import (
+    SigtermFlag,
+    defer_sigterm,
+    discarded_native_stderr,
+    leave_cluster,
+    sigterm_as_interrupt,
+)
 from megarl.controller.resume import ResumePlan, plan_resume, recorded_hub_revisions
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, with_local_models
@@ -154,7 +160,8 @@ def _run_on_cluster(
         except RayError as error:
             raise to_megarl_error(error, what=method.__name__, name="the controller") from error
         except KeyboardInterrupt:
-            ray.wait([actor.stop.remote()], timeout=STOP_SECONDS)
+            with discarded_native_stderr():
+                ray.wait([actor.stop.remote()], timeout=STOP_SECONDS)
             raise
 
 
@@ -297,4 +304,4 @@ def _cluster(config: StageConfig, startup: Startup) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        leave_cluster()
