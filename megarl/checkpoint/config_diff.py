@@ -21,6 +21,7 @@ ALLOWED = (
     "model.path",
     "placement",
     "recovery",
+    "reward.max_failed_share",
     "reward.terms.*.parallel",
     "rollout.engine",
     "rollout.replicas",

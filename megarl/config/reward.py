@@ -12,6 +12,9 @@ from megarl.config.trainer import ParallelConfig
 RESERVED_NAMES = frozenset({"mean", "informative_groups", "sampled_mean", "dropped"})
 """Metrics `reward/<name>` that are not the mean of a term."""
 
+TERM_METRICS = ("failed", "retried", "share", "weight", "seconds_mean", "seconds_max", "length_correlation")
+"""Metrics `reward/<term>/<key>` of every term; no further value of a reward can have their keys."""
+
 
 class RewardTerm(Section):
     """Fields of every reward term."""
@@ -26,10 +29,12 @@ class RuleConfig(RewardTerm):
     timeout_seconds: float = Field(default=30.0, gt=0)
     """Timeout in seconds for one completion, or for one group with `per: group`."""
 
-    on_error: Literal["raise", "drop"] = "raise"
-    """What to do if the term fails on a completion: if it raises an exception, takes longer than `timeout_seconds` or
-    returns no finite number. `raise`: end the run with an error. `drop`: leave the completion out of the step: it
-    counts neither for baselines and metrics nor for the loss. The metric `reward/dropped` counts such completions."""
+    on_error: Literal["drop", "raise"] = "drop"
+    """What to do with a completion on which the term fails twice: it raises an exception, takes longer than
+    `timeout_seconds` or returns no finite number, and fails again when it is called once more. `drop`: leave the
+    completion out of the step, so that it counts neither for baselines and metrics nor for the loss. `raise`: end the
+    run. Default: `drop`, because a failure is no judgement of the completion, and one among thousands should not end a
+    run; a term with a defect fails on many, and then `reward.max_failed_share` ends the run."""
 
 
 class NumericRewardConfig(RuleConfig):
@@ -41,11 +46,7 @@ class NumericRewardConfig(RuleConfig):
     """Accept only completions that end with a stop token and whose text ends in exactly `#### <answer>`."""
 
     timeout_seconds: float = Field(default=5.0, gt=0)
-    """Timeout in seconds for the comparison of two expressions by math-verify. A failed comparison is repeated once."""
-
-    on_error: Literal["raise", "drop"] = "drop"
-    """As for every rule. Default: `drop`, because a policy may write expressions that no computer can evaluate. Errors
-    in the data or the installation, such as a missing reference answer, end the run."""
+    """Timeout in seconds for the comparison of two expressions by math-verify."""
 
 
 class FormatRewardConfig(RuleConfig):
@@ -117,6 +118,10 @@ class RewardsConfig(Section):
                     f"metrics of all terms, got {name!r}"
                 )
         return terms
+
+    max_failed_share: float = Field(default=0.2, ge=0, le=1)
+    """Largest share of a step's completions that one term, or the environment, may fail on (`on_error: drop`). A step
+    with more failures ends the run with the name of the term and its first error. 1: no limit."""
 
     eval_term: str | None = None
     """Name of the term that evaluation reports. It needs to be a rule, not a model. Default: the first rule."""

@@ -3,7 +3,7 @@
     this process                                 child process (math_equivalence_child.py)
     is_equivalent("x+1", "1+x")  -- JSON line -->  math_verify.parse, verify
                                  <-- "1" / "0" --
-                                 no reply: kill the child and ask another one; if that fails too, raise
+                                 no reply: kill the child and raise; the next request starts another one
 
 Policies write expressions like `9^{9^{9^9}}`, on which sympy computes forever inside one C call. That call cannot be
 interrupted by a signal or a thread, and it blocks every other thread of the process. Only a separate process can be
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import queue
 import selectors
 import subprocess
@@ -24,8 +23,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from megarl.errors import RewardError
-
-logger = logging.getLogger(__name__)
 
 CHILD = Path(__file__).with_name("math_equivalence_child.py")
 START_TIMEOUT_SECONDS = 120.0
@@ -115,14 +112,7 @@ class CheckerPool:
             self._free.put(checker)
 
     def is_equivalent(self, prediction: str, reference: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bool:
-        """As `EquivalenceChecker.is_equivalent`, but a check that fails is repeated once, in a new process."""
-        try:
-            return self._check_once(prediction, reference, timeout_seconds)
-        except EquivalenceError as e:
-            logger.warning("%s on %r and %r; trying again", e, prediction, reference)
-        return self._check_once(prediction, reference, timeout_seconds)
-
-    def _check_once(self, prediction: str, reference: str, timeout_seconds: float) -> bool:
+        """As `EquivalenceChecker.is_equivalent`, in a checker that is free."""
         checker = self._free.get()
         try:
             return checker.is_equivalent(prediction, reference, timeout_seconds)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.reward import PythonRewardConfig
+from megarl.config.reward import TERM_METRICS, PythonRewardConfig
 from megarl.reward.call_threads import CallOutcome, CallThreads
 from megarl.reward.python_function import describe_error, load_reward
 from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote
@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 REWARD_KEY = "reward"
 """Key of the reward in a mapping; all other keys are only logged."""
-
-RESERVED_KEY = "dropped"
-"""A key that no mapping may have: the metric `reward/<term>/dropped` counts the completions that a term failed on."""
 
 MAX_THREADS = 32
 """Maximum number of concurrent calls of a sync reward, per term."""
@@ -40,6 +37,11 @@ class PythonTerm:
         self._config = config
         self._reward = load_reward(config, key=f"reward.terms.{name}")
         self._threads = CallThreads(self._label, MAX_THREADS)
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether the function sees all completions of a prompt; as `Term`."""
+        return self._config.per == "group"
 
     async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
         """Call the reward for each completion or once for all, as `per` says; as `Term`."""
@@ -86,8 +88,8 @@ class PythonTerm:
         keys = abbreviate(list(result))
         if REWARD_KEY not in result:
             return TermError(f"{self._label} returned a mapping without the key {REWARD_KEY!r}, but {keys}, {where}")
-        if not all(isinstance(name, str) and name != RESERVED_KEY for name in result):
-            what = f"needs to return a mapping whose keys are strings other than {RESERVED_KEY!r}"
+        if not all(isinstance(name, str) and name not in TERM_METRICS for name in result):
+            what = f"needs to return a mapping whose keys are strings other than {', '.join(TERM_METRICS)}"
             return TermError(f"{self._label} {what}, got {keys}, {where}")
         return self._read_numbers(result, where)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import (
     FormatRewardConfig,
@@ -54,21 +56,26 @@ class RewardScorer:
         tokenizer = load_tokenizer(model_path)
         return cls(config, partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> list[Trajectory]:
+    async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
         """Return the trajectories with their rewards; all of them are completions of `prompt`.
 
-        A trajectory on which a term with `on_error: drop` failed has `reward_errors`.
+        A term that fails on a completion is called once more for it. If it fails again, the trajectory has
+        `reward_errors`, unless the term has `on_error: raise`.
 
         Raises:
-            RewardError: a term with `on_error: raise` failed, or a term cannot work at all.
+            RewardError: a term with `on_error: raise` failed twice, or a term cannot work at all.
         """
         completions = [Completion(t, self._decode(t.token_ids[t.loss_mask].tolist())) for t in trajectories]
         outcomes = await asyncio.gather(*(self._score_term(name, completions, prompt) for name in self._terms))
-        by_completion = zip(*outcomes, strict=True) if outcomes else ((),) * len(trajectories)
-        return [
-            self._with_rewards(trajectory, dict(zip(self._terms, values, strict=True)))
-            for trajectory, values in zip(trajectories, by_completion, strict=True)
-        ]
+        return ScoredGroup(
+            trajectories=[
+                self._with_rewards(
+                    trajectory, {name: values[i] for name, (values, _) in zip(self._terms, outcomes, strict=True)}
+                )
+                for i, trajectory in enumerate(trajectories)
+            ],
+            terms={name: report for name, (_, report) in zip(self._terms, outcomes, strict=True)},
+        )
 
     async def close(self) -> None:
         """Call `close()` of the user's rewards; failures are logged as warnings."""
@@ -76,14 +83,22 @@ class RewardScorer:
 
     async def _score_term(
         self, name: str, completions: Sequence[Completion], prompt: Prompt
-    ) -> Sequence[TermValue | TermError]:
-        outcomes = await self._terms[name].score(completions, prompt)
+    ) -> tuple[list[TermValue | TermError], TermReport]:
+        term, start = self._terms[name], time.perf_counter()
+        outcomes = list(await term.score(completions, prompt))
+        failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, TermError)]
+        if failed:
+            # a term that compares completions needs all of them to value one
+            asked = list(range(len(completions))) if term.compares_completions else failed
+            again = await term.score([completions[i] for i in asked], prompt)
+            for i, outcome in zip(asked, again, strict=True):
+                outcomes[i] = outcome if i in failed else outcomes[i]
         for outcome in outcomes:
             if isinstance(outcome, TermError) and self._rules[name].on_error == "raise":
                 raise RewardError(str(outcome)) from outcome.__cause__
-        return outcomes
+        return outcomes, TermReport(seconds=time.perf_counter() - start, num_retried=len(failed))
 
-    def _with_rewards(self, trajectory: Trajectory, outcomes: dict[str, TermValue | TermError]) -> Trajectory:
+    def _with_rewards(self, trajectory: Trajectory, outcomes: Mapping[str, TermValue | TermError]) -> Trajectory:
         rewards: dict[str, float] = {}
         errors: dict[str, str] = {}
         for name, outcome in outcomes.items():

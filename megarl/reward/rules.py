@@ -31,7 +31,7 @@ def numeric_reward(
         timeout_seconds: timeout of math-verify.
 
     Raises:
-        EquivalenceError: math-verify did not reply, twice.
+        EquivalenceError: math-verify did not reply.
         RewardError: math-verify does not start.
     """
     reward = fast_numeric_reward(text, answer, strict=strict, finished=finished)

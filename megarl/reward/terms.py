@@ -45,11 +45,16 @@ class TermValue:
 
 
 class TermError(Exception):
-    """A term failed on one completion; the term's `on_error` decides what follows."""
+    """A term failed on one completion; if it fails again, the term's `on_error` decides what follows."""
 
 
 class Term(Protocol):
     """A reward term of the configuration."""
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether the value of a completion depends on the other completions of the prompt."""
+        ...
 
     async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
         """Return the value or the failure of each of the completions, which are all those of one prompt.
@@ -66,6 +71,8 @@ class Term(Protocol):
 
 class NumericTerm:
     """Compares final answers with the reference; see `numeric_reward`."""
+
+    compares_completions = False
 
     def __init__(self, name: str, config: NumericRewardConfig) -> None:
         self._label = f"reward.terms.{name} (numeric)"
@@ -106,6 +113,8 @@ class FormatTerm:
 
     The package `regex` can interrupt a search, which `re` cannot.
     """
+
+    compares_completions = False
 
     def __init__(self, name: str, config: FormatRewardConfig) -> None:
         """Create the term.

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.rollout import AgentConfig
 from megarl.errors import LostEngineError, WorkerError
@@ -81,8 +82,13 @@ class TrajectorySummary:
     finish_reason: str
     tokens_by_version: tuple[tuple[int, int], ...]
     """(policy version, number of tokens that it has sampled), ascending; empty if no token was sampled."""
-    dropped_by: tuple[str, ...] = ()
-    """Reward terms that failed on the trajectory; if there are any, it is dropped: it is not trained on."""
+    reward_errors: Mapping[str, str] = field(default_factory=dict)
+    """As `Trajectory.reward_errors`: if there are any, the trajectory is dropped."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a reward failed on the trajectory, so that it is not trained on."""
+        return bool(self.reward_errors)
 
     @property
     def min_policy_version(self) -> int:
@@ -111,6 +117,8 @@ class GroupSummary:
     """Time from the job's start to its last token."""
     scoring_seconds: float
     """Time from the last token to the last reward."""
+    terms: Mapping[str, TermReport] = field(default_factory=dict)
+    """How each reward term that the worker computes was computed, by name."""
     replayed: bool = False
     """Whether the group was read from the journal and not generated."""
     has_baseline: bool = False
@@ -120,12 +128,12 @@ class GroupSummary:
     def kept(self) -> tuple[int, ...]:
         """Indices of the trajectories that are trained on: not the dropped ones, nor the greedy one."""
         sampled = self.trajectories[:-1] if self.has_baseline else self.trajectories
-        return tuple(i for i, trajectory in enumerate(sampled) if not trajectory.dropped_by)
+        return tuple(i for i, trajectory in enumerate(sampled) if not trajectory.is_dropped)
 
     @property
     def baseline(self) -> float | None:
         """Reward of the greedy trajectory; None if there is none, or its reward failed."""
-        return None if not self.has_baseline or self.trajectories[-1].dropped_by else self.trajectories[-1].reward
+        return None if not self.has_baseline or self.trajectories[-1].is_dropped else self.trajectories[-1].reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,16 +210,17 @@ class RolloutWorker:
         finally:
             lease.release()
         generated = time.perf_counter()
-        trajectories = await self._scorer.score(trajectories, job.prompt)
+        scored = await self._scorer.score(trajectories, job.prompt)
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
-            trajectories=tuple(summarize(trajectory) for trajectory in trajectories),
+            trajectories=tuple(map(summarize, scored.trajectories)),
             generation_seconds=generated - start,
             scoring_seconds=time.perf_counter() - generated,
+            terms=scored.terms,
             has_baseline=job.has_baseline,
         )
-        return summary, trajectories
+        return summary, scored.trajectories
 
     async def shutdown(self) -> None:
         """Close the rewards. The worker must not be used afterwards."""
@@ -257,7 +266,7 @@ def summarize(trajectory: Trajectory) -> TrajectorySummary:
         rewards=trajectory.rewards,
         finish_reason=trajectory.finish_reason,
         tokens_by_version=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
-        dropped_by=tuple(trajectory.reward_errors),
+        reward_errors=trajectory.reward_errors,
     )
 
 

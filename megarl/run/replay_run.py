@@ -50,6 +50,10 @@ class ReplayRun(RLRun):
         return False  # there is no engine to compare with
 
     @override
+    def _discard_groups(self) -> None:
+        """Do nothing: the journal is another run's."""
+
+    @override
     def _open_schedule(self) -> ScheduledGroups:
         jobs, state = self._begin_schedule(), logged_batches(Path(self.config.run_dir), self._schedule_begin)
         policy, groups_per_step = SchedulePolicy.of(self.config.schedule), self.config.algorithm.prompts_per_step

@@ -164,7 +164,7 @@ class RLRun(SamplingRun):
         self._begin_sampling()
         self._tracker.log({f"pretraining/{name}": value for name, value in metrics.items()}, step=number)
         self.notify(f"pretraining {number}: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
-        self._step_metrics.clear()
+        self._clear_step()
 
     def train_policy(self, batch: RolloutBatch, token_loss: TokenLoss, *, nll: float = 0.0) -> TrainStats | None:
         """Train the policy on the columns of the loss.
@@ -344,7 +344,7 @@ class RLRun(SamplingRun):
             "controller/rss_bytes": psutil.Process().memory_info().rss,
         }
         self.log(metrics, StepSummary.of(metrics, step=self.step))
-        self._step_metrics.clear()
+        self._clear_step()
         self._skips_update("trained", train_metrics)
 
     def _skips_update(self, stage: StepStage, metrics: Mapping[str, float], reasons: Sequence[str] = ()) -> bool:

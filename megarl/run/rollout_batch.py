@@ -6,7 +6,6 @@ computed, are not among them: they are left out here, before anything is estimat
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count, pairwise
@@ -110,14 +109,10 @@ class RolloutBatch:
         sizes = [len(group.summary.trajectories) for group in self.all_groups]
         return [known.get((p, i)) for p, size in enumerate(sizes) for i in range(size)]
 
-    def dropped_metrics(self) -> dict[str, float]:
-        """Return the numbers of completions that are not in the batch: in total, and by the term that failed."""
-        summaries = [summary for group in self.all_groups for summary in group.summary.trajectories]
-        by_term = Counter(name for summary in summaries for name in summary.dropped_by)
-        return {
-            "reward/dropped": float(len(summaries) - len(self.keys)),
-            **{f"reward/{name}/dropped": float(num) for name, num in by_term.items()},
-        }
+    @property
+    def num_dropped(self) -> int:
+        """Number of sampled completions that are not in the batch."""
+        return sum(len(group.summary.trajectories) for group in self.all_groups) - len(self.keys)
 
     def drop_groups(self, dropped: Sequence[FinishedGroup]) -> None:
         """Move these groups to the dropped ones; call it before adding scalars or columns."""
@@ -144,8 +139,9 @@ class RolloutBatch:
             weights: weights of all terms of the total, old and new; other terms do not count.
         """
 
-        def complete(sample_index: int, summary: TrajectorySummary) -> TrajectorySummary:
-            rewards = {**summary.rewards, **{name: term[sample_index] for name, term in values.items()}}
+        def complete(sample_index: int | None, summary: TrajectorySummary) -> TrajectorySummary:
+            added = {} if sample_index is None else {name: term[sample_index] for name, term in values.items()}
+            rewards = {**summary.rewards, **added}
             return replace(summary, rewards=rewards, reward=sum(w * rewards[name] for name, w in weights.items()))
 
         self._map_rewards(complete)
@@ -153,22 +149,27 @@ class RolloutBatch:
     def add_to_rewards(self, name: str, values: Sequence[float]) -> None:
         """Add a reward term of N values, and add it to the total rewards with weight 1."""
 
-        def add(sample_index: int, summary: TrajectorySummary) -> TrajectorySummary:
+        def add(sample_index: int | None, summary: TrajectorySummary) -> TrajectorySummary:
+            if sample_index is None:
+                return summary
             value = values[sample_index]
             return replace(summary, rewards={**summary.rewards, name: value}, reward=summary.reward + value)
 
         self._map_rewards(add)
 
-    def _map_rewards(self, score: Callable[[int, TrajectorySummary], TrajectorySummary]) -> None:
+    def _map_rewards(self, score: Callable[[int | None, TrajectorySummary], TrajectorySummary]) -> None:
+        """Replace the summaries of the N completions, and of greedy ones, which have no index, by `score(...)`."""
         sample_index = count()
 
-        def apply(summary: TrajectorySummary) -> TrajectorySummary:
-            return summary if summary.dropped_by else score(next(sample_index), summary)
+        def apply(group: FinishedGroup) -> FinishedGroup:
+            kept = set(group.summary.kept)
+            found = tuple(
+                summary if summary.is_dropped else score(next(sample_index) if i in kept else None, summary)
+                for i, summary in enumerate(group.summary.trajectories)
+            )
+            return replace(group, summary=replace(group.summary, trajectories=found))
 
-        self.groups = [
-            replace(group, summary=replace(group.summary, trajectories=tuple(map(apply, group.summary.trajectories))))
-            for group in self.groups
-        ]
+        self.groups = [apply(group) for group in self.groups]
 
     def forward_request(self, config: RunConfig) -> ForwardRequest:
         """Return a forward request (log-probs, values, scores) over all completions."""

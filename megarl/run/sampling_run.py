@@ -12,8 +12,9 @@ from pathlib import Path
 
 from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
+from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, RewardError
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, Estimator
 from megarl.groups.group_stream import FinishedGroup
@@ -21,13 +22,14 @@ from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.groups.weight_sync import WeightSync
 from megarl.rollout.engine import Sampling
-from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.rollout.journal.journal_folder import journal_folder, remove_steps_from
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.evaluation import greedy_score
 from megarl.run.events import EventLog
 from megarl.run.group_jobs import GroupJobs
 from megarl.run.kl_penalty import KL_METRIC, make_adaptive_kl
 from megarl.run.policy_sync import PolicySync
+from megarl.run.reward_failures import RewardFailures
 from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import ScheduleLog, log_folder
@@ -87,6 +89,8 @@ class SamplingRun(StageRun):
         self._startup, self._is_startup_reported = startup, resumed is not None
         self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
         self._step_metrics: dict[str, float] = {}
+        num_completions = config.algorithm.prompts_per_step * config.algorithm.group_size
+        self._failures = RewardFailures(config.reward, num_completions, self.notify)
         self._scheduled: ScheduledGroups | None = None
         """The groups of a schedule other than `sync`, once the first step has begun."""
         self._announced: list[Prompt] = []
@@ -180,7 +184,9 @@ class SamplingRun(StageRun):
                 label=label,
                 seed=(self.config.seed, self.step, *([attempt] if attempt else [])),
             )
-        return self._make_batch(groups, min_completions=1 if greedy else self._min_completions)
+        batch = self._make_batch(groups, min_completions=1 if greedy else self._min_completions)
+        self._check_failures()
+        return batch
 
     def sample_kept(self, prompts: Sequence[Prompt], keep: Keep, *, max_batches: int | None = None) -> KeptSample:
         """Sample until `prompts_per_step` groups are kept, or `max_batches` batches were sampled.
@@ -225,19 +231,25 @@ class SamplingRun(StageRun):
         self, scheduled: ScheduledGroups, keep: Keep | None, max_removed: int | None
     ) -> tuple[RolloutBatch, RolloutBatch]:
         """Return the batch of this step, and the groups that were removed for it."""
-
-        def is_kept(group: FinishedGroup) -> bool:
-            return len(group.summary.kept) >= self._min_completions and (keep is None or keep(group))
-
+        if max_removed is None:
+            max_removed = self.config.algorithm.prompts_per_step
         with self.phase("rollout"):
-            taken = scheduled.next_batch(None if keep is None else is_kept, max_removed=max_removed)
+            taken = scheduled.next_batch(self._is_usable, keep, max_removed=max_removed)
         batch = self._make_batch(taken.groups, min_completions=self._min_completions)
         batch.versions = BatchVersions(current=self._sync.policy_version, oldest=scheduled.oldest_label())
         tokens = Counter[int]()
         for summary in batch.summaries:
             tokens.update(dict(summary.tokens_by_version))
         self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.schedule.metrics()
-        return batch, self._make_batch(taken.removed, min_completions=self._min_completions)
+        removed = self._make_batch(taken.removed, min_completions=self._min_completions)
+        self._check_failures()
+        return batch, removed
+
+    def _is_usable(self, group: FinishedGroup) -> bool:
+        """Return whether rewards failed on so few completions of the group that it can be trained on."""
+        if self.config.algorithm.needs_greedy_baseline and group.summary.baseline is None:
+            return False
+        return len(group.summary.kept) >= self._min_completions
 
     @property
     def _min_completions(self) -> int:
@@ -248,10 +260,36 @@ class SamplingRun(StageRun):
         """Return the batch of sampled groups, with the rewards of models."""
         self._report_startup()
         batch = RolloutBatch.from_sampled(groups, min_completions=min_completions)
-        for name, num in batch.dropped_metrics().items():  # a step may sample several batches
-            self._step_metrics[name] = self._step_metrics.get(name, 0.0) + num
+        self._failures.add(groups)
+        num_dropped = self._step_metrics.get("reward/dropped", 0.0) + batch.num_dropped  # of all batches of the step
+        self._step_metrics |= {"reward/dropped": num_dropped, **self._failures.metrics()}
         self._add_model_rewards(batch)
         return batch
+
+    def _check_failures(self) -> None:
+        """Check that rewards failed on few completions of the step.
+
+        Raises:
+            RewardError: they failed on more than `reward.max_failed_share`; a run that resumes samples them again.
+        """
+        try:
+            self._failures.check(self.step)
+        except RewardError:
+            self._discard_groups()
+            raise
+
+    def _discard_groups(self) -> None:
+        """Let a run that resumes sample the groups of this step again, and those of later steps."""
+        require_lock(self.config.run_dir)
+        if self._scheduled is None:
+            remove_steps_from(self.config.run_dir, self.step)
+        else:
+            self._scheduled.log_retreat()
+
+    def _clear_step(self) -> None:
+        """Forget the metrics and failures of the step."""
+        self._step_metrics.clear()
+        self._failures.begin_step()
 
     def _add_model_rewards(self, batch: RolloutBatch) -> None:
         """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megarl.batch.trajectory import Prompt
@@ -57,7 +57,7 @@ class ScheduledBatch:
     groups: list[FinishedGroup]
     """By ascending ordinals."""
     removed: list[FinishedGroup]
-    """Groups that were looked at and not kept, since the last step."""
+    """Groups that failed or were not kept, since the last step."""
     ordinals: tuple[int, ...]
     """One per group."""
 
@@ -88,7 +88,7 @@ class ScheduledGroups:
         self._arrived: dict[int, FinishedGroup] = {}
         """By ordinal, the finished groups that were not taken."""
         self._kept: set[int] = set()
-        """Finished groups for which the filter of the algorithm has returned True."""
+        """Finished groups that are usable, and kept by the filter of the algorithm."""
         self._admitted: list[Prompt] = []
         """Prompts of the groups that were admitted since the last batch."""
         self._version_by_label = {policy_version: schedule.version}
@@ -98,6 +98,7 @@ class ScheduledGroups:
         if resumed:
             log.write(schedule.resume())
             self._submit(schedule.finished())
+        self._step_begin = schedule.state()
         for _ in range(READ_AHEAD):
             self._read_logged_batch()
         self._admit(schedule.capacity)
@@ -107,18 +108,23 @@ class ScheduledGroups:
         prompts, self._admitted = self._admitted, []
         return prompts
 
-    def next_batch(self, keep: Keep | None = None, *, max_removed: int | None = None) -> ScheduledBatch:
+    def next_batch(
+        self, is_usable: Keep, keep: Keep | None = None, *, max_removed: int | None = None
+    ) -> ScheduledBatch:
         """Wait for the batch of the next step, and take it.
 
         Args:
-            keep: filter of the algorithm; None: it trains on all groups.
+            is_usable: whether enough completions of a group have rewards; groups that are not usable have failed.
+            keep: filter of the algorithm; None: it trains on all usable groups.
             max_removed: with that many removed groups, the step settles for those that are finished.
 
         Raises:
             RewardError, WorkerError: as the stream raises them.
         """
         schedule, removed = self.schedule, list[FinishedGroup]()
-        while (ordinals := self._pick(keep, removed, max_removed)) is None or not self._has_arrived(ordinals):
+        while (ordinals := self._pick(is_usable, keep, removed, max_removed)) is None or not self._has_arrived(
+            ordinals
+        ):
             self._receive()
         self._log.write(schedule.lease(ordinals))
         self._kept.difference_update(ordinals)
@@ -148,7 +154,14 @@ class ScheduledGroups:
         self._version_by_label[policy_version] = event.version
         dropped = {ordinal: self._arrived.pop(ordinal, None) for ordinal in event.dropped}
         self._stream.cancel([id_ for id_, ordinal in self._ordinals.items() if ordinal in dropped])
+        self._step_begin = self.schedule.state()
         self._admit(self.schedule.capacity)
+
+    def log_retreat(self) -> None:
+        """Log that a run which resumes repeats the current step, and samples all groups that are not leased again."""
+        event = self.schedule.resume()
+        groups = tuple(replace(group.unfinished(), attempt=event.number) for group in self._step_begin.groups)
+        self._log.write(replace(event, state=replace(self._step_begin, num_events=event.number, groups=groups)))
 
     def state(self) -> ScheduleState:
         """Return the state to save with a checkpoint."""
@@ -209,26 +222,29 @@ class ScheduledGroups:
                 continue  # it was dropped
             self._arrived[ordinal] = group
 
-    def _pick(self, keep: Keep | None, removed: list[FinishedGroup], max_removed: int | None) -> tuple[int, ...] | None:
+    def _pick(
+        self, is_usable: Keep, keep: Keep | None, removed: list[FinishedGroup], max_removed: int | None
+    ) -> tuple[int, ...] | None:
         schedule = self.schedule
-        if keep is not None and not schedule.is_replaying:
-            self._remove_others(keep, removed)
+        if not schedule.is_replaying:
+            self._remove_others(is_usable, keep, removed)
         self._admit(schedule.capacity if max_removed is None or len(removed) < max_removed else 0)
         ordinals = schedule.pick()
         if ordinals is None and max_removed is not None and len(removed) >= max_removed:
             return schedule.pick_fewer()
         return ordinals
 
-    def _remove_others(self, keep: Keep, removed: list[FinishedGroup]) -> None:
-        """Remove the finished groups for which `keep` returns False."""
+    def _remove_others(self, is_usable: Keep, keep: Keep | None, removed: list[FinishedGroup]) -> None:
+        """Remove the finished groups that are not usable, and those for which `keep` returns False."""
         for ordinal in [group.ordinal for group in self.schedule.finished() if group.ordinal not in self._kept]:
             group = self._arrived.get(ordinal)
             if group is None:
                 continue  # it is being read from the journal
-            if keep(group):
+            has_failed = not is_usable(group)
+            if not has_failed and (keep is None or keep(group)):
                 self._kept.add(ordinal)
             else:
-                self._log.write(self.schedule.remove(ordinal, Outcome.FILTERED))
+                self._log.write(self.schedule.remove(ordinal, Outcome.FAILED if has_failed else Outcome.FILTERED))
                 removed.append(self._arrived.pop(ordinal))
 
     def _has_arrived(self, ordinals: Sequence[int]) -> bool:

@@ -12,8 +12,10 @@ from megarl.errors import LimitError
 from tests.algorithms.scripted_run import FinishedRun, run_script
 
 MODEL_ROLES = ("policy", "reference", "critic", "cost_critic", "reward_model", "teacher", "reward cost")
+ANY_SHARE = {"max_failed_share": 1.0}
 NO_KL: dict[str, Any] = {"kl_reward": None}
-COST = {"reward": {"terms": {"match": {"type": "numeric"}, "cost": {"type": "model", "path": "cost"}}}}
+MATCH = {"match": {"type": "numeric"}}
+COST = {"terms": {**MATCH, "cost": {"type": "model", "path": "cost"}}}
 PRETRAINING = {"max_steps": 2, "window": 1, "settled": 0.1, "min_explained_variance": -1000.0}
 
 ALGORITHMS: list[dict[str, Any]] = [
@@ -22,6 +24,8 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"type": "rloo"},
     {"type": "dr_grpo"},
     {"type": "gspo"},
+    {"type": "cispo"},
+    {"type": "gmpo"},
     {"type": "dapo"},
     {"type": "reinforce_pp"},
     {"type": "reinforce_pp_baseline"},
@@ -59,9 +63,9 @@ def some_fail(label: str, number: int, sample: int) -> float | None:
 
 
 def run(folder: Path, algorithm: dict[str, Any], script: Any, *, steps: int = 2, **options: Any) -> FinishedRun:
-    sections: dict[str, Any] = COST if algorithm["type"] == "safe_rlhf" else {}
+    sections = {"reward": {**(COST if algorithm["type"] == "safe_rlhf" else {"terms": MATCH}), **ANY_SHARE}}
     tree = {"prompts_per_step": 3, "group_size": 5, **algorithm}
-    return run_script(folder, tree, script, steps=steps, models=models(), **sections, **options)
+    return run_script(folder, tree, script, steps=steps, models=models(), **{**sections, **options})
 
 
 def trained_on(run: FinishedRun) -> list[Any]:
@@ -100,7 +104,11 @@ def comparable_metrics(run: FinishedRun) -> list[dict[str, float]]:
     """Return the metrics of each step, without times, memory and counts of dropped completions."""
     skipped = ("time/", "controller/", "tokens_per_second")
     return [
-        {name: value for name, value in row.items() if not name.startswith(skipped) and not name.endswith("dropped")}
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(skipped) and not name.endswith(("dropped", "failed"))
+        }
         for row in [*run.pretraining, *run.metrics]
     ]
 
@@ -114,9 +122,9 @@ def test_training_equals_that_without_the_dropped_completions(tmp_path: Path, al
     assert comparable_metrics(dropped) == comparable_metrics(brute_force)
     is_dapo = algorithm["type"] == "dapo"  # it samples until the batch is full, seven completions dropped in each
     assert dropped.metrics[0]["reward/dropped"] == (7 * dropped.metrics[0]["dapo/batches"] if is_dapo else 7)
-    assert dropped.metrics[0]["reward/match/dropped"] == dropped.metrics[0]["reward/dropped"]
+    assert dropped.metrics[0]["reward/match/failed"] == dropped.metrics[0]["reward/dropped"]
     assert brute_force.metrics[0]["reward/dropped"] == 0
-    assert "reward/match/dropped" not in brute_force.metrics[0]
+    assert "reward/match/failed" not in brute_force.metrics[0]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda tree: "-".join(tree))
@@ -161,7 +169,7 @@ def test_a_completion_without_others_to_compare_with_is_left_out(tmp_path: Path,
         assert (trained_groups(finished), num_dropped) == ([0, 1] if batches == 1 else [0, 1, 2], 5 * batches)
     else:
         assert (trained_groups(finished), num_dropped) == ([0, 1, 2], 4)
-    assert finished.metrics[0]["reward/match/dropped"] == 4 * batches
+    assert finished.metrics[0]["reward/match/failed"] == 4 * batches
 
 
 def test_prompts_whose_greedy_completion_was_dropped_have_no_baseline(tmp_path: Path) -> None:

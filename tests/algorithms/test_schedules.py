@@ -23,6 +23,11 @@ def informative(label: str, number: int, sample: int) -> float:
     return 0.25 if label.endswith("greedy") else float(sample % 2)
 
 
+def few_fail(label: str, number: int, sample: int) -> float | None:
+    """As `some_fail`, but every group has enough rewards to be trained on."""
+    return informative(label, number, sample) if number else some_fail(label, number, sample)
+
+
 def metrics_of(finished: FinishedRun) -> list[dict[str, float]]:
     return [
         {name: value for name, value in row.items() if not name.startswith(IGNORED_METRICS)}
@@ -33,7 +38,7 @@ def metrics_of(finished: FinishedRun) -> list[dict[str, float]]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda tree: "-".join(tree))
 def test_async_without_lookahead_equals_sync(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     refills = algorithm["type"] in ("dapo", "prime")  # which sync does in whole batches, or not at all
-    script, tree = informative if refills else some_fail, {"rollout_is": None, **algorithm}
+    script, tree = informative if refills else few_fail, {"rollout_is": None, **algorithm}
     sync = run(tmp_path / "sync", tree, script, steps=3)
     scheduled = run(tmp_path / "async", tree, script, steps=3, schedule=WITHOUT_LOOKAHEAD)
     assert trained_on(scheduled) == trained_on(sync)
@@ -116,3 +121,28 @@ def test_a_loop_with_prompts_of_its_own_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(RLRun, "sample", lambda run, prompts, **options: original(run, list(prompts), **options))
     with pytest.raises(ConfigError, match="async chooses the prompts of a step: grpo needs to pass what steps"):
         run(tmp_path, {"type": "grpo", "kl_loss": None}, informative, schedule={"type": "async"})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda tree: "-".join(tree))
+@pytest.mark.parametrize("kind", ["one_step_off", "async"])
+def test_groups_on_which_rewards_failed_are_replaced(tmp_path: Path, algorithm: dict[str, Any], kind: str) -> None:
+    """Of the first group of each step, one completion has a reward; of the last one of step 2, none has."""
+
+    def script(label: str, number: int, sample: int) -> float | None:
+        failed = sample > 0 if number == 0 else label.startswith("step-2") and number == 2
+        return None if failed and not label.endswith("greedy") else informative(label, number, sample)
+
+    finished = run(tmp_path, algorithm, script, steps=3, schedule={"type": kind})
+    jobs = [job for job in finished.arguments("engines", "sample") if isinstance(job, GroupJob)]
+    needs_group = finished.run.config.algorithm.needs_group
+    trained = [
+        {sample.payload for batch in request.mini_batches for sample in batch.samples}
+        for request in finished.arguments("policy", "train")
+    ]
+    assert trained == [{0, 1, 2}] * 3, "every step trains on as many groups as without failures"
+    num_failed = int(finished.metrics[-1]["schedule/failed"])
+    assert num_failed >= (3 if needs_group else 1)
+    assert len(jobs) >= 3 * 3 + num_failed
+    assert finished.metrics[-1]["schedule/filtered"] == 0
+    failed = sum(row.get("reward/match/failed", 0) for row in finished.metrics)
+    assert failed >= 4 + 5

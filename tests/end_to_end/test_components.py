@@ -91,7 +91,12 @@ def test_sampled_and_recomputed_log_probabilities_agree(components: Components) 
 
 @pytest.fixture(scope="module")
 def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPathFactory) -> RolloutGroup:
-    term = {"type": "python", "path": "tests.end_to_end.rewards:capricious", "timeout_seconds": 0.5}
+    term = {
+        "type": "python",
+        "path": "tests.end_to_end.rewards:capricious",
+        "timeout_seconds": 0.5,
+        "on_error": "raise",
+    }
     config = make_config(world, tmp_path_factory.mktemp("rewards"), reward={"terms": {"odd": term}})
     group = RolloutGroup(config, components.engines)
     group.start()

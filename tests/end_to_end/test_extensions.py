@@ -57,6 +57,7 @@ def test_algorithm_agent_and_reward_of_the_examples_train_together(
         "rollout.agent.path": "agent:run",
         "rollout.agent.kwargs.tokens_per_turn": TOKENS_PER_TURN,
         "rollout.agent.kwargs.hint": f"'{HINT}'",
+        "reward.max_failed_share": 1,
         "reward.terms": "{shortest: {type: python, path: flaky:Flaky, per: group, on_error: drop}}",
         "reward.terms.shortest.kwargs": f"{{bonus: 0.2, log: {tmp_path / 'closed.txt'}}}",
         "placement.slots_per_node": 1,
@@ -94,7 +95,7 @@ def check_turns(rollout: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 def check_dropped(row: dict[str, Any], rollouts: list[dict[str, Any]]) -> None:
     """Check that completions whose reward failed are neither trained on nor averaged."""
-    assert (row["reward/dropped"], row["reward/shortest/dropped"]) == (4, 4)
+    assert (row["reward/dropped"], row["reward/shortest/failed"]) == (4, 4)
     dropped, kept = ([each for each in rollouts if bool(each["reward_errors"]) == failed] for failed in (True, False))
     assert [(each["reward"], each["advantage"]) for each in dropped] == [(None, None)] * 4
     assert "returned NoneType None, not a number, on train.jsonl:" in dict(dropped[0]["reward_errors"])["shortest"]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import RunLock, find_claim
 from megarl.config import RunConfig
@@ -50,10 +51,11 @@ class SeededEngine(WholeBatches):
 class Scorer:
     async def score(self, trajectories, prompt):
         lengths = [float(t.loss_mask.sum()) for t in trajectories]
-        return [
+        scored = [
             replace(t, rewards={"length": length}, reward=length / 3)
             for t, length in zip(trajectories, lengths, strict=True)
         ]
+        return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
 @pytest.fixture

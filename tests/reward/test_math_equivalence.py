@@ -111,7 +111,7 @@ def test_a_pool_starts_a_second_process_only_if_the_first_is_busy(pool: CheckerP
         assert pool.is_equivalent(f"x+{i}", f"{i}+x")
     assert len(children(pool)) == 1
     with ThreadPoolExecutor(2) as threads:
-        hanging = threads.submit(pool.is_equivalent, "9^{9^{9^{9}}}", "2^x", 3.0)
+        hanging = threads.submit(pool.is_equivalent, "9^{9^{9^{9}}}", "2^x", 6.0)
         while len(children(pool)) < 1 or pool._free.qsize() > 1:
             time.sleep(0.01)
         assert pool.is_equivalent("x+7", "7+x", 60.0), "it does not wait for the hanging comparison"
@@ -120,15 +120,16 @@ def test_a_pool_starts_a_second_process_only_if_the_first_is_busy(pool: CheckerP
             hanging.result()
 
 
-def test_a_comparison_whose_process_died_is_repeated(pool: CheckerPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_comparison_after_the_death_of_a_process_starts_another(pool: CheckerPool) -> None:
     assert pool.is_equivalent("x+1", "1+x")
     os.kill(children(pool)[0], signal.SIGKILL)
+    with pytest.raises(EquivalenceError, match="died with exit code -9"):
+        pool.is_equivalent("y+1", "1+y")
     assert pool.is_equivalent("y+1", "1+y")
-    assert "died with exit code -9 on 'y+1' and '1+y'; trying again" in caplog.text
 
 
-def test_a_comparison_that_times_out_twice_fails_and_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = iter([EquivalenceError("slow"), EquivalenceError("slow"), True])
+def test_a_comparison_that_times_out_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([EquivalenceError("slow"), True])
     calls = []
 
     def check(self: EquivalenceChecker, prediction: str, reference: str, timeout_seconds: float) -> bool:
@@ -144,5 +145,5 @@ def test_a_comparison_that_times_out_twice_fails_and_is_not_cached(monkeypatch: 
         math_equivalence.is_equivalent("a+b", "b+a", 0.7)
     assert math_equivalence.is_equivalent("a+b", "b+a", 0.7)
     assert math_equivalence.is_equivalent("a+b", "b+a", 0.7)
-    assert calls == [0.7] * 3
+    assert calls == [0.7] * 2
     math_equivalence.is_equivalent.cache_clear()

@@ -91,7 +91,7 @@ def without_reward(trajectory: Any, text: str, row: Any) -> Any:
 
 
 def reserved(trajectory: Any, text: str, row: Any) -> Any:
-    return {"reward": 1.0, "dropped": 2.0}
+    return {"reward": 1.0, "failed": 2.0}
 
 
 def infinite_part(trajectory: Any, text: str, row: Any) -> Any:
@@ -148,7 +148,7 @@ class Counter:
 
 async def score_one(scorer: RewardScorer, trajectory: Trajectory, prompt: Prompt) -> tuple[dict[str, float], float]:
     """Return the reward terms and the reward of one completion."""
-    (scored,) = await scorer.score([trajectory], prompt)
+    (scored,) = (await scorer.score([trajectory], prompt)).trajectories
     assert not scored.reward_errors
     return dict(scored.rewards), scored.reward
 
@@ -158,7 +158,7 @@ def scorer(**terms: dict[str, Any]) -> RewardScorer:
 
 
 def python(name: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "python", "path": f"{HERE}:{name}", **fields}
+    return {"type": "python", "path": f"{HERE}:{name}", "on_error": "raise", **fields}
 
 
 def test_terms_and_their_weighted_sum(prompt: Prompt) -> None:
@@ -202,7 +202,7 @@ def test_strict_requires_a_stop_token(prompt: Prompt) -> None:
         ("string", "returned str '1.0', not a number,"),
         ("none", "returned NoneType None, not a number,"),
         ("without_reward", r"returned a mapping without the key 'reward', but \['length'\],"),
-        ("reserved", r"needs .* keys are strings other than 'dropped', got \['reward', 'dropped'\],"),
+        ("reserved", r"needs .* keys are strings other than failed, .*, got \['reward', 'failed'\],"),
         ("infinite_part", "returned inf for 'length', not a finite number,"),
         ("slow", "took longer than timeout_seconds = 0.2"),
         ("slow_async", "took longer than timeout_seconds = 0.2"),
@@ -288,7 +288,7 @@ def test_hung_function_does_not_keep_the_process_alive(tmp_path: Path) -> None:
         "from megarl.config.reward import RewardsConfig\n"
         "from megarl.reward.reward_scorer import RewardScorer\n"
         "from tests.reward.conftest import *\n"
-        "term = {'type': 'python', 'path': 'hanging:f', 'timeout_seconds': 0.1}\n"
+        "term = {'type': 'python', 'path': 'hanging:f', 'timeout_seconds': 0.1, 'on_error': 'raise'}\n"
         "c = RewardsConfig.model_validate({'terms': {'h': term}})\n"
         "p = Prompt(prompt_id='a:1', text='', token_ids=(), row={})\n"
         "asyncio.run(RewardScorer(c, decode).score([make_trajectory('x')], p))\n"
@@ -331,7 +331,7 @@ def test_model_terms_are_skipped() -> None:
 
 
 def score_texts(s: RewardScorer, prompt: Prompt, *texts: str) -> list[Trajectory]:
-    return asyncio.run(s.score([make_trajectory(text) for text in texts], prompt))
+    return asyncio.run(s.score([make_trajectory(text) for text in texts], prompt)).trajectories
 
 
 def test_sub_metrics_are_logged_beside_their_term(prompt: Prompt) -> None:
@@ -373,7 +373,9 @@ def test_failed_completions_are_dropped_if_the_term_says_so(prompt: Prompt) -> N
     assert bad.reward_errors.keys() == {"picky"}
     assert "raised ValueError: I do not like it" in bad.reward_errors["picky"]
     with pytest.raises(RewardError, match="I do not like it"):
-        score_texts(scorer(picky=python("picky"), plus=python("plus", on_error="drop")), prompt, "good", "bad")
+        score_texts(
+            scorer(picky=python("picky", on_error="raise"), plus=python("plus", on_error="drop")), prompt, "good", "bad"
+        )
 
 
 @pytest.mark.parametrize(("name", "dropped"), [("some", [False, True]), ("group_raises", [True, True])])
@@ -395,7 +397,7 @@ def test_a_class_is_created_once_and_closed(prompt: Prompt, caplog: pytest.LogCa
     )
 
 
-BACKTRACKING = {"type": "format", "pattern": "(a|aa)+$", "timeout_seconds": 0.3}
+BACKTRACKING = {"type": "format", "pattern": "(a|aa)+$", "timeout_seconds": 0.3, "on_error": "raise"}
 
 
 def test_backtracking_pattern_times_out_without_blocking_the_event_loop(prompt: Prompt) -> None:
@@ -407,7 +409,7 @@ def test_backtracking_pattern_times_out_without_blocking_the_event_loop(prompt: 
         while not scoring.done():
             await asyncio.sleep(0.001)
             longest, last = max(longest, time.thread_time() - last), time.thread_time()
-        return await scoring, longest
+        return (await scoring).trajectories, longest
 
     (hanging, good), longest = asyncio.run(score_and_measure())
     assert hanging.reward_errors.keys() == {"shape"}
@@ -447,12 +449,12 @@ def test_missing_math_verify_ends_the_run_even_if_failures_are_dropped(monkeypat
 
 
 def test_a_reward_that_keeps_hanging_ends_the_run(prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_term, "MAX_THREADS", 2)
+    monkeypatch.setattr(python_term, "MAX_THREADS", 4)
     s = scorer(slow=python("slow", on_error="drop", timeout_seconds=0.05))
     scored = score_texts(s, prompt, "a", "b")
     assert all("took longer" in t.reward_errors["slow"] for t in scored)
     with pytest.raises(
-        RewardError, match=r"^reward.terms.slow \(.*:slow\): 2 calls are still running after their timeout"
+        RewardError, match=r"^reward.terms.slow \(.*:slow\): 4 calls are still running after their timeout"
     ):
         score_texts(s, prompt, "c")
 

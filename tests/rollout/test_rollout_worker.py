@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import Prompt
 from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.single_turn import single_turn
@@ -65,10 +66,11 @@ class LengthScorer:
     async def score(self, trajectories, prompt):
         assert {t.prompt_id for t in trajectories} == {prompt.prompt_id}
         lengths = [float(t.loss_mask.sum()) for t in trajectories]
-        return [
+        scored = [
             replace(t, rewards={"length": length, "one": 1.0}, reward=length + 0.5)
             for t, length in zip(trajectories, lengths, strict=True)
         ]
+        return ScoredGroup(trajectories=scored, terms={"length": TermReport(seconds=0.5, num_retried=1)})
 
 
 def prompt(number=1):

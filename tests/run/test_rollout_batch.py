@@ -214,7 +214,7 @@ def test_dropped_completions_are_left_out() -> None:
     ]
     assert mini_batch.denominators == Denominators(num_tokens=1 + 3 + 8, num_sequences=3)
     assert batch.logged_advantages == [0.1, None, 0.2, None, 0.3, None, None, None, None]
-    assert batch.dropped_metrics() == {"reward/dropped": 6.0, "reward/a/dropped": 4.0, "reward/b/dropped": 3.0}
+    assert batch.num_dropped == 6
     metrics = batch_metrics(batch)
     assert metrics["reward/informative_groups"] == 0.5
     assert metrics["response/length"] == pytest.approx(4.0)
@@ -223,7 +223,7 @@ def test_dropped_completions_are_left_out() -> None:
 def test_a_group_with_too_few_completions_is_dropped() -> None:
     batch = RolloutBatch.from_sampled(make_failing_batch().all_groups, min_completions=2)
     assert (batch.keys, len(batch.dropped_groups)) == ([(0, 0), (0, 2)], 2)
-    assert batch.dropped_metrics()["reward/dropped"] == 7.0
+    assert batch.num_dropped == 7
     assert batch.logged_advantages == [0.0, None, 0.0] + [None] * 6
 
 

@@ -77,7 +77,7 @@ class Trainer:
     def take(self, keep: Keep | None = None) -> list[FinishedGroup]:
         """Take the batch of the next step."""
         self.groups.take_prompts()
-        batch = self.groups.next_batch(keep, max_removed=None if keep is None else 10 * B)
+        batch = self.groups.next_batch(lambda group: True, keep, max_removed=None if keep is None else 10 * B)
         step = self.groups.schedule.step
         names = [group.summary.prompt_id for group in batch.groups]
         assert [f"p{ordinal}" for ordinal in batch.ordinals] == names
@@ -184,7 +184,7 @@ def test_filtered_groups_are_replaced_one_by_one(tmp_path: Path) -> None:
 
 def test_a_step_settles_for_fewer_groups(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, 1, lookahead=1, max_staleness=2)
-    batch = trainer.groups.next_batch(lambda group: group.summary.prompt_id == "p4", max_removed=2 * B)
+    batch = trainer.groups.next_batch(lambda _: True, lambda group: group.summary.prompt_id == "p4", max_removed=2 * B)
     assert [group.summary.prompt_id for group in batch.groups] == ["p4"]
     assert len(batch.removed) >= 2 * B
     trainer.push()

@@ -15,9 +15,10 @@ import re
 import socket
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
@@ -120,6 +121,7 @@ class Journal:
             "job": job_digest(job),
             "generation_seconds": summary.generation_seconds,
             "scoring_seconds": summary.scoring_seconds,
+            "terms": {name: asdict(report) for name, report in summary.terms.items()},
             **({"has_baseline": True} if summary.has_baseline else {}),
         }
         self._write(step, index, encode_record(meta, encode_group(trajectories)), job.request_id)
@@ -183,7 +185,7 @@ def journal_fingerprint(config: RunConfig) -> str:
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
-        "reward": config.reward.model_dump(mode="json"),
+        "reward": config.reward.model_dump(mode="json", exclude={"max_failed_share"}),
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "max_new_tokens": config.rollout.max_new_tokens,
         "agent": config.rollout.agent.model_dump(mode="json"),
@@ -311,6 +313,7 @@ def _read_entry(location: _EntryLocation) -> JournalEntry | None:
             trajectories=tuple(summarize(trajectory) for trajectory in trajectories),
             generation_seconds=meta["generation_seconds"],
             scoring_seconds=meta["scoring_seconds"],
+            terms={name: TermReport(**report) for name, report in meta["terms"].items()},
             has_baseline=meta.get("has_baseline", False),
         ),
         trajectories=trajectories,

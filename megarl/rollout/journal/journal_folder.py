@@ -9,7 +9,7 @@ from megarl.errors import DataError
 from megarl.model_files.json_object import JsonMapping
 from megarl.rollout.journal.record_file import read_records
 
-FORMAT = 3
+FORMAT = 4
 """Version of the journal's files, written into the first record of each; format 1 did not write it."""
 
 SUFFIX = ".groups"
@@ -38,6 +38,12 @@ def remove_steps(run_dir: str | Path, *, up_to: int) -> None:
     """
     for step in [each for each in list_steps(run_dir) if each <= up_to]:
         shutil.rmtree(step_folder(journal_folder(run_dir), step), ignore_errors=True)
+
+
+def remove_steps_from(run_dir: str | Path, step: int) -> None:
+    """Remove the groups of `step` and all later ones, which a resumed run then samples again."""
+    for each in [each for each in list_steps(run_dir) if each >= step]:
+        shutil.rmtree(step_folder(journal_folder(run_dir), each), ignore_errors=True)
 
 
 def read_fingerprints(run_dir: str | Path) -> set[str]:

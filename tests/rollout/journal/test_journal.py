@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
@@ -62,6 +63,7 @@ def finished_group(request, seed=0):
         trajectories=tuple(summarize(t) for t in found),
         generation_seconds=0.1 + seed,
         scoring_seconds=1 / 3,
+        terms={"accuracy": TermReport(seconds=0.1 + seed, num_retried=2)},
     )
     return summary, found
 
@@ -96,7 +98,7 @@ def test_another_process_reads_a_group_bit_for_bit(tmp_path):
     assert as_bits(found[0]) == as_bits(appended[2]) == as_bits(finished_group(job(2)))
     assert as_bits(found[2]) == as_bits(finished_group(job(0)))
     assert found[0].trajectories[0].token_ids.flags.writeable
-    assert [t.dropped_by for t in found[0].summary.trajectories] == [(), ("judge", "style"), ()]
+    assert [tuple(t.reward_errors) for t in found[0].summary.trajectories] == [(), ("judge", "style"), ()]
     assert found[0].summary.kept == (0, 2)
     assert {g.request_id: as_bits(g) for g in read_step(tmp_path, STEP)} == {
         f"step-12-{g}": as_bits(finished_group(job(g))) for g in range(3)
@@ -247,7 +249,7 @@ def handwritten_record(meta):
     return head + struct.pack("<I", zlib.crc32(head)) + text
 
 
-@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 4}, 4)])
+@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 5}, 5)])
 def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     """Format 1 did not write its number."""
     folder = tmp_path / "journal" / "step-000012"
@@ -258,7 +260,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     (folder / "host-1-0.groups").write_bytes(old)
     reader = journal(tmp_path)
     message = (
-        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 3: "
+        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 4: "
         r"start a new run, or resume with the version that wrote the journal$"
     )
     for read in (
@@ -276,7 +278,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
 
 def test_handwritten_record_of_this_format_is_accepted(tmp_path):
     path = write_journal(tmp_path)
-    first = handwritten_record({"format": 3, "fingerprint": "ours"})
+    first = handwritten_record({"format": 4, "fingerprint": "ours"})
     assert path.read_bytes().startswith(first)
     path.write_bytes(first)
     assert read_fingerprints(tmp_path) == {"ours"}
