@@ -11,7 +11,7 @@ import torch
 from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
-from megarl.algorithms.grpo import group_estimates
+from megarl.algorithms.grpo import group_estimates, group_outputs
 from megarl.config.algorithms.group_baseline import DapoConfig
 from megarl.functional import keep_informative_groups, overlong_penalty
 from megarl.groups.group_stream import FinishedGroup
@@ -55,7 +55,7 @@ class Dapo(Algorithm[DapoConfig]):
                 continue
             apply_overlong_penalty(batch, config, run.config.rollout.max_new_tokens)
             run.add_reference_logprobs(batch)
-            run.estimate(group_estimates, batch, config, run.kl_coefficient)
+            run.estimate(group_estimates, batch, config, run.kl_coefficient, outputs=group_outputs(config))
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 

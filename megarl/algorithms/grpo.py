@@ -48,7 +48,7 @@ class GroupAlgorithm(Algorithm[C]):
         for prompts in run.steps():
             batch = run.sample(prompts)
             run.add_reference_logprobs(batch)
-            run.estimate(group_estimates, batch, config, run.kl_coefficient)
+            run.estimate(group_estimates, batch, config, run.kl_coefficient, outputs=group_outputs(config))
             run.finish_step(batch, run.train_policy(batch, self.token_loss(config)))
 
 
@@ -108,12 +108,19 @@ class Gmpo(GroupAlgorithm[GmpoConfig]):
         return GmpoLoss.of(config)
 
 
+def group_outputs(algorithm: GroupPolicyConfig) -> tuple[str, ...]:
+    """Return the columns per token of `group_estimates`."""
+    return ("advantages",) if algorithm.advantages_per == "turn" else ()
+
+
 def group_estimates(tokens: TokenBatch, algorithm: GroupPolicyConfig, kl_coefficient: float) -> EstimatorOutput:
-    """Return one advantage per completion, computed from its reward and the rewards of its group.
+    """Return one advantage per completion, or per turn, computed from its reward and the rewards of its group.
 
     With `kl_reward`, the KL penalty against the reference policy is first subtracted from the reward.
     """
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
+    if tokens.turn_rewards_T is not None:
+        return tokens.with_advantages(tokens.turn_advantages(algorithm.group_baseline, penalty_T), metrics)
     advantages_N = group_advantages(
         tokens.sequence_rewards(penalty_T), tokens.group_ids_N, kind=algorithm.group_baseline
     )

@@ -17,6 +17,7 @@ from megarl.functional import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
+    whiten,
 )
 from megarl.groups.estimation import EstimatorOutput, TokenBatch
 from megarl.megatron.losses.policy import ClippedLoss
@@ -64,6 +65,9 @@ def reinforce_estimates(
             gamma=algorithm.gamma,
             unbiased=algorithm.whiten_unbiased,
         )
+    elif tokens.turn_rewards_T is not None:
+        advantages_T = tokens.turn_advantages("dr_grpo", penalty_T)
+        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     else:
         advantages_T = reinforce_pp_baseline_advantages(
             tokens.sequence_rewards(penalty_T),

@@ -76,7 +76,7 @@ def safe_estimates(
     """
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     half_T = None if penalty_T is None else penalty_T / 2
-    cost_tokens = replace(tokens, rewards_N=torch.tensor(costs))
+    cost_tokens = replace(tokens, rewards_N=torch.tensor(costs), turn_rewards_T=None)
     estimate = partial(
         gae, mask_T=tokens.mask_T, cu_seqlens_S=tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=algorithm.lam
     )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 ColumnName: TypeAlias = str
 """Name of a per-token or per-sequence input of losses that is not part of a trajectory, such as `advantages`."""
 
+EPISODE_TOKENS: ColumnName = "episode_tokens"
+"""Column with the number of trained tokens of each sequence's episode, where an episode may be several sequences."""
+
 PerToken = np.ndarray
 """float32 [n] for a trajectory of n tokens: entry i belongs to token i, given the tokens before it."""
 
@@ -41,7 +44,8 @@ class PackedBatch:
     rollout_logprobs_T: Tensor
     """float32 [T]: log-probabilities of the predicted tokens from the rollout engine."""
     sequence_tokens_T: Tensor
-    """float32 [T]: number of tokens that the policy sampled in the sequence of token t; at least 1."""
+    """float32 [T]: number of tokens that the policy sampled in the sequence of token t, or in its episode with the
+    column `EPISODE_TOKENS`; at least 1."""
     sequence_ids_T: Tensor
     """int64 [T]: index in `cu_seqlens_S` of the sequence of token t."""
     ends_T: Tensor
@@ -98,7 +102,8 @@ def pack(
     total = sum(lengths)
     padding = multiple if total == 0 else -total % multiple
     lengths += [padding] if padding else []
-    counts = [np.full(t.num_tokens, max(1, t.loss_mask.sum()), np.float32) for t in trajectories]
+    totals = (columns or {}).get(EPISODE_TOKENS, [float(t.loss_mask.sum()) for t in trajectories])
+    counts = [np.full(t.num_tokens, max(1, total), np.float32) for t, total in zip(trajectories, totals, strict=True)]
     token_ids_T = _concatenate_padded([t.token_ids for t in trajectories], lengths, np.int64)
     return PackedBatch(
         token_ids_T=token_ids_T,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode of T tokens: prompt, sampled tokens and tool output, in order.
+    """One sequence of T tokens of an episode: prompt, sampled tokens and tool output, in order.
+
+    An episode is one trajectory, as long as each prompt continues the tokens before it. Where the next prompt does not,
+    as with a chat template that rewrites earlier turns, the episode goes on in a further trajectory: its next segment.
+    Rewards are those of the episode, the same in all of its segments.
 
     Arrays rather than lists, so that they are transferred between processes through shared memory without a copy.
     """
@@ -47,7 +51,15 @@ class Trajectory:
     completion is dropped: it takes no part in estimates, metrics and training."""
 
     finish_reason: str = "stop"
-    """`stop`: ended by the policy; `length`: truncated at a token limit."""
+    """`stop`: ended by the policy or the environment; `length` (tokens), `turns`, `seconds`, `calls`: truncated at this
+    limit."""
+
+    segment: int = 0
+    """Index of this sequence among those of its episode; 0 begins an episode."""
+
+    turn_rewards: tuple[float, ...] = ()
+    """Reward that the environment gave for each turn, before weighting: one value per run of sampled tokens. Empty:
+    none."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -65,6 +77,47 @@ class Trajectory:
         """Number of tokens before the first sampled one; T if none was sampled."""
         sampled = np.flatnonzero(self.loss_mask)
         return int(sampled[0]) if len(sampled) else self.num_tokens
+
+
+TRUNCATED_REASONS = ("length", "turns", "seconds", "calls")
+"""Values of `finish_reason` of an episode that reached a limit."""
+
+
+def split_episodes(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """Return the segments of each episode; those of an episode follow one another."""
+    episodes: list[list[Trajectory]] = []
+    for trajectory in trajectories:
+        if trajectory.segment == 0:
+            episodes.append([])
+        assert trajectory.segment == len(episodes[-1]), f"{trajectory.prompt_id}: segment {trajectory.segment}"
+        episodes[-1].append(trajectory)
+    return episodes
+
+
+def join_segments(segments: Sequence[Trajectory]) -> Trajectory:
+    """Return the segments of an episode as one sequence, to be read as a whole and not to be trained on."""
+    if len(segments) == 1:
+        return segments[0]
+    return replace(
+        segments[-1],
+        segment=0,
+        token_ids=np.concatenate([segment.token_ids for segment in segments]),
+        loss_mask=np.concatenate([segment.loss_mask for segment in segments]),
+        logprobs=np.concatenate([segment.logprobs for segment in segments]),
+        policy_versions=np.concatenate([segment.policy_versions for segment in segments]),
+        turn_rewards=tuple(reward for each in segments for reward in each.turn_rewards or _no_rewards(each))
+        if any(segment.turn_rewards for segment in segments)
+        else (),
+    )
+
+
+def _no_rewards(segment: Trajectory) -> tuple[float, ...]:
+    return (0.0,) * count_turns(segment.loss_mask)
+
+
+def count_turns(loss_mask: NDArray[np.bool_]) -> int:
+    """Return the number of runs of sampled tokens of a trajectory."""
+    return int(np.count_nonzero(loss_mask[1:] & ~loss_mask[:-1])) + int(len(loss_mask) > 0 and bool(loss_mask[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,12 @@ class PythonRewardConfig(RuleConfig):
     per completion. In evaluation a group has one completion."""
 
 
+class EnvironmentRewardConfig(RewardTerm):
+    """Sum of the rewards that the environment (`rollout.env`) has given in the episode's steps."""
+
+    type: Literal["environment"]
+
+
 class ModelRewardConfig(RewardTerm):
     """Score of a reward model. The model is loaded for training only: the term takes no part in evaluation."""
 
@@ -97,6 +103,7 @@ RewardConfig = Annotated[
     Annotated[NumericRewardConfig, Tag("numeric")]
     | Annotated[FormatRewardConfig, Tag("format")]
     | Annotated[PythonRewardConfig, Tag("python")]
+    | Annotated[EnvironmentRewardConfig, Tag("environment")]
     | Annotated[ModelRewardConfig, Tag("model")],
     discriminate_by_type("numeric"),
 ]
@@ -143,6 +150,12 @@ class RewardsConfig(Section):
     def rules(self) -> list[str]:
         """Names of the terms that are rules, which rollout workers compute."""
         return [name for name, term in self.terms.items() if not isinstance(term, ModelRewardConfig)]
+
+    @property
+    def environment_weight(self) -> float | None:
+        """Weight of the rewards of an environment's steps; None without a term of type `environment`."""
+        weights = [term.weight for term in self.terms.values() if isinstance(term, EnvironmentRewardConfig)]
+        return sum(weights) if weights else None
 
     @property
     def models(self) -> dict[str, ModelRewardConfig]:

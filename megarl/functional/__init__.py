@@ -29,6 +29,7 @@ from megarl.functional.losses import (
 from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 from megarl.functional.sequences import Sequences
+from megarl.functional.turns import turn_advantages, turn_of_tokens, turn_returns
 
 __all__ = [
     "AdaptiveKl",
@@ -64,6 +65,9 @@ __all__ = [
     "rollout_correction",
     "rpo_loss",
     "safe_rlhf_advantages",
+    "turn_advantages",
+    "turn_of_tokens",
+    "turn_returns",
     "value_loss",
     "whiten",
 ]

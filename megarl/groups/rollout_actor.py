@@ -40,6 +40,7 @@ class RolloutActor(RolloutWorker):
             request_timeout_seconds=config.rollout.request_timeout_seconds,
             agent=load_agent(config.rollout.agent),
             agent_path=config.rollout.agent.path,
+            refuses_forks=config.algorithm.refuses_forks,
         )
         tokenizer = load_tokenizer(config.model.path)
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)

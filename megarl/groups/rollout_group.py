@@ -175,11 +175,12 @@ class RolloutGroup:
         Args:
             step: number of the step.
             groups: the step's groups, with dropped completions.
-            advantages: one per completion; None for one that was not trained on.
+            advantages: one per sequence; None for one that was not trained on.
         """
         self.flush_records()
         refs = [group.payload.ref for group in groups]
-        rewards = [(t.reward, t.rewards) for group in groups for t in group.summary.trajectories]
+        summaries = [summary for group in groups for summary in group.summary.trajectories]
+        rewards = [(summary.reward, summary.rewards) for summary in summaries for _ in range(summary.num_segments)]
         self._record(step % len(self._workers), (step, rewards, list(advantages), *refs))
 
     def flush_records(self) -> None:

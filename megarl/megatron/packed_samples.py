@@ -48,6 +48,8 @@ class PackedTrajectories(Mapping[int, Payload[Trajectories]]):
     reward: tuple[float, ...]
     reward_errors: tuple[Mapping[str, str], ...]
     finish_reason: tuple[str, ...]
+    segment: tuple[int, ...]
+    turn_rewards: tuple[tuple[float, ...], ...]
 
     @classmethod
     def of(cls, trajectories: Mapping[SampleKey, Trajectory]) -> PackedTrajectories:
@@ -67,6 +69,8 @@ class PackedTrajectories(Mapping[int, Payload[Trajectories]]):
             reward=tuple(t.reward for t in ordered),
             reward_errors=tuple(t.reward_errors for t in ordered),
             finish_reason=tuple(t.finish_reason for t in ordered),
+            segment=tuple(t.segment for t in ordered),
+            turn_rewards=tuple(t.turn_rewards for t in ordered),
         )
 
     @cached_property
@@ -100,6 +104,8 @@ class PackedTrajectories(Mapping[int, Payload[Trajectories]]):
             reward=self.reward[position],
             reward_errors=self.reward_errors[position],
             finish_reason=self.finish_reason[position],
+            segment=self.segment[position],
+            turn_rewards=self.turn_rewards[position],
         )
 
 

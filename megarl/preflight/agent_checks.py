@@ -15,3 +15,8 @@ def find_agent_problems(config: RunConfig) -> Iterator[str]:
         check_agent(config.rollout.agent)
     except ConfigError as e:
         yield str(e)
+    if config.algorithm.advantages_per == "turn" and config.reward.environment_weight is None:
+        yield (
+            "algorithm.advantages_per: turn needs a term of type environment in reward.terms, which adds up the "
+            f"rewards of turns, got {', '.join(config.reward.terms)}"
+        )

@@ -11,16 +11,18 @@ from functools import partial
 from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import (
+    EnvironmentRewardConfig,
     FormatRewardConfig,
     ModelRewardConfig,
     NumericRewardConfig,
     PythonRewardConfig,
     RewardsConfig,
+    RuleConfig,
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import RewardError
 from megarl.reward.python_term import PythonTerm
-from megarl.reward.terms import Completion, FormatTerm, NumericTerm, Term, TermError, TermValue
+from megarl.reward.terms import Completion, EnvironmentTerm, FormatTerm, NumericTerm, Term, TermError, TermValue
 
 
 class RewardScorer:
@@ -94,7 +96,8 @@ class RewardScorer:
             for i, outcome in zip(asked, again, strict=True):
                 outcomes[i] = outcome if i in failed else outcomes[i]
         for outcome in outcomes:
-            if isinstance(outcome, TermError) and self._rules[name].on_error == "raise":
+            rule = self._rules[name]
+            if isinstance(outcome, TermError) and isinstance(rule, RuleConfig) and rule.on_error == "raise":
                 raise RewardError(str(outcome)) from outcome.__cause__
         return outcomes, TermReport(seconds=time.perf_counter() - start, num_retried=len(failed))
 
@@ -112,7 +115,9 @@ class RewardScorer:
         return replace(trajectory, rewards=rewards, reward=reward, reward_errors=errors)
 
 
-def _make_term(name: str, config: NumericRewardConfig | FormatRewardConfig | PythonRewardConfig) -> Term:
+def _make_term(
+    name: str, config: NumericRewardConfig | FormatRewardConfig | PythonRewardConfig | EnvironmentRewardConfig
+) -> Term:
     match config:
         case NumericRewardConfig():
             return NumericTerm(name, config)
@@ -120,3 +125,5 @@ def _make_term(name: str, config: NumericRewardConfig | FormatRewardConfig | Pyt
             return FormatTerm(name, config)
         case PythonRewardConfig():
             return PythonTerm(name, config)
+        case EnvironmentRewardConfig():
+            return EnvironmentTerm()

@@ -166,6 +166,19 @@ class FormatTerm:
         """Do nothing: the term holds no resources."""
 
 
+class EnvironmentTerm:
+    """Adds up the rewards that the environment has given for the turns of an episode."""
+
+    compares_completions = False
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> Sequence[TermValue | TermError]:
+        """Return the sum of each completion; as `Term`."""
+        return [TermValue(float(sum(completion.trajectory.turn_rewards))) for completion in completions]
+
+    async def close(self) -> None:
+        """Do nothing: the term holds no resources."""
+
+
 def compile_pattern(pattern: str, *, key: str) -> regex.Pattern[str]:
     """Return the compiled regular expression.
 

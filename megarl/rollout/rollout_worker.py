@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, Trajectory, count_turns, join_segments
 from megarl.config.rollout import AgentConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
@@ -48,6 +48,10 @@ class RolloutWorkerSpec:
     agent: Agent = single_turn
     agent_path: str = AgentConfig().path
     """Import path of `agent`, for error messages."""
+    agent_key: str = "rollout.agent.path"
+    """YAML path of `agent_path`."""
+    refuses_forks: str | None = None
+    """Why an episode needs to be one sequence; None: it may have forked segments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +74,12 @@ class GroupJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:
-    """The scalars of one trajectory, which are all that the controller reads."""
+    """The scalars of one episode, which are all that the controller reads."""
 
     num_tokens: int
+    """Tokens of all segments."""
     prompt_length: int
+    """Tokens before the first sampled one of the first segment."""
     response_length: int
     """Number of sampled tokens."""
     reward: float
@@ -84,6 +90,15 @@ class TrajectorySummary:
     """(policy version, number of tokens that it has sampled), ascending; empty if no token was sampled."""
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """As `Trajectory.reward_errors`: if there are any, the trajectory is dropped."""
+    segment_tokens: tuple[int, ...] = ()
+    """Tokens of each segment; empty: there is one."""
+    num_turns: int = 1
+    """Number of runs of sampled tokens."""
+
+    @property
+    def num_segments(self) -> int:
+        """Number of sequences that the episode consists of."""
+        return len(self.segment_tokens) or 1
 
     @property
     def is_dropped(self) -> bool:
@@ -112,7 +127,7 @@ class GroupSummary:
     group_id: int
     prompt_id: str
     trajectories: tuple[TrajectorySummary, ...]
-    """One summary per trajectory, in the order of the trajectories."""
+    """One summary per episode, in the order of the trajectories, of which an episode with forked segments has more."""
     generation_seconds: float
     """Time from the job's start to its last token."""
     scoring_seconds: float
@@ -126,7 +141,7 @@ class GroupSummary:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Indices of the trajectories that are trained on: not the dropped ones, nor the greedy one."""
+        """Indices of the episodes that are trained on: not the dropped ones, nor the greedy one."""
         sampled = self.trajectories[:-1] if self.has_baseline else self.trajectories
         return tuple(i for i, trajectory in enumerate(sampled) if not trajectory.is_dropped)
 
@@ -204,29 +219,41 @@ class RolloutWorker:
         lease = EngineLease(self._pool, num_samples, job.engine)
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
-            trajectories = await _gather_or_cancel(
-                self._run_episode(job, sample, lease) for sample in range(num_samples)
-            )
+            episodes = await _gather_or_cancel(self._run_episode(job, sample, lease) for sample in range(num_samples))
         finally:
             lease.release()
         generated = time.perf_counter()
-        scored = await self._scorer.score(trajectories, job.prompt)
+        episodes, terms = await self._score(episodes, job.prompt)
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
-            trajectories=tuple(map(summarize, scored.trajectories)),
+            trajectories=tuple(summarize(*segments) for segments in episodes),
             generation_seconds=generated - start,
             scoring_seconds=time.perf_counter() - generated,
-            terms=scored.terms,
+            terms=terms,
             has_baseline=job.has_baseline,
         )
-        return summary, scored.trajectories
+        return summary, [trajectory for segments in episodes for trajectory in segments]
+
+    async def _score(
+        self, episodes: Sequence[list[Trajectory]], prompt: Prompt
+    ) -> tuple[list[list[Trajectory]], Mapping[str, TermReport]]:
+        """Return the segments of each episode with the rewards of the episode; failed episodes stay as they are."""
+        found = list(episodes)
+        valid = [n for n, segments in enumerate(episodes) if not segments[0].reward_errors]
+        if not valid:
+            return found, {}
+        scored = await self._scorer.score([join_segments(episodes[n]) for n in valid], prompt)
+        for n, result in zip(valid, scored.trajectories, strict=True):
+            rewards, reward, errors = result.rewards, result.reward, result.reward_errors
+            found[n] = [replace(each, rewards=rewards, reward=reward, reward_errors=errors) for each in episodes[n]]
+        return found, scored.terms
 
     async def shutdown(self) -> None:
         """Close the rewards. The worker must not be used afterwards."""
         await self._scorer.close()
 
-    async def _run_episode(self, job: GroupJob, sample: int, lease: EngineLease) -> Trajectory:
+    async def _run_episode(self, job: GroupJob, sample: int, lease: EngineLease) -> list[Trajectory]:
         """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one."""
         while True:
             engine = await lease.engine()
@@ -236,7 +263,7 @@ class RolloutWorker:
                 engine.mark_lost(error)
                 self._pool.num_retried += 1
 
-    async def _attempt(self, job: GroupJob, sample: int, engine: BatchingEngine) -> Trajectory:
+    async def _attempt(self, job: GroupJob, sample: int, engine: BatchingEngine) -> list[Trajectory]:
         request_id = f"{job.request_id}-{sample}"
         sampling = replace(job.sampling, seed=_derive_seed(job, sample)) if job.seed else job.sampling
         if sample == job.num_samples:
@@ -245,7 +272,13 @@ class RolloutWorker:
         episode = Episode(job.prompt, self._tokenizer, engine, sampling, request_id=request_id, group_id=job.group_id)
         try:
             async with self._clock.timeout(seconds):
-                return await run_agent(self._spec.agent, episode, path=self._spec.agent_path)
+                return await run_agent(
+                    self._spec.agent,
+                    episode,
+                    path=self._spec.agent_path,
+                    refuses_forks=self._spec.refuses_forks,
+                    key=self._spec.agent_key,
+                )
         except TimeoutError as e:
             for unfinished in sorted(episode.unfinished_requests):
                 await _abort(engine, unfinished)
@@ -255,11 +288,14 @@ class RolloutWorker:
             ) from e
 
 
-def summarize(trajectory: Trajectory) -> TrajectorySummary:
-    """Return the scalars of a trajectory."""
+def summarize(*segments: Trajectory) -> TrajectorySummary:
+    """Return the scalars of an episode."""
+    trajectory = join_segments(segments)
     versions, counts = np.unique(trajectory.policy_versions[trajectory.loss_mask], return_counts=True)
     return TrajectorySummary(
         num_tokens=trajectory.num_tokens,
+        segment_tokens=tuple(segment.num_tokens for segment in segments) if len(segments) > 1 else (),
+        num_turns=sum(count_turns(segment.loss_mask) for segment in segments),
         prompt_length=trajectory.prompt_length,
         response_length=int(np.count_nonzero(trajectory.loss_mask)),
         reward=trajectory.reward,

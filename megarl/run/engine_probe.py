@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -22,8 +22,7 @@ def compare_engines(config: RunConfig, trainer: TrainerGroup, probe: RolloutBatc
     column = trainer.logprobs(probe.forward_request(config)).fetch()
     logprobs: Mapping[SampleKey, np.ndarray] = {key: values for part in column for key, values in part.items()}
     differences = [
-        (logprobs[key] - trajectory.logprobs)[trajectory.loss_mask]
-        for key, trajectory in zip(probe.keys, _trajectories(probe), strict=True)
+        (logprobs[key] - trajectory.logprobs)[trajectory.loss_mask] for key, trajectory in _trajectories(probe).items()
     ]
     difference = np.concatenate(differences).astype(np.float64)
     if not len(difference):
@@ -37,6 +36,6 @@ def compare_engines(config: RunConfig, trainer: TrainerGroup, probe: RolloutBatc
     return {MISMATCH_METRICS[key]: float(value) for key, value in values.items()}
 
 
-def _trajectories(probe: RolloutBatch) -> Sequence[Trajectory]:
+def _trajectories(probe: RolloutBatch) -> dict[SampleKey, Trajectory]:
     groups = [group.payload.fetch() for group in probe.groups]
-    return [groups[group][sample] for group, sample in probe.keys]
+    return {key: groups[key[0]][key[1]] for keys in probe.segment_keys for key in keys}

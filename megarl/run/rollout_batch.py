@@ -1,21 +1,23 @@
 """The controller's view of a step's completions: scalars, and references to tokens that stay in the workers.
 
-Shapes: N completions of all groups, numbered group after group. Dropped completions, whose reward could not be
-computed, are not among them: they are left out here, before anything is estimated, logged or trained.
+Shapes: N completions of all groups, numbered group after group; S sequences that they consist of: a completion is an
+episode, of one sequence unless its segments were forked. Dropped completions, whose reward could not be computed, are
+not among them: they are left out here, before anything is estimated, logged or trained.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.pack import ColumnName
+from megarl.batch.pack import EPISODE_TOKENS, ColumnName
 from megarl.batch.sample_table import SampleKey, SampleTable
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import TRUNCATED_REASONS, Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
 from megarl.groups.group_stream import FinishedGroup
@@ -23,6 +25,9 @@ from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
 from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload, StoredPayload
+
+ENDINGS = ("stop", *TRUNCATED_REASONS)
+"""Endings of episodes whose number is logged even if it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +104,29 @@ class RolloutBatch:
 
     @property
     def keys(self) -> list[SampleKey]:
-        """N sample keys: (index of the group, index within the group)."""
+        """N keys of completions: (index of the group, index of the completion within the group)."""
         return [(p, i) for p, group in enumerate(self.groups) for i in group.summary.kept]
 
     @property
+    def segment_keys(self) -> list[list[SampleKey]]:
+        """Keys of the sequences of each of the N completions: (index of the group, index within its payload)."""
+        keys = []
+        for p, group in enumerate(self.groups):
+            first = [0, *accumulate(summary.num_segments for summary in group.summary.trajectories)]
+            keys += [[(p, s) for s in range(first[i], first[i + 1])] for i in group.summary.kept]
+        return keys
+
+    @property
     def logged_advantages(self) -> list[float | None]:
-        """Advantage of each completion of `all_groups`; None for dropped ones, 0 if none was estimated."""
+        """Advantage of each sequence of `all_groups`; None for dropped ones, 0 if none was estimated."""
         known = dict(zip(self.keys, self.scalars.get("advantages", [0.0] * len(self.keys)), strict=True))
-        sizes = [len(group.summary.trajectories) for group in self.all_groups]
-        return [known.get((p, i)) for p, size in enumerate(sizes) for i in range(size)]
+        summaries = [group.summary.trajectories for group in self.all_groups]
+        return [
+            known.get((p, i))
+            for p, of_group in enumerate(summaries)
+            for i, summary in enumerate(of_group)
+            for _ in range(summary.num_segments)
+        ]
 
     @property
     def num_dropped(self) -> int:
@@ -123,13 +142,13 @@ class RolloutBatch:
         self.groups = [group for group in self.groups if id(group) not in ids]
 
     def without_truncated(self) -> RolloutBatch:
-        """Return a copy that does not train on completions that were truncated at a token limit.
+        """Return a copy that does not train on completions that were truncated at a limit.
 
         They stay part of the batch, of its rewards and its metrics.
         """
         summaries = self.summaries
         trained = range(len(summaries)) if self.sample_indices is None else self.sample_indices
-        return replace(self, sample_indices=[n for n in trained if summaries[n].finish_reason != "length"])
+        return replace(self, sample_indices=[n for n in trained if summaries[n].finish_reason not in TRUNCATED_REASONS])
 
     def add_rewards(self, values: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
         """Add reward terms and recompute all total rewards.
@@ -192,13 +211,14 @@ class RolloutBatch:
             ValueError: the batch lacks a column of the loss other than `old_logprobs`, which the trainer computes.
         """
         columns = self._columns_of(loss, names or {})
-        algorithm, table = config.algorithm, self._table(columns)
-        order_N = np.arange(len(table)) if self.sample_indices is None else np.array(self.sample_indices, np.int64)
-        order_N = order_N[np.argsort(table.keys_N2[order_N, 0], kind="stable")]  # group after group
+        algorithm, groups_N = config.algorithm, np.array(self.group_ids, np.int64)
+        order_N = np.arange(len(groups_N)) if self.sample_indices is None else np.array(self.sample_indices, np.int64)
+        order_N = order_N[np.argsort(groups_N[order_N], kind="stable")]  # group after group
         lengths_N = self._num_tokens(None if self.versions is None else self.versions.oldest)
-        positive_N = np.array(self.scalars.get("positive", [0.0] * len(table))) != 0
+        table = self._table(columns, lengths_N)
+        positive_N = np.array(self.scalars.get("positive", [0.0] * len(groups_N))) != 0
         num = algorithm.num_mini_batches
-        starts = np.searchsorted(table.keys_N2[order_N, 0], [round(i * len(self.groups) / num) for i in range(num + 1)])
+        starts = np.searchsorted(groups_N[order_N], [round(i * len(self.groups) / num) for i in range(num + 1)])
         mini_batches = []
         for start, stop in pairwise(starts.tolist()):
             indices = order_N[start:stop]
@@ -206,7 +226,7 @@ class RolloutBatch:
                 continue
             mini_batches.append(
                 MiniBatch(
-                    samples=table.take(indices),
+                    samples=table.take(self._sequences_of(indices)),
                     # at least 1: a mini-batch without sampled tokens has loss 0, not 0 / 0
                     denominators=Denominators(
                         num_tokens=max(1, int(lengths_N[indices].sum())),
@@ -256,17 +276,36 @@ class RolloutBatch:
     def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
-    def _table(self, columns: Mapping[ColumnName, ColumnName]) -> SampleTable:
-        """Return all samples, with those columns of the loss that have one value per completion."""
+    def _table(
+        self, columns: Mapping[ColumnName, ColumnName], episode_tokens_N: NDArray[np.int64] | None = None
+    ) -> SampleTable:
+        """Return all S sequences, with those columns of the loss that have one value per completion.
+
+        Args:
+            episode_tokens_N: number of trained tokens of each completion. It becomes the column `EPISODE_TOKENS` if a
+                completion has several sequences: a mean over its tokens is one over those of all of them.
+        """
+        summaries = self.summaries
+        num_segments_N = np.array([summary.num_segments for summary in summaries], np.int64)
+        scalars = {
+            name: np.array(self.scalars[own_name], np.float64)
+            for name, own_name in columns.items()
+            if own_name in self.scalars and own_name not in self.columns
+        }
+        if episode_tokens_N is not None and bool((num_segments_N > 1).any()):
+            scalars[EPISODE_TOKENS] = episode_tokens_N.astype(np.float64)
         return SampleTable(
-            np.array(self.keys, np.int64).reshape(-1, 2),
-            np.array([summary.num_tokens for summary in self.summaries], np.int64),
-            {
-                name: np.array(self.scalars[own_name], np.float64)
-                for name, own_name in columns.items()
-                if own_name in self.scalars and own_name not in self.columns
-            },
+            np.array(list(chain(*self.segment_keys)), np.int64).reshape(-1, 2),
+            np.array([n for summary in summaries for n in summary.segment_tokens or (summary.num_tokens,)], np.int64),
+            {name: np.repeat(values_N, num_segments_N) for name, values_N in scalars.items()},
         )
+
+    def _sequences_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices, of S, of the sequences of these completions."""
+        offsets = np.cumsum([0, *(summary.num_segments for summary in self.summaries)])
+        if offsets[-1] == len(offsets) - 1:
+            return indices
+        return np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in indices.tolist()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +342,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "reward/mean": sum(t.reward for t in summaries) / num,
         "reward/informative_groups": sum(len(rewards) > 1 for rewards in rewards_by_group) / len(groups),
         "response/length": sum(t.response_length for t in summaries) / num,
-        "response/truncated": sum(t.finish_reason == "length" for t in summaries) / num,
+        "response/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in summaries) / num,
         "policy_version/min": min(t.min_policy_version for t in summaries),
     }
     for name in dict.fromkeys(name for summary in summaries for name in summary.rewards):
@@ -311,4 +350,17 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics[f"reward/{name}"] = sum(values) / len(values)
     if (advantages := batch.scalars.get("advantages")) is not None:
         metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
-    return metrics
+    return metrics | _episode_metrics(summaries)
+
+
+def _episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]:
+    """Return turns, forked segments and endings of episodes; none if all of them are single completions."""
+    endings = Counter(summary.finish_reason for summary in summaries)
+    turns = [summary.num_turns for summary in summaries]
+    if max(turns) <= 1 and endings.keys() <= {"stop", "length"}:
+        return {}
+    return {
+        "rollout/turns": sum(turns) / len(turns),
+        "rollout/forked_segments": float(sum(summary.num_segments - 1 for summary in summaries)),
+        **{f"rollout/ended_{reason}": float(endings[reason]) for reason in dict.fromkeys((*ENDINGS, *endings))},
+    }

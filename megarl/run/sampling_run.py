@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from megarl.batch.pack import ColumnName
@@ -301,7 +302,7 @@ class SamplingRun(StageRun):
             self._sync.begin_scoring(name)
             with self.phase("score"):
                 scores = scorer.scores(request)
-            values[name] = [scores[key] for key in batch.keys]
+            values[name] = [scores[keys[-1]] for keys in batch.segment_keys]  # of the end of each episode
         weights = {name: term.weight for name, term in self.config.reward.terms.items() if name not in cost_terms}
         batch.add_rewards(values, weights)
 
@@ -365,10 +366,11 @@ class SamplingRun(StageRun):
             job = EstimateJob(
                 estimator=estimator,
                 arguments=arguments,
-                keys=tuple(batch.keys),
+                keys=tuple(chain(*batch.segment_keys)),
                 rewards=tuple(batch.rewards),
                 columns=dict(batch.columns),
                 outputs=outputs,
+                turn_weight=self._turn_weight,
             )
             output, columns = self.rollout.estimate(job, batch.groups)
         batch.columns.update(columns)
@@ -376,6 +378,11 @@ class SamplingRun(StageRun):
         self._step_metrics.update(output.metrics)
         if self._adaptive_kl is not None and KL_METRIC in output.metrics:
             self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
+
+    @property
+    def _turn_weight(self) -> float | None:
+        """Weight of the environment's rewards, if advantages are per turn."""
+        return self.config.reward.environment_weight if self.config.algorithm.advantages_per == "turn" else None
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the log of this step."""

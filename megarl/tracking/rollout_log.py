@@ -28,12 +28,13 @@ SCHEMA = pa.schema(
         ("policy_version_max", pa.int32()),
         ("num_tokens", pa.int32()),
         ("finish_reason", pa.string()),
+        ("segment", pa.int32()),
         ("token_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
     ]
 )
-"""Columns of the file, one row per trajectory.
+"""Columns of the file, one row per trajectory. Rows with `segment` above 0 continue the episode of the row before.
 
 `response` is everything after the prompt, including tool output. `rewards` maps a term to its value, and
 `<term>/<name>` to its further values; `reward_errors` maps a term that failed to its message: such a completion was
@@ -74,6 +75,7 @@ def write_rollouts(
         "policy_version_max": [_version(t, np.max) for t in trajectories],
         "num_tokens": [t.num_tokens for t in trajectories],
         "finish_reason": [t.finish_reason for t in trajectories],
+        "segment": [t.segment for t in trajectories],
         "token_ids": [t.token_ids for t in trajectories],
         "loss_mask": [t.loss_mask for t in trajectories],
         "logprobs": [t.logprobs for t in trajectories],

@@ -56,6 +56,7 @@ def test_rows_hold_the_trajectories(tmp_path: Path) -> None:
         "policy_version_max": 6,
         "num_tokens": 11,
         "finish_reason": "stop",
+        "segment": 0,
         "token_ids": [ord(c) for c in "Q?ab[tool]c"],
         "loss_mask": [False] * 2 + [True] * 2 + [False] * 6 + [True],
         "logprobs": [0.0] * 2 + [-0.5] * 2 + [0.0] * 6 + [-0.5],

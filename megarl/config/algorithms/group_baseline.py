@@ -58,6 +58,7 @@ class RlooConfig(ClippedGroupPolicyConfig):
 class GspoConfig(ClipRatioConfig, GroupPolicyConfig):
     """Group sequence policy optimization: one importance ratio per sequence (arXiv 2507.18071)."""
 
+    sequence_level: ClassVar[str | None] = "importance ratios"
     type: str = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0)
     clip_ratio_high: float = Field(default=4e-4, gt=0)
@@ -76,6 +77,7 @@ class CispoConfig(GroupPolicyConfig):
 class GmpoConfig(GroupPolicyConfig):
     """Geometric-mean policy optimization (arXiv 2507.20673)."""
 
+    sequence_level: ClassVar[str | None] = "geometric means of ratios"
     type: str = "gmpo"
     clip_log_ratio_low: float = Field(default=0.4, gt=0)
     """The logarithm of a token's importance ratio is clipped below at -clip_log_ratio_low."""

@@ -17,6 +17,8 @@ class PrimeConfig(ClippedPolicyConfig):
 
     needs_group: ClassVar[bool] = True
     advantage_source: ClassVar[str] = "its reward model and outcomes"
+    sequence_level: ClassVar[str | None] = "the loss of its reward model"
+    supports_turn_advantages: ClassVar[bool] = False
     type: str = "prime"
 
     reward_model: TrainedModelConfig = TrainedModelConfig(optimizer=OptimizerConfig(lr=1e-6))
@@ -73,6 +75,7 @@ class DistillationConfig(ClippedPolicyConfig):
     """On-policy distillation: a token's advantage is log pi_teacher - log pi (arXiv 2306.13649, reverse KL)."""
 
     advantage_source: ClassVar[str] = "its teacher"
+    supports_turn_advantages: ClassVar[bool] = False
     type: str = "distillation"
     group_size: int = Field(default=1, ge=1)
 

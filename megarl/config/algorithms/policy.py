@@ -104,6 +104,11 @@ class PolicyConfig(Section):
     """Whether the algorithm compares the completions of a prompt with the greedy one."""
     advantage_source: ClassVar[str] = "rewards"
     """Where advantages come from, as error messages name it. `kl_reward` needs "rewards"."""
+    sequence_level: ClassVar[str | None] = None
+    """What the algorithm computes over whole sequences, as error messages name it: its episodes need to be one sequence
+    each. None: nothing."""
+    supports_turn_advantages: ClassVar[bool] = True
+    """Whether `advantages_per: turn` can be chosen."""
 
     type: str
     """Which algorithm: one of megarl's, such as `grpo`, or `package.module:Class`, an algorithm of your own."""
@@ -131,6 +136,11 @@ class PolicyConfig(Section):
 
     length_norm: int | None = Field(default=None, ge=1)
     """Constant number of tokens that `seq-mean-token-sum-norm` divides by. Default: `rollout.max_new_tokens`."""
+
+    advantages_per: Literal["episode", "turn"] = "episode"
+    """`turn`: an environment's reward for a turn (`rollout.env`) counts at the end of this turn, for it and earlier
+    ones; group baselines compare the same turn of a prompt's episodes. `episode`: rewards count at the end of the
+    episode, for all of its tokens."""
 
     kl_loss: KlLossConfig | None = None
     """KL penalty against the reference model, added to the loss. null: none."""
@@ -216,6 +226,11 @@ class PolicyConfig(Section):
                 f"kl_reward is subtracted from rewards, but the advantages of {self.type} come from "
                 f"{self.advantage_source}; set kl_reward to null, or use kl_loss"
             )
+        if self.advantages_per == "turn" and not self.supports_turn_advantages:
+            raise ValueError(
+                f"advantages_per needs to be episode, got turn: the advantages of {self.type} come from "
+                f"{self.advantage_source}"
+            )
         for name in ("path", "parallel"):
             if getattr(self.reference, name) is not None and not self.uses_reference:
                 raise ValueError(
@@ -228,6 +243,15 @@ class PolicyConfig(Section):
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.kl_loss is not None or self.kl_reward is not None
+
+    @property
+    def refuses_forks(self) -> str | None:
+        """Why an episode needs to be one sequence, as the end of a sentence; None: it may have forked segments."""
+        if self.sequence_level is not None:
+            return f"algorithm.type: {self.type} computes {self.sequence_level} over whole sequences"
+        if self.rollout_is is not None and self.rollout_is.kind in ("sequence_tis", "geometric_mask"):
+            return f"algorithm.rollout_is.kind: {self.rollout_is.kind} computes weights over whole sequences"
+        return None
 
     @property
     def updates_per_step(self) -> int:

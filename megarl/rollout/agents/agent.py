@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -13,8 +13,8 @@ from megarl.config.rollout import AgentConfig
 from megarl.errors import ConfigError
 from megarl.rollout.agents.episode import Episode
 
-Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory]]
-"""Runs one episode and returns its trajectory; the rollout worker adds the rewards afterwards.
+Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory | Sequence[Trajectory]]]
+"""Runs one episode and returns its trajectory, or after forks its trajectories; the rollout worker adds the rewards.
 
 Many episodes run at the same time in one worker, so an agent keeps what belongs to an episode in local variables. If
 the engine is lost, the agent is called once more with a new episode of the same prompt.
@@ -42,7 +42,7 @@ def load_agent(config: AgentConfig) -> Agent:
     return cast("Agent", getattr(instance, METHOD))
 
 
-def check_agent(config: AgentConfig) -> type | Callable[..., Awaitable[Trajectory]]:
+def check_agent(config: AgentConfig) -> type | Callable[..., Awaitable[Trajectory | Sequence[Trajectory]]]:
     """Import the agent and return it after checking its signature: an async function, or a class that is not created.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.errors import LostEngineError
 from megarl.rollout.engine import Generation, GenerationEngine, GenerationRequest, Sampling
 
@@ -37,6 +37,12 @@ class Episode:
 
     What follows the prompt has at most `rollout.max_new_tokens` tokens, observations included: a longer observation is
     truncated, and without remaining tokens `generate` returns an empty completion that ended by `length`.
+
+    An agent that continues with other tokens than those so far, such as a shortened history, calls `fork` with them:
+
+        episode.fork(shorter_prompt)  # these are never trained on
+        await episode.generate()
+        return episode.trajectories()  # one for each fork, and the first
     """
 
     def __init__(
@@ -69,6 +75,9 @@ class Episode:
         self._request_id, self.group_id = request_id, group_id
         self._num_requests = 0
         self._segments = [_given(prompt.token_ids)]
+        self._finished: list[Trajectory] = []
+        """The sequences before the last fork."""
+        self._turn_rewards: list[float] = []
 
     @property
     def row(self) -> Mapping[str, Any]:
@@ -77,18 +86,23 @@ class Episode:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far: the prompt, and what was sampled and observed."""
+        """All tokens of this sequence so far: its prompt, and what was sampled and observed."""
         return tuple(np.concatenate([segment.token_ids for segment in self._segments]).tolist())
 
     @property
     def max_num_tokens(self) -> int:
-        """Maximum number of tokens of the trajectory, the prompt's included."""
+        """Maximum number of tokens of a sequence, the prompt's included."""
         return len(self.prompt.token_ids) + self._sampling.max_new_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many tokens may still be sampled or observed."""
-        return self.max_num_tokens - sum(len(segment.token_ids) for segment in self._segments)
+        """How many tokens may still be sampled or observed; less than 0 after a fork to too many tokens."""
+        in_sequence = self.max_num_tokens - sum(len(segment.token_ids) for segment in self._segments)
+        if not self._finished:
+            return in_sequence
+        earlier = sum(int(sequence.loss_mask.sum()) for sequence in self._finished)
+        sampled = earlier + sum(len(segment.token_ids) for segment in self._segments if segment.sampled)
+        return min(in_sequence, self._sampling.max_new_tokens - sampled)
 
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Return the text of the tokens, without special tokens."""
@@ -149,18 +163,51 @@ class Episode:
             if isinstance(observation, str)
             else observation
         )
-        self._segments.append(_given(token_ids[: self.num_remaining_tokens]))
+        self._segments.append(_given(token_ids[: max(0, self.num_remaining_tokens)]))
+
+    def fork(self, token_ids: Sequence[int]) -> None:
+        """Begin another sequence with these tokens as its prompt; a no-op if they are the tokens so far.
+
+        The tokens sampled before stay in their own sequence, where each is trained on once. All sequences of an episode
+        share its reward, and have at most `rollout.max_new_tokens` sampled tokens together.
+
+        Args:
+            token_ids: the policy sees them and is not trained on them.
+        """
+        if tuple(token_ids) == self.token_ids:
+            return
+        if any(segment.sampled and len(segment.token_ids) for segment in self._segments):
+            self._finished.append(self.trajectory())
+        self._segments, self._turn_rewards = [_given(token_ids)], []
+
+    def add_turn_reward(self, reward: float) -> None:
+        """Add the environment's reward of the last run of sampled tokens."""
+        sampled = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in self._segments])
+        self._turn_rewards += [0.0] * (count_turns(sampled) - len(self._turn_rewards))
+        self._turn_rewards[-1] += reward
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return all sequences of the episode, the last of which is `trajectory()`."""
+        reason = self.finish_reason
+        return [*(replace(sequence, finish_reason=reason) for sequence in self._finished), self.trajectory()]
 
     def trajectory(self) -> Trajectory:
-        """Return the tokens so far as a trajectory; `loss_mask` is True for those that `generate` has appended."""
+        """Return the tokens so far as a trajectory; `loss_mask` is True for those that `generate` has appended.
+
+        After a fork these are the tokens of the last sequence: return `trajectories()` then.
+        """
+        loss_mask = np.concatenate([np.full(len(s.token_ids), s.sampled) for s in self._segments])
+        missing = count_turns(loss_mask) - len(self._turn_rewards)
         return Trajectory(
             prompt_id=self.prompt.prompt_id,
             group_id=self.group_id,
             token_ids=np.concatenate([segment.token_ids for segment in self._segments]),
-            loss_mask=np.concatenate([np.full(len(s.token_ids), s.sampled) for s in self._segments]),
+            loss_mask=loss_mask,
             logprobs=np.concatenate([segment.logprobs for segment in self._segments]),
             policy_versions=np.concatenate([segment.policy_versions for segment in self._segments]),
             finish_reason=self.finish_reason,
+            segment=len(self._finished),
+            turn_rewards=(*self._turn_rewards, *[0.0] * missing) if self._turn_rewards else (),
         )
 
 

@@ -22,6 +22,8 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("reward_errors", pa.map_(pa.string(), pa.string())),
         ("finish_reason", pa.string()),
+        ("segment", pa.int32()),
+        ("turn_rewards", pa.list_(pa.float64())),
     ]
 )
 PER_TOKEN = {"token_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int32}
@@ -38,6 +40,8 @@ def encode_group(trajectories: Sequence[Trajectory]) -> pa.Buffer:
             columns.append(pa.LargeListArray.from_arrays(offsets, flat))
         elif pa.types.is_map(field.type):
             columns.append(pa.array([list(mapping.items()) for mapping in values], field.type))
+        elif pa.types.is_list(field.type):
+            columns.append(pa.array(map(list, values), field.type))
         else:
             columns.append(pa.array(values, field.type))
     return pa.record_batch(columns, schema=SCHEMA).serialize()
@@ -52,6 +56,7 @@ def decode_group(body: bytes) -> list[Trajectory]:
         else batch.column(name).to_pylist(maps_as_pydicts="strict")
         for name in SCHEMA.names
     }
+    columns["turn_rewards"] = list(map(tuple, batch.column("turn_rewards").to_pylist()))
     return [Trajectory(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import Trajectory, split_episodes
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.errors import WorkerError
@@ -310,7 +310,7 @@ def _read_entry(location: _EntryLocation) -> JournalEntry | None:
         summary=GroupSummary(
             group_id=trajectories[0].group_id,
             prompt_id=meta["prompt_id"],
-            trajectories=tuple(summarize(trajectory) for trajectory in trajectories),
+            trajectories=tuple(summarize(*segments) for segments in split_episodes(trajectories)),
             generation_seconds=meta["generation_seconds"],
             scoring_seconds=meta["scoring_seconds"],
             terms={name: TermReport(**report) for name, report in meta["terms"].items()},

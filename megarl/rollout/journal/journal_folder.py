@@ -9,7 +9,7 @@ from megarl.errors import DataError
 from megarl.model_files.json_object import JsonMapping
 from megarl.rollout.journal.record_file import read_records
 
-FORMAT = 4
+FORMAT = 5
 """Version of the journal's files, written into the first record of each; format 1 did not write it."""
 
 SUFFIX = ".groups"

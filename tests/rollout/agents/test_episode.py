@@ -174,3 +174,30 @@ def test_requests_of_a_lost_engine_stay_unfinished() -> None:
         asyncio.run(episode.generate())
     assert str(episode.lost_engine) == "SIGKILL"
     assert episode.unfinished_requests == {"step-5-2-1"}
+
+
+def test_forks_keep_each_sampled_token_in_one_sequence() -> None:
+    engine = CountingEngine([2, 3, 4])
+    episode = start(engine, max_new_tokens=8)
+
+    async def forking() -> None:
+        episode.fork([40, 41])  # nothing was sampled: only the prompt changes
+        await episode.generate()
+        episode.add_turn_reward(0.5)
+        episode.fork(episode.token_ids)  # the tokens so far: continues
+        episode.observe([50])
+        await episode.generate()
+        episode.fork([60, 61, 62])
+        assert episode.num_remaining_tokens == 3  # of 8, 5 were sampled
+        await episode.generate()
+        episode.add_turn_reward(1.0)
+
+    asyncio.run(forking())
+    first, second = episode.trajectories()
+    assert first.token_ids.tolist() == [40, 41, 100, 101, 50, 102, 103, 104]
+    assert second.token_ids.tolist() == [60, 61, 62, 105, 106, 107]
+    assert (first.segment, second.segment) == (0, 1)
+    assert (first.turn_rewards, second.turn_rewards) == ((0.5, 0.0), (1.0,))
+    assert first.finish_reason == second.finish_reason == "length"
+    assert first.loss_mask.sum() + second.loss_mask.sum() == 8 == engine.num_sampled
+    assert engine.requests[2].token_ids == (60, 61, 62)

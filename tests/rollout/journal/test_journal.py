@@ -249,7 +249,7 @@ def handwritten_record(meta):
     return head + struct.pack("<I", zlib.crc32(head)) + text
 
 
-@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 5}, 5)])
+@pytest.mark.parametrize(("first", "got"), [({}, 1), ({"format": 6}, 6)])
 def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     """Format 1 did not write its number."""
     folder = tmp_path / "journal" / "step-000012"
@@ -260,7 +260,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     (folder / "host-1-0.groups").write_bytes(old)
     reader = journal(tmp_path)
     message = (
-        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 4: "
+        rf"^the rollout journal {tmp_path}/journal has format {got}, but this version of megarl reads format 5: "
         r"start a new run, or resume with the version that wrote the journal$"
     )
     for read in (
@@ -278,7 +278,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
 
 def test_handwritten_record_of_this_format_is_accepted(tmp_path):
     path = write_journal(tmp_path)
-    first = handwritten_record({"format": 4, "fingerprint": "ours"})
+    first = handwritten_record({"format": 5, "fingerprint": "ours"})
     assert path.read_bytes().startswith(first)
     path.write_bytes(first)
     assert read_fingerprints(tmp_path) == {"ours"}
