@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, field_validator, model_validator
 
+from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
+from megarl.config.reward_term import RewardTerm, RuleConfig
 from megarl.config.section import Section, discriminate_by_type
 from megarl.config.trainer import ParallelConfig
 
@@ -14,27 +16,6 @@ RESERVED_NAMES = frozenset({"mean", "informative_groups", "sampled_mean", "dropp
 
 TERM_METRICS = ("failed", "retried", "share", "weight", "seconds_mean", "seconds_max", "length_correlation")
 """Metrics `reward/<term>/<key>` of every term; no further value of a reward can have their keys."""
-
-
-class RewardTerm(Section):
-    """Fields of every reward term."""
-
-    weight: float = 1.0
-    """Factor of the term in the sum. 0: the term is only logged."""
-
-
-class RuleConfig(RewardTerm):
-    """Fields of a rule: a reward that rollout workers compute, without a reward model."""
-
-    timeout_seconds: float = Field(default=30.0, gt=0)
-    """Timeout in seconds for one completion, or for one group with `per: group`."""
-
-    on_error: Literal["drop", "raise"] = "drop"
-    """What to do with a completion on which the term fails twice: it raises an exception, takes longer than
-    `timeout_seconds` or returns no finite number, and fails again when it is called once more. `drop`: leave the
-    completion out of the step, so that it counts neither for baselines and metrics nor for the loss. `raise`: end the
-    run. Default: `drop`, because a failure is no judgement of the completion, and one among thousands should not end a
-    run; a term with a defect fails on many, and then `reward.max_failed_share` ends the run."""
 
 
 class NumericRewardConfig(RuleConfig):
@@ -99,11 +80,22 @@ class ModelRewardConfig(RewardTerm):
     """Parallel sizes of the model. Default: those of `trainer.parallel`."""
 
 
+AnyRuleConfig = (
+    NumericRewardConfig
+    | FormatRewardConfig
+    | PythonRewardConfig
+    | EnvironmentRewardConfig
+    | HttpRewardConfig
+    | JudgeRewardConfig
+)
+
 RewardConfig = Annotated[
     Annotated[NumericRewardConfig, Tag("numeric")]
     | Annotated[FormatRewardConfig, Tag("format")]
     | Annotated[PythonRewardConfig, Tag("python")]
     | Annotated[EnvironmentRewardConfig, Tag("environment")]
+    | Annotated[HttpRewardConfig, Tag("http")]
+    | Annotated[JudgeRewardConfig, Tag("judge")]
     | Annotated[ModelRewardConfig, Tag("model")],
     discriminate_by_type("numeric"),
 ]

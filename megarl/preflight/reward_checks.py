@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.reward import FormatRewardConfig, PythonRewardConfig
+from megarl.config.reward_services import JudgeRewardConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.reward.python_function import check_reward
+from megarl.reward.services.judge_term import check_judge_pattern
 from megarl.reward.terms import compile_pattern
 
 
@@ -21,5 +23,7 @@ def find_reward_problems(config: RunConfig) -> Iterator[str]:
                     compile_pattern(term.pattern, key=f"{key}.pattern")
                 case PythonRewardConfig():
                     check_reward(term, key=key)
+                case JudgeRewardConfig():
+                    check_judge_pattern(term, key=key)
         except ConfigError as e:
             yield str(e)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
-import numbers
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.reward import TERM_METRICS, PythonRewardConfig
+from megarl.config.reward import PythonRewardConfig
 from megarl.reward.call_threads import CallOutcome, CallThreads
 from megarl.reward.python_function import describe_error, load_reward
+from megarl.reward.term_result import read_result
 from megarl.reward.terms import Completion, TermError, TermValue, abbreviate, quote
 
 logger = logging.getLogger(__name__)
-
-REWARD_KEY = "reward"
-"""Key of the reward in a mapping; all other keys are only logged."""
 
 MAX_THREADS = 32
 """Maximum number of concurrent calls of a sync reward, per term."""
@@ -52,7 +48,7 @@ class PythonTerm:
     async def _score_sample(self, completion: Completion, prompt: Prompt) -> TermValue | TermError:
         where = quote(completion, prompt)
         value = await self._call(where, completion.trajectory, completion.text, prompt.row)
-        return value if isinstance(value, TermError) else self._read_result(value, where)
+        return value if isinstance(value, TermError) else read_result(self._label, value, where)
 
     async def _score_group(self, completions: Sequence[Completion], prompt: Prompt) -> list[TermValue | TermError]:
         num = len(completions)
@@ -63,7 +59,7 @@ class PythonTerm:
         if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str) or len(values) != num:
             got = f"{type(values).__name__} {abbreviate(values)}"
             return [TermError(f"{self._label} returned {got}, not a sequence of {num} results, {where}")] * num
-        return [self._read_result(v, quote(c, prompt)) for v, c in zip(values, completions, strict=True)]
+        return [read_result(self._label, v, quote(c, prompt)) for v, c in zip(values, completions, strict=True)]
 
     async def _call(self, where: str, *arguments: object) -> object | TermError:
         """Return what the reward returns, or a `TermError` if it raises or times out."""
@@ -80,29 +76,6 @@ class PythonTerm:
             failure.__cause__ = error
             return failure
         return value
-
-    def _read_result(self, result: object, where: str) -> TermValue | TermError:
-        """Return the value of one completion: a number, or a mapping with the key `reward`."""
-        if not isinstance(result, Mapping):
-            return self._read_numbers({REWARD_KEY: result}, where)
-        keys = abbreviate(list(result))
-        if REWARD_KEY not in result:
-            return TermError(f"{self._label} returned a mapping without the key {REWARD_KEY!r}, but {keys}, {where}")
-        if not all(isinstance(name, str) and name not in TERM_METRICS for name in result):
-            what = f"needs to return a mapping whose keys are strings other than {', '.join(TERM_METRICS)}"
-            return TermError(f"{self._label} {what}, got {keys}, {where}")
-        return self._read_numbers(result, where)
-
-    def _read_numbers(self, result: Mapping[str, Any], where: str) -> TermValue | TermError:
-        for name, value in result.items():
-            at = "" if name == REWARD_KEY else f" for {name!r}"
-            if not isinstance(value, numbers.Real | np.bool_):
-                got = f"{type(value).__name__} {abbreviate(value)}{at}"
-                return TermError(f"{self._label} returned {got}, not a number, {where}")
-            if not math.isfinite(value):
-                return TermError(f"{self._label} returned {value}{at}, not a finite number, {where}")
-        found = {name: float(value) for name, value in result.items()}
-        return TermValue(found.pop(REWARD_KEY), found)
 
     async def close(self) -> None:
         """Call the `close` of the user's class, if it has one; logs a warning if it fails."""

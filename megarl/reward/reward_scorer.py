@@ -11,14 +11,16 @@ from functools import partial
 from megarl.batch.scored_group import ScoredGroup, TermReport
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.reward import (
+    AnyRuleConfig,
     EnvironmentRewardConfig,
     FormatRewardConfig,
     ModelRewardConfig,
     NumericRewardConfig,
     PythonRewardConfig,
     RewardsConfig,
-    RuleConfig,
 )
+from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
+from megarl.config.reward_term import RuleConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import RewardError
 from megarl.reward.python_term import PythonTerm
@@ -115,9 +117,7 @@ class RewardScorer:
         return replace(trajectory, rewards=rewards, reward=reward, reward_errors=errors)
 
 
-def _make_term(
-    name: str, config: NumericRewardConfig | FormatRewardConfig | PythonRewardConfig | EnvironmentRewardConfig
-) -> Term:
+def _make_term(name: str, config: AnyRuleConfig) -> Term:
     match config:
         case NumericRewardConfig():
             return NumericTerm(name, config)
@@ -127,3 +127,11 @@ def _make_term(
             return PythonTerm(name, config)
         case EnvironmentRewardConfig():
             return EnvironmentTerm()
+        case HttpRewardConfig():
+            from megarl.reward.services.http_term import HttpTerm  # imports httpx
+
+            return HttpTerm(name, config)
+        case JudgeRewardConfig():
+            from megarl.reward.services.judge_term import JudgeTerm
+
+            return JudgeTerm(name, config)

@@ -49,6 +49,8 @@ def test_equal_configurations_have_no_differences() -> None:
         "limits.logprob_abs_max=0.1",
         "checkpoint.every=3",
         "recovery.max_restarts=3",
+        "reward.max_failed_share=0.5",
+        "reward.terms.accuracy.timeout_seconds=1",
     ],
 )
 def test_keys_that_set_where_a_run_computes_may_change(override: str) -> None:

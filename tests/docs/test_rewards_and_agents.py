@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.config.reward import FormatRewardConfig, ModelRewardConfig, NumericRewardConfig, PythonRewardConfig
+from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.reward.python_term import MAX_THREADS
 from megarl.rollout.agents.episode import Episode
 from tests.docs.tables import code, section, tables
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards-and-agents.md").read_text()
-TERMS = (NumericRewardConfig, FormatRewardConfig, PythonRewardConfig, ModelRewardConfig)
-RULES = TERMS[:3]
+TERMS = (
+    NumericRewardConfig,
+    FormatRewardConfig,
+    PythonRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
+    ModelRewardConfig,
+)
+RULES = TERMS[:-1]
 
 
 def test_every_reward_type_has_a_row_and_an_excerpt() -> None:
@@ -25,7 +33,7 @@ def test_every_reward_type_has_a_row_and_an_excerpt() -> None:
 
 def test_numbers_are_those_of_the_code() -> None:
     seconds = {term: term.model_fields["timeout_seconds"].default for term in RULES}
-    assert seconds == {NumericRewardConfig: 5.0, FormatRewardConfig: 30.0, PythonRewardConfig: 30.0}
+    assert seconds == dict.fromkeys(RULES, 30.0) | {NumericRewardConfig: 5.0}
     assert "(default: 30, `numeric`: 5;" in PAGE
     assert PAGE.count(f"{MAX_THREADS} threads") == PAGE.count(f"{MAX_THREADS} such calls") == 1
 

@@ -22,6 +22,7 @@ from megarl.batch.scored_group import TermReport
 from megarl.batch.trajectory import Trajectory, split_episodes
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
+from megarl.config.reward_services import SERVICE_SETTINGS
 from megarl.errors import WorkerError
 from megarl.model_files.json_object import JsonMapping
 from megarl.rollout.journal.group_codec import decode_group, encode_group
@@ -185,7 +186,9 @@ def journal_fingerprint(config: RunConfig) -> str:
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
-        "reward": config.reward.model_dump(mode="json", exclude={"max_failed_share"}),
+        "reward": config.reward.model_dump(
+            mode="json", exclude={"max_failed_share": True, "terms": {"__all__": set(SERVICE_SETTINGS)}}
+        ),
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "max_new_tokens": config.rollout.max_new_tokens,
         "agent": config.rollout.agent.model_dump(mode="json"),

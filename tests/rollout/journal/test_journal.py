@@ -392,6 +392,16 @@ def test_fingerprint_depends_on_settings_that_determine_the_samples():
     assert len({base, *(config(**changes) for changes in other)}) == len(other) + 1
 
 
+def test_fingerprint_does_not_depend_on_how_a_service_is_called():
+    def service(**fields):
+        return config(reward={"terms": {"tests": {"type": "http", "url": "http://a", **fields}}})
+
+    same = [{"url": "http://b"}, {"max_retries": 1}, {"breaker": {"failures": 1}}, {"max_batch_size": 1}]
+    assert {service(**fields) for fields in same} == {service()}
+    assert service(weight=2.0) != service() != service(on_error="raise")
+    assert config(reward={"max_failed_share": 0.5}) == config()
+
+
 def test_appended_groups_survive_a_killed_process(tmp_path):
     for incarnation in range(3):
         read_end, write_end = os.pipe()

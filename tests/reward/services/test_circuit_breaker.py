@@ -1,0 +1,102 @@
+"""The circuit breaker: what it holds back, and when it lets requests through again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from megarl.config.reward_services import BreakerConfig
+from megarl.reward.services.circuit_breaker import CircuitBreaker, CircuitOpenError
+
+COOLDOWN = 0.05
+
+
+class Service:
+    """Counts requests; they fail while it is down."""
+
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        self.breaker, self.is_up, self.num_sent = breaker, False, 0
+
+    async def request(self) -> str:
+        try:
+            async with self.breaker.request():
+                self.num_sent += 1
+                await asyncio.sleep(0.001)
+                if not self.is_up:
+                    raise ConnectionError
+        except CircuitOpenError:
+            return "held back"
+        except ConnectionError:
+            return "failed"
+        return "answered"
+
+
+def run(work: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await work(Service(CircuitBreaker(BreakerConfig(failures=3, cooldown_seconds=COOLDOWN))))
+
+    asyncio.run(main())
+
+
+async def fail_three_times(service: Service) -> None:
+    for _ in range(3):
+        assert not service.breaker.is_open
+        assert await service.request() == "failed"
+    assert service.breaker.is_open
+
+
+def test_successes_between_failures_keep_it_closed() -> None:
+    async def work(service: Service) -> None:
+        for _ in range(5):
+            service.is_up = False
+            assert [await service.request() for _ in range(2)] == ["failed"] * 2
+            service.is_up = True
+            assert await service.request() == "answered"
+        assert not service.breaker.is_open
+
+    run(work)
+
+
+def test_while_the_service_is_down_one_request_per_cooldown_is_sent() -> None:
+    async def work(service: Service) -> None:
+        await fail_three_times(service)
+        for cooldown in (1, 2, 3):
+            results = await asyncio.gather(*(service.request() for _ in range(20)))
+            assert sorted(results) == ["failed"] + ["held back"] * 19
+            assert service.num_sent == 3 + cooldown
+
+    run(work)
+
+
+def test_requests_that_were_held_back_are_sent_once_the_service_is_up() -> None:
+    async def work(service: Service) -> None:
+        await fail_three_times(service)
+        start = asyncio.get_running_loop().time()
+        waiting = [asyncio.create_task(service.request()) for _ in range(20)]
+        await asyncio.sleep(COOLDOWN / 2)
+        assert service.num_sent == 3
+        service.is_up = True
+        assert await asyncio.gather(*waiting) == ["answered"] * 20
+        assert asyncio.get_running_loop().time() - start >= COOLDOWN
+        assert not service.breaker.is_open
+
+    run(work)
+
+
+def test_a_canceled_trial_leaves_the_next_one_to_another_request() -> None:
+    async def work(service: Service) -> None:
+        await fail_three_times(service)
+        service.is_up = True
+        trial, other = (asyncio.create_task(service.request()) for _ in range(2))
+        while service.num_sent == 3:
+            await asyncio.sleep(0)
+        trial.cancel()
+        assert await other == "answered"
+        with pytest.raises(asyncio.CancelledError):
+            await trial
+        assert not service.breaker.is_open
+
+    run(work)
