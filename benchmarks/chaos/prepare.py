@@ -35,7 +35,7 @@ def prepare_demo(config: RunConfig, folder: Path, notify: Callable[[str], None])
     Raises:
         WorkerError: a command that creates them failed.
     """
-    if Path(config.model.path).exists() and Path(config.data.path).exists():
+    if Path(config.model.path).exists() and Path(config.data.file).exists():
         return []
     if not DEMO_SFT.exists() or config.model.path != load_config(SftConfig, DEMO_SFT, []).export_path:
         return []  # the run itself reports what is missing

@@ -15,6 +15,8 @@ from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
+from megarl.data.run_prompts import RunPrompts
+from megarl.data.sampler import PromptOrder
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.placement.rank_grid import RankGrid
 from megarl.run.events import EventLog
@@ -165,8 +167,10 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
     ]
     nothing: Any = AuxiliaryModels(trained={}, frozen={}, dedicated=frozenset())
     fakes: dict[str, Any] = {"trainer": cluster.trainer, "rollout": cluster.rollout, "weights": cluster.weights}
+    order = PromptOrder(len(prompts), config.seed, config.data.shuffle)
+    run_prompts = RunPrompts(training=prompts, order=order)
     run = MeasuredRun(
-        config, EventLog(), PhaseTimer(), Startup(time.time()), models=nothing, prompts=prompts, held_out=[], **fakes
+        config, EventLog(), PhaseTimer(), Startup(time.time()), models=nothing, prompts=run_prompts, **fakes
     )
     cluster.call_ranks(work.replicas)
     rank_calls = [_cpu_of_rank_calls(cluster, work) for _ in range(3)]

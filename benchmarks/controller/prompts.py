@@ -39,7 +39,9 @@ def _measure(count: int) -> float:
         config = DataConfig(path=str(many))
 
         def load(path: Path) -> Sequence[Prompt]:
-            return load_prompts(config, tokenizer, path=str(path), max_prompt_tokens=10 * PROMPT_TOKENS)
+            return load_prompts(
+                config.resolved_sources[0], tokenizer, path=str(path), max_prompt_tokens=10 * PROMPT_TOKENS
+            )
 
         load(few)
         gc.collect()

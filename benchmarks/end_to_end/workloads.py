@@ -45,7 +45,7 @@ def make_toy(folder: Path, notify: Callable[[str], None]) -> Workload:
     """Return the demo's word problems and fine-tuned model, which answers in about 13 tokens."""
     overrides = prepare_demo(load_config(RunConfig, DEMO), folder, notify)
     config = load_config(RunConfig, DEMO, overrides)
-    rows = map(json.loads, Path(config.data.path).read_text().splitlines())
+    rows = map(json.loads, Path(config.data.file).read_text().splitlines())
     return Workload(
         name="toy",
         model=Path(config.model.path),

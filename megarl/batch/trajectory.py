@@ -137,3 +137,12 @@ class Prompt:
 
     answer: str | None = None
     """Reference answer, if the row has one."""
+
+    source: str = ""
+    """Name of its source; empty in a run with one data file."""
+
+    reward_terms: tuple[str, ...] | None = None
+    """Names of the rules that score its completions; None: all."""
+
+    max_new_tokens: int | None = None
+    """Limit of its source for completions, in tokens; None: that of the run."""

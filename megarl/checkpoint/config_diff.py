@@ -14,6 +14,7 @@ ALLOWED = (
     "algorithm.*.parallel",
     "checkpoint",
     "data.path",
+    "data.sources.*.path",
     "dpo.reference.parallel",
     "export_dir",
     "limits",

@@ -110,8 +110,8 @@ class CheckpointMetadata:
     model: ModelIdentity
     layout: Mapping[str, Any]
     """Name of each trained model -> its parallel sizes, and its world size under `world`."""
-    data: FileRecord | None = None
-    """The file `data.path`, which the sampler position refers to; None: not recorded."""
+    data: Mapping[str, FileRecord] = field(default_factory=dict)
+    """YAML key -> file of training rows, to which the sampler's position refers; empty: not recorded."""
 
     @classmethod
     def from_config(cls, config: StageConfig) -> Self:

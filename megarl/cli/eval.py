@@ -18,17 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate on `data.eval_path` and print the mean of the term `reward.eval_term`."""
+    """Evaluate on the held-out rows and print the mean of the term `reward.eval_term`, and pass@k if configured."""
     config = load_config(RunConfig, args.config, args.overrides)
-    if config.data.eval_path is None:
+    if not config.data.held_out_files:
         raise ConfigError("data.eval_path: evaluation needs held-out rows, got null")
     from megarl.controller.actor import Controller  # after the configuration is loaded: an unknown key fails fast
     from megarl.controller.run_stage import run_stage
 
-    value = run_stage(config, Controller.evaluate, begins_run=False)
-    name = f"eval/{config.reward.eval_name}"
+    metrics = run_stage(config, Controller.evaluate, begins_run=False)
     if args.json:
-        print(json.dumps({name: value, "model": config.model.path}))
+        print(json.dumps({**metrics, "model": config.model.path}))
     else:
-        console().print(f"{name} {value:.4f}", highlight=False)
+        for name, value in metrics.items():
+            console().print(f"{name} {value:.4f}", highlight=False)
     return 0

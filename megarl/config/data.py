@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from megarl.config.section import Section
 
@@ -39,17 +41,8 @@ class FieldsConfig(Section):
     """Field of a boolean: whether the rejected answer is safe. Rows with `chosen_safe` need it."""
 
 
-class DataConfig(Section):
-    """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
-
-    path: str
-    """File of the training rows: `*.jsonl` or `*.parquet`."""
-
-    eval_path: str | None = None
-    """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""
-
-    eval_size: int | None = Field(default=None, ge=1)
-    """Number of held-out rows to evaluate on, from the start of the file. Default: all."""
+class PromptFormat(Section):
+    """How the rows of a file become prompts."""
 
     fields: FieldsConfig = FieldsConfig()
     """Names of the fields of a row."""
@@ -69,5 +62,114 @@ class DataConfig(Section):
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with longer prompts: end with an error, or drop the row."""
 
+
+class SourceConfig(PromptFormat):
+    """One of several sources of prompts. What describes its rows is by default as in `data`."""
+
+    path: str
+    """File of the training rows: `*.jsonl` or `*.parquet`."""
+
+    ratio: float = Field(gt=0, le=1)
+    """Share of the prompts that come from this source, with at most four decimals. All ratios sum to 1."""
+
+    eval_path: str | None = None
+    """File of held-out rows. Default: this source takes no part in evaluation."""
+
+    eval_size: int | None = Field(default=None, ge=1)
+    """Number of held-out rows to evaluate on, from the start of the file. Default: all."""
+
+    reward_terms: list[str] | None = None
+    """Names of the terms of `reward.terms` that score completions of this source. Default: all. Reward models score all
+    sources."""
+
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """As `rollout.max_new_tokens`, for this source; at most that."""
+
+    @field_validator("ratio")
+    @classmethod
+    def _check_decimals(cls, ratio: float) -> float:
+        if abs(ratio * 10_000 - round(ratio * 10_000)) > 1e-6:
+            raise ValueError(f"a ratio has at most four decimals, got {ratio}")
+        return ratio
+
+
+class DataConfig(PromptFormat):
+    """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
+
+    path: str | None = None
+    """File of the training rows: `*.jsonl` or `*.parquet`. Needed, unless there are `sources`."""
+
+    eval_path: str | None = None
+    """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""
+
+    eval_size: int | None = Field(default=None, ge=1)
+    """Number of held-out rows to evaluate on, from the start of the file. Default: all."""
+
     shuffle: bool = True
     """Shuffle the training rows, with the run's seed."""
+
+    sources: dict[str, SourceConfig] = Field(default={})
+    """Name -> source, for `megarl train` on several files in fixed ratios, instead of `path` and `eval_path`."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> DataConfig:
+        if (self.path is None) == (not self.sources):
+            got = "neither" if self.path is None else "both"
+            raise ValueError(f"needs either path or sources, got {got}")
+        if not self.sources:
+            return self
+        for key in ("eval_path", "eval_size"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key}: with sources, each source has its own, data.sources.NAME.{key}")
+        for name in self.sources:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ValueError(f"sources: a name needs letters, digits, - and _ only, got {name!r}")
+        total = sum(source.ratio for source in self.sources.values())
+        if abs(total - 1) > 1e-6:
+            ratios = " + ".join(f"{source.ratio:g}" for source in self.sources.values())
+            raise ValueError(f"sources: the ratios need to sum to 1, got {ratios} = {total:g}")
+        return self
+
+    @property
+    def file(self) -> str:
+        """The only file of training rows; not for a configuration with sources."""
+        assert self.path is not None, "data.sources: the files are those of resolved_sources"
+        return self.path
+
+    @property
+    def resolved_sources(self) -> tuple[Source, ...]:
+        """The sources with all their settings; a single file is one source without a name."""
+        shared = {name: getattr(self, name) for name in PromptFormat.model_fields}
+        if not self.sources:
+            own = {"path": self.file, "ratio": 1.0, "eval_path": self.eval_path, "eval_size": self.eval_size}
+            return (Source(name="", key="data", config=SourceConfig.model_validate({**shared, **own})),)
+        return tuple(
+            Source(
+                name=name,
+                key=f"data.sources.{name}",
+                config=source.model_copy(update={k: v for k, v in shared.items() if k not in source.model_fields_set}),
+            )
+            for name, source in self.sources.items()
+        )
+
+    @property
+    def training_files(self) -> dict[str, str]:
+        """YAML key -> path of each file of training rows."""
+        return {f"{source.key}.path": source.config.path for source in self.resolved_sources}
+
+    @property
+    def held_out_files(self) -> dict[str, str]:
+        """YAML key -> path of each file of held-out rows."""
+        found = {f"{source.key}.eval_path": source.config.eval_path for source in self.resolved_sources}
+        return {key: path for key, path in found.items() if path is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source of prompts with all its settings."""
+
+    name: str
+    """Empty for the only file of a run."""
+    key: str
+    """YAML key of the section with the path."""
+    config: SourceConfig

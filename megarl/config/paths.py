@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megarl.config.algorithms.model_sections import FrozenModelConfig
+from megarl.config.data import DataConfig, SourceConfig
 from megarl.config.model import ModelConfig
 from megarl.config.reward import ModelRewardConfig
 from megarl.config.run import StageConfig
@@ -14,6 +15,7 @@ from megarl.config.section import Section
 
 C = TypeVar("C", bound=StageConfig)
 S = TypeVar("S", bound=Section)
+F = TypeVar("F", DataConfig, SourceConfig)
 
 MODEL_SECTIONS = (ModelConfig, FrozenModelConfig, ModelRewardConfig)
 """Sections whose key `path` names a model."""
@@ -55,14 +57,15 @@ def model_paths(config: Section) -> dict[str, str]:
 
 def with_absolute_paths(config: C) -> C:
     """Return `config` with absolute paths, for processes with another working directory."""
-    data = config.data.model_copy(
-        update={
-            "path": _absolute(config.data.path),
-            "eval_path": None if config.data.eval_path is None else _absolute(config.data.eval_path),
-        }
-    )
+    sources = {name: _with_absolute_files(source) for name, source in config.data.sources.items()}
+    data = _with_absolute_files(config.data.model_copy(update={"sources": sources}))
     update = {"run_dir": _absolute(config.run_dir), "export_dir": _absolute(config.export_path), "data": data}
     return replace_model_paths(config, lambda _, path: _absolute(path)).model_copy(update=update)
+
+
+def _with_absolute_files(section: F) -> F:
+    paths = {name: getattr(section, name) for name in ("path", "eval_path")}
+    return section.model_copy(update={name: _absolute(path) for name, path in paths.items() if path is not None})
 
 
 def _absolute(path: str) -> str:

@@ -11,6 +11,7 @@ from megarl.config.algorithms.policy import RolloutIsConfig
 from megarl.config.auxiliary_model import AuxiliaryModel, auxiliary_models_of
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.data import DataConfig
+from megarl.config.evaluation import EvalConfig
 from megarl.config.limits import LimitsConfig
 from megarl.config.model import ModelConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
@@ -84,6 +85,12 @@ class SupervisedStageConfig(StageConfig):
     trainer: SupervisedTrainerConfig = SupervisedTrainerConfig()
 
     @model_validator(mode="after")
+    def _check_single_file(self) -> SupervisedStageConfig:
+        if self.data.sources:
+            raise ValueError("data.sources: only train mixes sources; other stages need data.path")
+        return self
+
+    @model_validator(mode="after")
     def _check_offload(self) -> SupervisedStageConfig:
         if self.trainer.offload.is_enabled:
             raise ValueError("trainer.offload: only train has engines that need the memory")
@@ -105,6 +112,9 @@ class RunConfig(StageConfig):
     """When groups are sampled and trained on."""
 
     reward: RewardsConfig = RewardsConfig()
+    eval: EvalConfig = EvalConfig()
+    """How held-out rows are evaluated."""
+
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     limits: LimitsConfig = LimitsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
@@ -204,12 +214,31 @@ class RunConfig(StageConfig):
     @model_validator(mode="after")
     def _check_reward_terms(self) -> RunConfig:
         terms = sorted(self.reward.terms)
-        if self.data.eval_path is not None and not self.reward.rules:
+        if self.data.held_out_files and not self.reward.rules:
             raise ValueError(
-                f"data.eval_path: evaluation scores completions by rules, but reward.terms has only models, {terms}; "
-                "remove it, or add a rule (with weight: 0 it does not change the reward)"
+                f"{next(iter(self.data.held_out_files))}: evaluation scores completions by rules, but reward.terms has "
+                f"only models, {terms}; remove it, or add a rule (with weight: 0 it does not change the reward)"
             )
         self.algorithm.check_rewards(self.reward)
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> RunConfig:
+        limit, rules = self.rollout.max_new_tokens, self.reward.rules
+        for name, source in self.data.sources.items():
+            key = f"data.sources.{name}"
+            if source.max_new_tokens is not None and source.max_new_tokens > limit:
+                raise ValueError(
+                    f"{key}.max_new_tokens needs to be at most rollout.max_new_tokens = {limit}, got "
+                    f"{source.max_new_tokens}"
+                )
+            for term in source.reward_terms or ():
+                if term not in rules:
+                    raise ValueError(f"{key}.reward_terms needs names of rules of reward.terms, {rules}, got {term!r}")
+            if source.reward_terms == [] and not self.reward.models:
+                raise ValueError(f"{key}.reward_terms: needs at least one term, got none")
+            if source.eval_path is not None and source.reward_terms == []:
+                raise ValueError(f"{key}.eval_path: evaluation needs a rule, got reward_terms: []")
         return self
 
     @model_validator(mode="after")

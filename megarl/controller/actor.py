@@ -186,24 +186,23 @@ class Controller:
         with self._stage() as closing:
             return replay_journal(config, self._events, closing, self._startup, resume=resume, last_step=last_step)
 
-    def evaluate(self, config: RunConfig) -> float:
-        """Return the mean greedy score of the untrained model on the held-out prompts.
+    def evaluate(self, config: RunConfig) -> dict[str, float]:
+        """Return the metrics of the untrained model on the held-out prompts, by name.
 
         Raises:
             RewardError: the reward failed on all completions.
         """
         from megarl.groups.build import build_evaluation
-        from megarl.run.evaluation import greedy_score
+        from megarl.run.evaluation import evaluate
 
         self._events.add(MessageEvent("starting rollout engines"))
         with self._stage() as closing:
             rollout, held_out = build_evaluation(config, closing)
-            evaluation = greedy_score(config, rollout, held_out, label="evaluate")
-        failures = (
-            f"reward.terms.{config.reward.eval_name} failed on {evaluation.num_dropped} of {len(held_out)} completions"
-        )
+            evaluation = evaluate(config, rollout, held_out, label="evaluate")
+        num = len(held_out) * config.eval.samples
+        failures = f"reward.terms.{config.reward.eval_name} failed on {evaluation.num_dropped} of {num} completions"
         if evaluation.score is None:
             raise RewardError(f"{failures} (on_error: drop)")
         if evaluation.num_dropped:
             self._events.add(MessageEvent(f"{failures}, which do not count"))
-        return evaluation.score
+        return dict(evaluation.metrics)

@@ -77,7 +77,7 @@ class RunAssembly:
         """Trainer processes that `assemble` has not used yet."""
         self._start_rollout(self._requested[1])
         with startup.phase("data"):
-            self._prompts, self._held_out = read_prompts(config, Path(config.run_dir))
+            self._prompts = read_prompts(config, Path(config.run_dir))
 
     def _reserve(self, device: str | None = None) -> None:
         placement = self._config.placement
@@ -160,7 +160,6 @@ class RunAssembly:
             dtype=config.model.resolved_dtype(pool.device),
             engines=engines if releases_memory else None,
             prompts=self._prompts,
-            held_out=self._held_out,
             checkpoints=checkpoints,
             resumed=state,
             restart_budget=self._restart_budget,

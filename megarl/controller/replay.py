@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +74,7 @@ def replay_journal(
     closing.callback(rollout.shutdown)
     models, starting = AuxiliaryModels.start(config, processes, pools, load_weights=load_weights)
     starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
-    prompts, _ = read_prompts(config, Path(config.run_dir))
+    prompts = replace(read_prompts(config, Path(config.run_dir)), held_out=())
     for pending in starting:
         pending.result(config.placement.start_timeout_seconds)
     rollout.start()
@@ -94,7 +95,6 @@ def replay_journal(
         weights=weights,
         dtype=config.model.resolved_dtype(pools[MAIN_POOL].device),
         prompts=prompts,
-        held_out=[],
         checkpoints=Checkpointer(config, trained, notify) if config.checkpoint.every else None,
         resumed=state,
         last_step=last_step,

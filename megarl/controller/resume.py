@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,21 +137,23 @@ def _incompatible_journal(
     return []
 
 
-def _require_same_data(manifest: Manifest, path: Path, name: str) -> None:
-    """Return if the data file is the one the sampler position refers to; else prompts would be skipped or repeated."""
-    if manifest.data is None:
-        return
-    try:
-        size = path.stat().st_size
-        same = size == manifest.data.bytes and hash_file(path) == manifest.data
-    except OSError as e:
-        raise DataError(f"data.path {path} cannot be read: {e.strerror}") from e
-    if not same:
-        what = "others" if size == manifest.data.bytes else str(size)
-        raise DataError(
-            f"data.path {path} holds other rows than the data file of checkpoint {name}: needs its "
-            f"{manifest.data.bytes} bytes, got {what}"
-        )
+def _require_same_data(manifest: Manifest, files: Mapping[str, str], name: str) -> None:
+    """Return if the data files are those the sampler position refers to; else prompts would be skipped or repeated."""
+    for key, saved in manifest.data.items():
+        if key not in files:
+            continue  # the comparison of the configurations reports it
+        path = Path(files[key])
+        try:
+            size = path.stat().st_size
+            same = size == saved.bytes and hash_file(path) == saved
+        except OSError as e:
+            raise DataError(f"{key} {path} cannot be read: {e.strerror}") from e
+        if not same:
+            what = "others" if size == saved.bytes else str(size)
+            raise DataError(
+                f"{key} {path} holds other rows than the data file of checkpoint {name}: needs its {saved.bytes} "
+                f"bytes, got {what}"
+            )
 
 
 def _require_same_run(config: StageConfig, saved: CheckpointEntry, notify: Callable[[str], None]) -> None:
@@ -164,7 +166,7 @@ def _require_same_run(config: StageConfig, saved: CheckpointEntry, notify: Calla
         )
     manifest = read_manifest(saved.folder)
     require_same_model(manifest.model, CheckpointMetadata.from_config(config).model, saved.name)
-    _require_same_data(manifest, Path(config.data.path), saved.name)
+    _require_same_data(manifest, config.data.training_files, saved.name)
     found = diff_configs(before.model_dump(mode="json"), config.model_dump(mode="json"))
     require_no_contradictions(found, saved.name)
     for each in found:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from megarl.config.data import DataConfig
+from megarl.config.data import PromptFormat
 from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError
 
@@ -18,26 +18,27 @@ PLACEHOLDER = "{prompt}"
 
 
 class PromptTemplate:
-    """Renders prompts according to `data.prompt_template`, `data.chat_template` and `data.system_prompt`.
+    """Renders prompts according to `prompt_template`, `chat_template` and `system_prompt` of a section.
 
     Raises:
         ConfigError: the template lacks `{prompt}`, or a system prompt is combined with `chat_template: never`.
         DataError: the tokenizer lacks the chat template that the configuration requires.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: PromptFormat, tokenizer: PreTrainedTokenizerBase, *, key: str = "data") -> None:
+        """`key`: YAML key of the section, for messages."""
         if PLACEHOLDER not in config.prompt_template:
-            raise ConfigError(f"data.prompt_template needs {PLACEHOLDER} in it, got {config.prompt_template!r}")
+            raise ConfigError(f"{key}.prompt_template needs {PLACEHOLDER} in it, got {config.prompt_template!r}")
         if config.system_prompt is not None and config.chat_template == "never":
-            raise ConfigError("data.system_prompt needs a chat template, got data.chat_template: never")
+            raise ConfigError(f"{key}.system_prompt needs a chat template, got {key}.chat_template: never")
         has_template = tokenizer.chat_template is not None
         if config.chat_template == "always" and not has_template:
             raise DataError(
-                f"data.chat_template: always needs a tokenizer with a chat template, {_no_template(tokenizer)}"
+                f"{key}.chat_template: always needs a tokenizer with a chat template, {_no_template(tokenizer)}"
             )
         if config.system_prompt is not None and not has_template:
-            raise DataError(f"data.system_prompt needs a tokenizer with a chat template, {_no_template(tokenizer)}")
-        self._config = config
+            raise DataError(f"{key}.system_prompt needs a tokenizer with a chat template, {_no_template(tokenizer)}")
+        self._config, self._key = config, key
         self._tokenizer = tokenizer
         self._chat = has_template and config.chat_template != "never"
 
@@ -48,7 +49,7 @@ class PromptTemplate:
             DataError: the field is missing or neither a string nor messages, or the chat template rejects the prompt.
                 The message names file:line.
         """
-        prompt = row.value(self._config.fields.prompt, "data.fields.prompt")
+        prompt = row.value(self._config.fields.prompt, f"{self._key}.fields.prompt")
         if isinstance(prompt, str):
             # Not str.format: templates may hold other braces, as in \boxed{}.
             prompt = self._config.prompt_template.replace(PLACEHOLDER, prompt)
@@ -59,7 +60,7 @@ class PromptTemplate:
             messages = self._messages(row, prompt)
         if self._config.system_prompt is not None:
             if messages[0]["role"] == "system":
-                raise DataError(f"{row.where}: data.system_prompt would be the row's second system message")
+                raise DataError(f"{row.where}: {self._key}.system_prompt would be the row's second system message")
             messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -87,7 +88,7 @@ class PromptTemplate:
         return [list(ids) for ids in encoded["input_ids"]]
 
     def _messages(self, row: Row, prompt: Any) -> list[dict[str, Any]]:
-        field = f"field {self._config.fields.prompt!r} (data.fields.prompt)"
+        field = f"field {self._config.fields.prompt!r} ({self._key}.fields.prompt)"
         if not isinstance(prompt, list) or not prompt:
             kind = "an empty list" if prompt == [] else type(prompt).__name__
             raise DataError(f"{row.where}: {field} needs a string or a list of messages, got {kind}")
@@ -96,7 +97,7 @@ class PromptTemplate:
                 raise DataError(f"{row.where}: {field} needs messages {{role, content}}, got {message!r}")
         if not self._chat:
             reason = (
-                "got data.chat_template: never"
+                f"got {self._key}.chat_template: never"
                 if self._config.chat_template == "never"
                 else _no_template(self._tokenizer)
             )

@@ -27,7 +27,7 @@ def load_demonstrations(
         DataError: a row lacks prompt or response, or has more than `max_tokens` tokens while `data.overlong_prompts` is
             `error` (the message names file:line); or no row is left.
     """
-    file = Path(path or config.path)
+    file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "demonstration", "the context length")
     eos = tokenizer.eos_token_id

@@ -53,7 +53,7 @@ def load_preferences(
             sequence has more than `max_tokens` tokens while `data.overlong_prompts` is `error` (the message names
             file:line); or no row is left.
     """
-    file = Path(path or config.path)
+    file = Path(path or config.file)
     template = PromptTemplate(config, tokenizer)
     overlong = OverlongFilter(file, config.overlong_prompts, max_tokens, "longer sequence", "the context length")
     eos, fields = tokenizer.eos_token_id, config.fields

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import RunConfig
+from megarl.config.data import Source
 from megarl.errors import ConfigError
 
 
-def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any]) -> int:
-    """Return the maximum prompt length in tokens.
+def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any], source: Source) -> int:
+    """Return the maximum prompt length of a source in tokens.
 
-    This is `data.max_prompt_tokens` if set, else the context length minus `rollout.max_new_tokens`.
+    This is its `max_prompt_tokens` if set, else the context length minus `rollout.max_new_tokens`.
 
     Args:
         hf_config: content of the model's config.json.
@@ -21,7 +22,7 @@ def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any]) -
         ConfigError: prompt and completion together exceed the model's context.
     """
     context, completion = int(hf_config["max_position_embeddings"]), config.rollout.max_new_tokens
-    prompt = config.data.max_prompt_tokens
+    prompt, key = source.config.max_prompt_tokens, f"{source.key}.max_prompt_tokens"
     if prompt is None:
         if completion >= context:
             raise ConfigError(
@@ -31,8 +32,8 @@ def resolve_max_prompt_tokens(config: RunConfig, hf_config: Mapping[str, Any]) -
         return context - completion
     if prompt + completion > context:
         raise ConfigError(
-            f"data.max_prompt_tokens: prompt and completion need to fit the model's max_position_embeddings = "
-            f"{context}, got data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {completion} = "
+            f"{key}: prompt and completion need to fit the model's max_position_embeddings = "
+            f"{context}, got {key} + rollout.max_new_tokens = {prompt} + {completion} = "
             f"{prompt + completion}"
         )
     return prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.batch.trajectory import Prompt
-from megarl.config.data import DataConfig
+from megarl.config.data import Source
 from megarl.data.chat_template import PromptTemplate
 from megarl.data.progress_bar import track
 from megarl.data.rows import Row, read_rows
@@ -26,7 +26,7 @@ BATCH_ROWS = 1024
 
 
 def load_prompts(
-    config: DataConfig,
+    source: Source,
     tokenizer: PreTrainedTokenizerBase,
     *,
     path: str,
@@ -34,12 +34,12 @@ def load_prompts(
     folder: Path | None = None,
 ) -> StoredPrompts:
     """Return the prompts that `tokenize_prompts` yields, stored in a file in `folder`; raises as it does."""
-    prompts = tokenize_prompts(config, tokenizer, path=path, max_prompt_tokens=max_prompt_tokens)
+    prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=max_prompt_tokens)
     return StoredPrompts.store(prompts, folder)
 
 
 def tokenize_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, path: str, max_prompt_tokens: int
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, path: str, max_prompt_tokens: int
 ) -> Iterator[Prompt]:
     """Yield the tokenized prompts of `path` in file order, each of at most `max_prompt_tokens` tokens.
 
@@ -47,21 +47,29 @@ def tokenize_prompts(
         DataError: a row cannot be read or rendered, a prompt is empty, or a prompt is overlong while
             `data.overlong_prompts` is `error` (the message names file:line); or no prompt is left.
     """
-    template = PromptTemplate(config, tokenizer)
-    overlong = OverlongFilter(
-        Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", "data.max_prompt_tokens"
-    )
+    config, key = source.config, source.key
+    template = PromptTemplate(config, tokenizer, key=key)
+    limit_key = f"{key}.max_prompt_tokens"
+    overlong = OverlongFilter(Path(path), config.overlong_prompts, max_prompt_tokens, "prompt", limit_key)
+    terms = None if config.reward_terms is None else tuple(config.reward_terms)
     num_kept = 0
     for rows in track(batch_rows(read_rows(path)), f"tokenizing {Path(path).name}"):
         texts = [template.render(row) for row in rows]
         for row, text, ids in zip(rows, texts, template.tokenize(texts), strict=True):
             if not ids:
-                raise DataError(f"{row.where}: field {config.fields.prompt!r} (data.fields.prompt) holds no tokens")
+                raise DataError(f"{row.where}: field {config.fields.prompt!r} ({key}.fields.prompt) holds no tokens")
             if overlong.keep(row, len(ids)):
                 num_kept += 1
                 answer = _answer(row.fields.get(config.fields.answer))
                 yield Prompt(
-                    prompt_id=row.prompt_id, text=text, token_ids=tuple(ids), row=dict(row.fields), answer=answer
+                    prompt_id=f"{source.name}/{row.prompt_id}" if source.name else row.prompt_id,
+                    text=text,
+                    token_ids=tuple(ids),
+                    row=dict(row.fields),
+                    answer=answer,
+                    source=source.name,
+                    reward_terms=terms,
+                    max_new_tokens=config.max_new_tokens,
                 )
     overlong.report_dropped(num_kept=num_kept)
 

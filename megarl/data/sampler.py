@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,26 +19,50 @@ class SamplerState:
     """Position of a sampler, counted in rows; sufficient to resume it."""
 
     epoch: int
-    """Number of complete passes over the data."""
+    """Number of times that as many prompts were taken as the data has rows."""
     position: int
-    """Number of prompts taken from the current epoch."""
+    """Number of prompts taken since."""
     seed: int
 
 
-class PromptOrder:
-    """The order of prompts of a run: a pure function of the seed from a prompt's ordinal to its row.
+class RowOrder(Protocol):
+    """The order of a run's prompts: a pure function from a prompt's ordinal to its row.
 
-    The ordinal of a prompt is the number of prompts before it, over all epochs. Each epoch has every row once.
+    The ordinal of a prompt is the number of prompts before it.
+    """
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the data."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Seed of the order."""
+        ...
+
+    def row_at(self, ordinal: int) -> int:
+        """Return the row of a prompt by its ordinal, from 0."""
+        ...
+
+    def with_seed(self, seed: int) -> RowOrder:
+        """Return the order of the same data with another seed."""
+        ...
+
+
+class PromptOrder:
+    """The order of the prompts of one file. Each epoch has every row once.
 
     >>> order = PromptOrder(num_rows=3, seed=0, shuffle=False)
     >>> [order.row_at(ordinal) for ordinal in (0, 2, 3)]
     [0, 2, 0]
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_rows: int, seed: int, shuffle: bool, *, source: int | None = None) -> None:
+        """`source`: number of the file, if a run has several, whose orders differ."""
         if num_rows < 1:
             raise DataError(f"a sampler needs at least one row, got {num_rows}")
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+        self.num_rows, self.seed, self.shuffle, self.source = num_rows, seed, shuffle, source
         self._kept: dict[int, NDArray[np.int64]] = {}
         """The order of the epochs used last, by epoch."""
 
@@ -45,10 +70,13 @@ class PromptOrder:
         """Return the row of a prompt by its ordinal, from 0."""
         assert ordinal >= 0, f"ordinals count from 0, got {ordinal}"
         epoch, position = divmod(ordinal, self.num_rows)
-        return int(self.epoch(epoch)[position])
+        return int(self._epoch(epoch)[position])
 
-    def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the rows of an epoch in their order."""
+    def with_seed(self, seed: int) -> PromptOrder:
+        """Return the order of the same data with another seed."""
+        return PromptOrder(self.num_rows, seed, self.shuffle, source=self.source)
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch in self._kept:
             return self._kept[epoch]
         while len(self._kept) >= KEPT_EPOCHS:
@@ -61,44 +89,35 @@ class PromptOrder:
             return np.arange(self.num_rows, dtype=np.int64)
         # NumPy guarantees RandomState's stream for good; a Generator's may change between releases, and a resumed run
         # would then repeat prompts.
-        bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
+        source = [] if self.source is None else [self.source]
+        bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch, *source]))
         return np.random.RandomState(bits).permutation(self.num_rows).astype(np.int64)
 
 
 class PromptSampler:
-    """Yields row numbers in `range(num_rows)`, each once per epoch, in an order that depends only on (seed, epoch).
+    """Yields row numbers in `range(num_rows)` in an order that is a pure function of the number of rows before.
 
-    >>> sampler = PromptSampler(num_rows=3, seed=0, shuffle=False)
+    >>> sampler = PromptSampler(PromptOrder(num_rows=3, seed=0, shuffle=False))
     >>> sampler.take(4)
     [0, 1, 2, 0]
     >>> sampler.state()
     SamplerState(epoch=1, position=1, seed=0)
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
-        self.order = PromptOrder(num_rows, seed, shuffle)
-        self._epoch = 0
-        self._position = 0
-
-    @property
-    def ordinal(self) -> int:
+    def __init__(self, order: RowOrder) -> None:
+        self.order = order
+        self.ordinal = 0
         """Ordinal of the next prompt: the number of prompts taken so far, over all epochs."""
-        return self._epoch * self.order.num_rows + self._position
 
     def take(self, n: int) -> list[int]:
         """Return the next `n` row numbers; a batch may cross the end of an epoch."""
-        taken: list[int] = []
-        while len(taken) < n:
-            if self._position == self.order.num_rows:
-                self._epoch, self._position = self._epoch + 1, 0
-            some = self.order.epoch(self._epoch)[self._position : self._position + n - len(taken)]
-            self._position += len(some)
-            taken += some.tolist()
+        taken = [self.order.row_at(ordinal) for ordinal in range(self.ordinal, self.ordinal + n)]
+        self.ordinal += n
         return taken
 
     def state(self) -> SamplerState:
         """Return the current position."""
-        return SamplerState(epoch=self._epoch, position=self._position, seed=self.order.seed)
+        return self.state_at(self.ordinal)
 
     def state_at(self, ordinal: int) -> SamplerState:
         """Return the state of a sampler that has taken the prompts before `ordinal`."""
@@ -117,5 +136,5 @@ class PromptSampler:
                 f"the sampler state is at prompt {state.position} of epoch {state.epoch}, but the data has "
                 f"{num_rows} rows: it is not the data that the state was saved with"
             )
-        self.order = PromptOrder(num_rows, state.seed, self.order.shuffle)
-        self._epoch, self._position = state.epoch, state.position
+        self.order = self.order.with_seed(state.seed)
+        self.ordinal = state.epoch * num_rows + state.position

@@ -10,9 +10,7 @@ from pathlib import Path
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import find_claim
 from megarl.config import DpoConfig, RunConfig, StageConfig
-from megarl.data.prompt_budget import resolve_max_prompt_tokens
-from megarl.data.prompts import load_prompts
-from megarl.data.stored_prompts import StoredPrompts
+from megarl.data.run_prompts import RunPrompts, load_held_out, load_run_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.groups.auxiliary_models import policy_updates
 from megarl.groups.engine_group import EngineGroup
@@ -135,22 +133,14 @@ def build_evaluation(config: RunConfig, closing: ExitStack) -> tuple[RolloutGrou
     closing.callback(engines.shutdown)
     rollout = RolloutGroup(config, engines)
     closing.callback(rollout.shutdown)
-    _, held_out = read_prompts(config, None)
+    hf_config = read_hf_config(Path(config.model.path))
+    held_out = load_held_out(config, load_tokenizer(config.model.path), hf_config, None)
     engines.wait_started()
     rollout.start()
     return rollout, held_out
 
 
-def read_prompts(config: RunConfig, folder: Path | None) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """Load the training prompts and the held-out prompts, which may be none; `folder`: as for `load_prompts`."""
-    tokenizer = load_tokenizer(config.model.path)
-    budget = resolve_max_prompt_tokens(config, read_hf_config(Path(config.model.path)))
-
-    def load(path: str) -> StoredPrompts:
-        return load_prompts(config.data, tokenizer, path=path, max_prompt_tokens=budget, folder=folder)
-
-    prompts = load(config.data.path)
-    if config.data.eval_path is None:
-        return prompts, []
-    held_out = load(config.data.eval_path)
-    return prompts, held_out[: config.data.eval_size]
+def read_prompts(config: RunConfig, folder: Path | None) -> RunPrompts:
+    """Load the prompts of a run; `folder`: as for `load_run_prompts`."""
+    hf_config = read_hf_config(Path(config.model.path))
+    return load_run_prompts(config, load_tokenizer(config.model.path), hf_config, folder)

@@ -104,7 +104,7 @@ class RolloutGroup:
                 prompt=prompt,
                 group_id=group_id,
                 num_samples=num_samples,
-                sampling=sampling,
+                sampling=sampling.within(prompt.max_new_tokens),
                 request_id=f"{label}-{group_id}",
                 seed=seed,
             )

@@ -6,16 +6,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.data import Source
 from megarl.config.preference import PreferenceConfig, RmConfig
 from megarl.config.reward import NumericRewardConfig
 from megarl.config.run import RunConfig, StageConfig, SupervisedStageConfig
 from megarl.data.rows import read_rows
 from megarl.errors import ConfigError, DataError
+from megarl.preflight.model_checks import find_token_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.batch.trajectory import Prompt
+    from megarl.model_files.json_object import JsonMapping
 
 
 def find_batch_problems(config: StageConfig) -> Iterator[str]:
@@ -43,12 +46,12 @@ def _describe_dp(config: StageConfig) -> str:
     return f"slots / (tp * pp * cp) = {config.placement.slots} / {config.trainer.parallel.model_size} = {config.dp}"
 
 
-def find_data_problems(config: StageConfig, token_limit: int | None) -> list[str]:
+def find_data_problems(config: StageConfig, hf_config: JsonMapping | None) -> list[str]:
     """Find problems of the tokenizer and the data files.
 
     Args:
-        token_limit: most tokens in a row, see `find_token_limit`; None: unknown. Without it or without a tokenizer,
-            rows are only parsed.
+        hf_config: content of the model's config.json; None: unknown. Without it or without a tokenizer, rows are only
+            parsed.
     """
     from megarl.data.tokenizer import load_tokenizer  # imports transformers, which the other checks do without
 
@@ -59,19 +62,30 @@ def find_data_problems(config: StageConfig, token_limit: int | None) -> list[str
             tokenizer = load_tokenizer(config.model.path)
         except DataError as e:
             problems.append(f"model.path: {e}")
-    for key, path in (("data.path", config.data.path), ("data.eval_path", config.data.eval_path)):
-        if path is None:
-            continue
-        try:
-            _read_data(config, path, tokenizer, token_limit)
-        except (DataError, ConfigError) as e:
-            # Problems of the whole section start with their own key.
-            problems.append(str(e) if str(e).startswith("data.") else f"{key}: {e}")
+    for source in config.data.resolved_sources:
+        limit: int | None = None
+        if hf_config is not None:
+            try:
+                limit = find_token_limit(config, hf_config, source)
+            except ConfigError as e:
+                problems.append(str(e))
+        for name, path in (("path", source.config.path), ("eval_path", source.config.eval_path)):
+            if path is None:
+                continue
+            try:
+                _read_data(config, source, path, tokenizer, limit)
+            except (DataError, ConfigError) as e:
+                # Problems of the whole section start with their own key.
+                problems.append(str(e) if str(e).startswith("data.") else f"{source.key}.{name}: {e}")
     return problems
 
 
 def _read_data(
-    config: StageConfig, path: str, tokenizer: PreTrainedTokenizerBase | None, token_limit: int | None
+    config: StageConfig,
+    source: Source,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    token_limit: int | None,
 ) -> None:
     from megarl.data.demonstrations import load_demonstrations
     from megarl.data.preference_pairs import load_preferences
@@ -79,22 +93,23 @@ def _read_data(
 
     if tokenizer is not None and token_limit is not None:
         if isinstance(config, RunConfig):
-            prompts = tokenize_prompts(config.data, tokenizer, path=path, max_prompt_tokens=token_limit)
-            _require_answers(config, prompts)
+            prompts = tokenize_prompts(source, tokenizer, path=path, max_prompt_tokens=token_limit)
+            _require_answers(config, source, prompts)
             return
         if isinstance(config, PreferenceConfig):
             safety = isinstance(config, RmConfig) and config.rm.kind == "cost"
             load_preferences(config.data, tokenizer, path=path, max_tokens=token_limit, safety=safety)
             return
-        if path == config.data.path:
+        if path == source.config.path:
             load_demonstrations(config.data, tokenizer, path=path, max_tokens=token_limit)
             return
     for _ in read_rows(path):
         pass
 
 
-def _require_answers(config: RunConfig, prompts: Iterable[Prompt]) -> None:
-    numeric = [name for name, term in config.reward.terms.items() if isinstance(term, NumericRewardConfig)]
+def _require_answers(config: RunConfig, source: Source, prompts: Iterable[Prompt]) -> None:
+    terms = source.config.reward_terms if source.config.reward_terms is not None else config.reward.rules
+    numeric = [name for name in terms if isinstance(config.reward.terms[name], NumericRewardConfig)]
     num_rows, without = 0, list[str]()
     for prompt in prompts:
         num_rows += 1
@@ -102,6 +117,7 @@ def _require_answers(config: RunConfig, prompts: Iterable[Prompt]) -> None:
             without.append(prompt.prompt_id)
     if numeric and without:
         raise DataError(
-            f"reward.terms.{numeric[0]} (numeric) needs field {config.data.fields.answer!r} (data.fields.answer), "
+            f"reward.terms.{numeric[0]} (numeric) needs field {source.config.fields.answer!r} "
+            f"({source.key}.fields.answer), "
             f"{len(without)} of {num_rows} rows have none, first {without[0]}"
         )

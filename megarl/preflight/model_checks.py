@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.data import Source
 from megarl.config.preference import DpoConfig
 from megarl.config.run import RunConfig, StageConfig
 from megarl.data.prompt_budget import resolve_max_prompt_tokens
@@ -130,10 +131,10 @@ def _find_engine_tp_problems(model: ModelArchitecture, tp: int) -> Iterator[str]
             yield f"rollout.tp: {units.description} that do not divide, {units.total} % {tp} = {units.total % tp}"
 
 
-def find_token_limit(config: StageConfig, hf_config: JsonMapping) -> int:
-    """Return the most tokens allowed in a prompt; for stages without engines, in a prompt with its answer."""
+def find_token_limit(config: StageConfig, hf_config: JsonMapping, source: Source) -> int:
+    """Return the most tokens allowed in a prompt of a source; for stages without engines, in a prompt with answer."""
     return (
-        resolve_max_prompt_tokens(config, hf_config)
+        resolve_max_prompt_tokens(config, hf_config, source)
         if isinstance(config, RunConfig)
         else hf_config["max_position_embeddings"]
     )

@@ -15,6 +15,7 @@ from megarl.errors import ConfigError, DataError
 from megarl.megatron.families.model_folder import (
     read_hf_config,
 )
+from megarl.model_files.json_object import JsonMapping
 from megarl.placement.nodes import ClusterNode
 from megarl.preflight.agent_checks import find_agent_problems
 from megarl.preflight.auxiliary_model_checks import find_auxiliary_model_problems
@@ -34,7 +35,6 @@ from megarl.preflight.model_checks import (
     find_family_problems,
     find_model_problems,
     find_reference_problems,
-    find_token_limit,
 )
 from megarl.preflight.reward_checks import find_reward_problems
 from megarl.preflight.schedule_checks import find_schedule_problems
@@ -84,7 +84,7 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
         problems += find_port_problems(config) if nodes is None else ()
     if isinstance(config, DpoConfig) and has_family:
         problems += find_reference_problems(config)
-    token_limit: int | None = None
+    hf_config: JsonMapping | None = None
     try:
         hf_config = read_hf_config(Path(config.model.path))
     except DataError as e:
@@ -97,11 +97,7 @@ def check_run(config: StageConfig, nodes: Sequence[ClusterNode] | None = None) -
                 problems += find_delta_problems(config, device)
             if isinstance(config, RunConfig) and not problems:
                 problems += find_stall_problems(config, device)
-        try:
-            token_limit = find_token_limit(config, hf_config)
-        except ConfigError as e:
-            problems.append(str(e))
-    problems += find_data_problems(config, token_limit)
+    problems += find_data_problems(config, hf_config)
     return list(dict.fromkeys(problems))
 
 
@@ -113,5 +109,5 @@ def _check_with_tiny_model(config: StageConfig, nodes: Sequence[ClusterNode] | N
         try:
             write_missing_model(with_tiny_model)
         except DataError as e:
-            return [f"data.path: {e}"]
+            return [f"{next(iter(config.data.training_files))}: {e}"]
         return [problem.replace(model.path, config.model.path) for problem in check_run(with_tiny_model, nodes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 from megarl.config import StageConfig
@@ -16,7 +17,7 @@ def write_missing_model(config: StageConfig) -> None:
     """Write the model that `model.tiny` describes to `model.path`, unless that exists.
 
     Raises:
-        DataError: `data.path` cannot be read.
+        DataError: a training file cannot be read.
     """
     if not will_write_model(config):
         return
@@ -26,5 +27,6 @@ def write_missing_model(config: StageConfig) -> None:
     assert config.model.tiny is not None
     fields = config.data.fields
     wanted = (fields.prompt, fields.response, fields.answer, fields.chosen, fields.rejected)
-    texts = (str(row.fields[name]) for row in read_rows(config.data.path) for name in wanted if name in row.fields)
+    rows = chain.from_iterable(map(read_rows, config.data.training_files.values()))
+    texts = (str(row.fields[name]) for row in rows for name in wanted if name in row.fields)
     write_tiny_model(config.model.path, texts, seed=config.seed, **config.model.tiny.model_dump())

@@ -61,7 +61,7 @@ class RewardScorer:
         return cls(config, partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
-        """Return the trajectories with their rewards; all of them are completions of `prompt`.
+        """Return the trajectories with their rewards, by the terms of the source of `prompt`, which all continue.
 
         A term that fails on a completion is called once more for it. If it fails again, the trajectory has
         `reward_errors`, unless the term has `on_error: raise`.
@@ -70,15 +70,16 @@ class RewardScorer:
             RewardError: a term with `on_error: raise` failed twice, or a term cannot work at all.
         """
         completions = [Completion(t, self._decode(t.token_ids[t.loss_mask].tolist())) for t in trajectories]
-        outcomes = await asyncio.gather(*(self._score_term(name, completions, prompt) for name in self._terms))
+        names = self._terms if prompt.reward_terms is None else prompt.reward_terms
+        outcomes = await asyncio.gather(*(self._score_term(name, completions, prompt) for name in names))
         return ScoredGroup(
             trajectories=[
                 self._with_rewards(
-                    trajectory, {name: values[i] for name, (values, _) in zip(self._terms, outcomes, strict=True)}
+                    trajectory, {name: values[i] for name, (values, _) in zip(names, outcomes, strict=True)}
                 )
                 for i, trajectory in enumerate(trajectories)
             ],
-            terms={name: report for name, (_, report) in zip(self._terms, outcomes, strict=True)},
+            terms={name: report for name, (_, report) in zip(names, outcomes, strict=True)},
         )
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
@@ -41,6 +41,12 @@ class Sampling:
     top_k: int = -1
     seed: int | None = None
     """Seed of this completion, honored by a deterministic engine. None: a random seed for each request."""
+
+    def within(self, max_new_tokens: int | None) -> Sampling:
+        """Return the same parameters with at most this many tokens; None: no further limit."""
+        if max_new_tokens is None or max_new_tokens >= self.max_new_tokens:
+            return self
+        return replace(self, max_new_tokens=max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

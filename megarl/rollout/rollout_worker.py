@@ -134,6 +134,8 @@ class GroupSummary:
     """Time from the last token to the last reward."""
     terms: Mapping[str, TermReport] = field(default_factory=dict)
     """How each reward term that the worker computes was computed, by name."""
+    source: str = ""
+    """Name of the prompt's source; empty in a run with one data file."""
     replayed: bool = False
     """Whether the group was read from the journal and not generated."""
     has_baseline: bool = False
@@ -232,6 +234,7 @@ class RolloutWorker:
             scoring_seconds=time.perf_counter() - generated,
             terms=terms,
             has_baseline=job.has_baseline,
+            source=job.prompt.source,
         )
         return summary, [trajectory for segments in episodes for trajectory in segments]
 

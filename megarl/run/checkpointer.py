@@ -86,16 +86,16 @@ class Checkpointer:
         self._commit_result: Future[None] | None = None
         """Result of the commit in progress; only on the first process."""
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._data_hash: Future[FileRecord] | None = None
-        """Hash of the training data; only on the first process."""
-        self._run_on_rank0(self._start_data_hash)
+        self._data_hashes: Future[dict[str, FileRecord]] | None = None
+        """Hashes of the files of training rows by YAML key; only on the first process."""
+        self._run_on_rank0(self._start_data_hashes)
         self._last_num_bytes = 0
         """Size of the last checkpoint, which estimates the size of the next one."""
         self.last_step = 0
         """Step of the last checkpoint that was started; 0: none, or it failed."""
 
-    def _start_data_hash(self) -> None:
-        self._data_hash = self._thread.submit(hash_file, Path(self._config.data.path))
+    def _start_data_hashes(self) -> None:
+        self._data_hashes = self._thread.submit(_hash_files, self._config.data.training_files)
 
     def is_due(self, step: int) -> bool:
         """Whether `checkpoint.every` requires a checkpoint after this step; the last step is always saved as well."""
@@ -220,11 +220,8 @@ class Checkpointer:
             (checkpoint.draft.folder / "config.yaml").write_text(dump_config(self._config))
         except OSError as error:
             raise DataError(f"{checkpoint.draft.folder} cannot be written: {error.strerror}") from error
-        assert self._data_hash is not None
-        try:
-            contents = replace(self._contents, data=self._data_hash.result())
-        except OSError as error:
-            raise DataError(f"data.path {self._config.data.path} cannot be read: {error.strerror}") from error
+        assert self._data_hashes is not None
+        contents = replace(self._contents, data=self._data_hashes.result())
         folder = checkpoint.draft.commit(contents, files)
         self._on_saved(checkpoint.step)
         seconds = time.perf_counter() - checkpoint.started_at
@@ -276,6 +273,17 @@ def _finish_all(models: Mapping[str, TrainerGroup]) -> tuple[dict[str, SavedShar
         except DataError as error:
             failure = failure or error
     return shards, failure
+
+
+def _hash_files(files: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Return YAML key -> size and checksum of each file, given by key and path."""
+    records: dict[str, FileRecord] = {}
+    for key, path in files.items():
+        try:
+            records[key] = hash_file(Path(path))
+        except OSError as error:
+            raise DataError(f"{key} {path} cannot be read: {error.strerror}") from error
+    return records
 
 
 def load_models(folder: Path, models: Mapping[str, TrainerGroup], notify: Callable[[str], None]) -> None:

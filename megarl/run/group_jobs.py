@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
-from megarl.data.sampler import PromptOrder
+from megarl.data.sampler import RowOrder
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.schedule.events import OpenGroup
@@ -20,7 +20,7 @@ class GroupJobs:
 
     config: RunConfig
     prompts: Sequence[Prompt]
-    order: PromptOrder
+    order: RowOrder
     first: int
     """Ordinal, in the order of the prompts, of the schedule's first group; others came before in a warm-up."""
     sampling: Sampling
@@ -33,11 +33,12 @@ class GroupJobs:
         algorithm = self.config.algorithm
         step, index = place(group.ordinal, algorithm.prompts_per_step)
         again = f"-again{group.attempt}" if group.attempt else ""
+        prompt = self.prompts[self.order.row_at(self.first + group.ordinal)]
         return GroupJob(
-            prompt=self.prompts[self.order.row_at(self.first + group.ordinal)],
+            prompt=prompt,
             group_id=index,
             num_samples=algorithm.group_size,
-            sampling=self.sampling,
+            sampling=self.sampling.within(prompt.max_new_tokens),
             request_id=f"step-{step}{again}-{index}",
             seed=(self.config.seed, step),
             has_baseline=algorithm.needs_greedy_baseline,

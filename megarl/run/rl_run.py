@@ -20,6 +20,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.config.algorithms.model_sections import CriticConfig
+from megarl.data.run_prompts import RunPrompts
 from megarl.errors import LimitError, OutdatedEngineError
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.rollout_group import RolloutGroup
@@ -65,8 +66,7 @@ class RLRun(SamplingRun):
         models: AuxiliaryModels,
         rollout: RolloutGroup,
         weights: WeightSync,
-        prompts: Sequence[Prompt],
-        held_out: Sequence[Prompt],
+        prompts: RunPrompts,
         dtype: str = "float32",
         engines: ReleasingEngines | None = None,
         checkpoints: Checkpointer | None = None,
@@ -79,7 +79,7 @@ class RLRun(SamplingRun):
         models: auxiliary models: reference, critics, reward models, teacher.
         rollout: the rollout engines and the workers that hold trajectories.
         weights: syncs the policy's weights to the engines.
-        held_out: prompts to evaluate on; may be empty.
+        prompts: those that are trained and evaluated on.
         dtype: of the policy, float32 or bfloat16; determines limits that are `auto`.
         engines: release their memory while the trainer needs it; None: they keep it.
         checkpoints: saves the run; None: no checkpoints.
@@ -97,7 +97,6 @@ class RLRun(SamplingRun):
             rollout=rollout,
             weights=weights,
             prompts=prompts,
-            held_out=held_out,
             engines=engines,
             checkpoints=checkpoints,
             resumed=resumed,

@@ -23,7 +23,7 @@ from megarl.functional import Denominators
 from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
-from megarl.rollout.rollout_worker import TrajectorySummary
+from megarl.rollout.rollout_worker import GroupSummary, TrajectorySummary
 from megarl.workers.payload import Payload, StoredPayload
 
 ENDINGS = ("stop", *TRUNCATED_REASONS)
@@ -348,6 +348,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     for name in dict.fromkeys(name for summary in summaries for name in summary.rewards):
         values = [t.rewards[name] for t in summaries if name in t.rewards]  # a function may leave sub-metrics out
         metrics[f"reward/{name}"] = sum(values) / len(values)
+    metrics |= _source_metrics(batch)
     if (advantages := batch.scalars.get("advantages")) is not None:
         metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
     return metrics | _episode_metrics(summaries)
@@ -364,3 +365,22 @@ def _episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]
         "rollout/forked_segments": float(sum(summary.num_segments - 1 for summary in summaries)),
         **{f"rollout/ended_{reason}": float(endings[reason]) for reason in dict.fromkeys((*ENDINGS, *endings))},
     }
+
+
+def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the metrics of each source of a mixture; none in a run with one data file."""
+    by_source: dict[str, list[GroupSummary]] = {}
+    for group in batch.groups:
+        by_source.setdefault(group.summary.source, []).append(group.summary)
+    metrics: dict[str, float] = {}
+    for source, groups in by_source.items():
+        if not source:
+            continue
+        own = [group.trajectories[i] for group in groups for i in group.kept]
+        metrics |= {
+            f"source/{source}/groups": float(len(groups)),
+            f"source/{source}/reward": sum(t.reward for t in own) / len(own),
+            f"source/{source}/length": sum(t.response_length for t in own) / len(own),
+            f"source/{source}/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in own) / len(own),
+        }
+    return metrics

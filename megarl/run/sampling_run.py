@@ -15,6 +15,7 @@ from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
+from megarl.data.run_prompts import RunPrompts
 from megarl.errors import ConfigError, RewardError
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, Estimator
@@ -25,7 +26,7 @@ from megarl.groups.weight_sync import WeightSync
 from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal_folder import journal_folder, remove_steps_from
 from megarl.run.checkpointer import Checkpointer
-from megarl.run.evaluation import greedy_score
+from megarl.run.evaluation import evaluate
 from megarl.run.events import EventLog
 from megarl.run.group_jobs import GroupJobs
 from megarl.run.kl_penalty import KL_METRIC, make_adaptive_kl
@@ -62,8 +63,7 @@ class SamplingRun(StageRun):
         models: AuxiliaryModels,
         rollout: RolloutGroup,
         weights: WeightSync,
-        prompts: Sequence[Prompt],
-        held_out: Sequence[Prompt],
+        prompts: RunPrompts,
         engines: ReleasingEngines | None,
         checkpoints: Checkpointer | None,
         resumed: RunState | None,
@@ -74,13 +74,13 @@ class SamplingRun(StageRun):
             config,
             events,
             timer,
-            num_rows=len(prompts),
+            order=prompts.order,
             checkpoints=checkpoints,
             resumed=resumed,
             monitor=monitor,
         )
         self.config, self.trainer, self.models, self.rollout = config, trainer, models, rollout
-        self._prompts, self._held_out = prompts, held_out
+        self._prompts, self._held_out = prompts.training, prompts.held_out
         memory = StepMemory(trainer, engines, self.phase, None if config.schedule.type == "sync" else rollout)
         self._sync = PolicySync(weights, memory, self.phase, self.totals, dedicated=models.dedicated, monitor=monitor)
         s = config.rollout.sampling
@@ -397,24 +397,24 @@ class SamplingRun(StageRun):
         self.add_metrics(self._sync.begin_sampling())
 
     def _evaluate(self) -> None:
-        """Generate greedily for the held-out prompts; log the mean of `reward.eval_term` as `eval/<term>`."""
+        """Generate for the held-out prompts; log the mean of `reward.eval_term` as `eval/<term>`."""
         if not self._held_out:
             return
         with self.phase("evaluate"):
-            evaluation = greedy_score(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
+            evaluation = evaluate(self.config, self.rollout, self._held_out, label=f"evaluate-{self.step}")
         self._report_startup()
         term, num = self.config.reward.eval_name, len(self._held_out)
         dropped = {"eval/dropped": float(evaluation.num_dropped)} if evaluation.num_dropped else {}
         if dropped:
             self.notify(
-                f"step {self.step}: eval {term} failed on {evaluation.num_dropped} of {num} held-out prompts, which do "
-                "not count"
+                f"step {self.step}: eval {term} failed on {evaluation.num_dropped} of {num * self.config.eval.samples} "
+                "held-out completions, which do not count"
             )
         if evaluation.score is None:
             self.log(dropped)
             return
         self.totals.evaluations[self.step] = evaluation.score
-        self.log({f"eval/{term}": evaluation.score, **dropped})
+        self.log({**evaluation.metrics, **dropped})
         self.notify(f"step {self.step}: eval {term} {evaluation.score:.3f} on {num} held-out prompts")
 
     def _report_startup(self) -> None:

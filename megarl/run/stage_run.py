@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import StageConfig
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import PromptSampler, RowOrder
 from megarl.errors import EarlyStop
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import ProfileSpec, TrainRequest
@@ -35,14 +35,14 @@ class StageRun:
         events: EventLog,
         timer: PhaseTimer,
         *,
-        num_rows: int,
+        order: RowOrder,
         checkpoints: Checkpointer | None = None,
         resumed: RunState | None = None,
         monitor: RunMonitor | None = None,
     ) -> None:
         """Args:
         timer: phase timer of this stage, already running since its startup.
-        num_rows: number of rows in the training data.
+        order: order of the training rows.
         checkpoints: saves the run; None: no checkpoints.
         resumed: state to resume from; None: start from step 0.
         monitor: heartbeat, phase timeouts and straggler detection; None: not monitored.
@@ -52,7 +52,7 @@ class StageRun:
         self._should_stop = False
         self._checkpoints, self._resumed = checkpoints, resumed or RunState()
         self.step = self._resumed.step
-        self._sampler = PromptSampler(num_rows, config.seed, config.data.shuffle)
+        self._sampler = PromptSampler(order)
         if SAMPLER_NAME in self._resumed.samplers:
             self._sampler.restore(self._resumed.samplers[SAMPLER_NAME])
         self.totals = self._resumed.totals.snapshot(timer)

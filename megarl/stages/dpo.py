@@ -11,7 +11,7 @@ from typing_extensions import override
 from megarl.batch.pack import PerToken
 from megarl.batch.trajectory import Trajectory
 from megarl.config import DpoConfig
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import PromptOrder, PromptSampler
 from megarl.groups.trainer_group import FrozenGroup, TrainerGroup
 from megarl.megatron.losses.preference import DpoLoss
 from megarl.megatron.requests import TrainRequest
@@ -100,7 +100,7 @@ def select_rows(config: DpoConfig, num_rows: int) -> list[int]:
     needed = config.trainer.steps * config.trainer.batch_size
     if needed >= num_rows:
         return list(range(num_rows))
-    return sorted(PromptSampler(num_rows, config.seed, config.data.shuffle).take(needed))
+    return sorted(PromptSampler(PromptOrder(num_rows, config.seed, config.data.shuffle)).take(needed))
 
 
 def sum_answer_logprobs(answer: Trajectory, logprobs: PerToken) -> float:

@@ -51,7 +51,7 @@ class PairwiseRun(SupervisedRun):
         def load(path: str) -> list[PreferencePair]:
             return load_preferences(config.data, tokenizer, max_tokens=context, path=path, safety=safety)
 
-        self.pairs = load(config.data.path)
+        self.pairs = load(config.data.file)
         eval_path = config.data.eval_path
         self.held_out = load(eval_path)[: config.data.eval_size] if eval_path is not None else []
         self._run_dir = Path(config.run_dir)

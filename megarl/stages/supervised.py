@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import SupervisedStageConfig
+from megarl.data.sampler import PromptOrder
 from megarl.groups.trainer_group import TrainerGroup
 from megarl.megatron.requests import TrainRequest, TrainStats
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
@@ -37,11 +38,13 @@ class SupervisedRun(StageRun, ABC):
         resume: Path | None = None,
     ) -> None:
         """Args:
+        num_rows: number of rows in the training data.
         checkpoints: saves checkpoints; None: the run is not saved.
         resume: folder of the checkpoint to resume from; `train` loads its model.
         """
         resumed = None if resume is None else RunState.read(resume)
-        super().__init__(config, events, PhaseTimer(), num_rows=num_rows, checkpoints=checkpoints, resumed=resumed)
+        order = PromptOrder(num_rows, config.seed, config.data.shuffle)
+        super().__init__(config, events, PhaseTimer(), order=order, checkpoints=checkpoints, resumed=resumed)
         self.trainer, self._resume = trainer, resume
         self._batch_size = config.trainer.batch_size
         self.totals.logprob_abs_max = None

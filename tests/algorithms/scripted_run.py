@@ -20,6 +20,8 @@ from megarl.batch.sample_table import SampleKey, SampleRef
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
+from megarl.data.run_prompts import RunPrompts
+from megarl.data.sampler import PromptOrder
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, estimate
 from megarl.groups.group_stream import FinishedGroup
@@ -390,8 +392,7 @@ def train_with_fakes(
         PhaseTimer(),
         startup,
         models=models,
-        prompts=prompts,
-        held_out=[],
+        prompts=RunPrompts(training=prompts, order=PromptOrder(len(prompts), config.seed, config.data.shuffle)),
         resumed=resumed,
         **stand_ins,
     )

@@ -278,7 +278,7 @@ def test_other_rows_are_refused_but_a_data_file_may_move(tmp_path: Path) -> None
     draft = CheckpointStore(config.run_dir).begin(2)
     (draft.folder / "config.yaml").write_text(dump_config(config))
     RunState(step=2).write(draft.folder)
-    draft.commit(replace(CheckpointMetadata.from_config(config), data=hash_file(rows)), {})
+    draft.commit(replace(CheckpointMetadata.from_config(config), data={"data.path": hash_file(rows)}), {})
     moved = rows.rename(tmp_path / "moved.jsonl")
     config = make_config(tmp_path, data={"path": str(moved)})
     assert find(config, "auto")[0].checkpoint is not None

@@ -18,7 +18,7 @@ from megarl.errors import DataError
 def test_the_loss_mask_covers_response_and_eos(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     config = DataConfig(path=str(arithmetic / "sft.jsonl"))
     got = load_demonstrations(config, tokenizer, max_tokens=64)
-    prompts = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=64)
+    prompts = load_prompts(config.resolved_sources[0], tokenizer, path=config.file, max_prompt_tokens=64)
     assert len(got) == len(prompts) == 6000
     for i, (trajectory, prompt) in enumerate(zip(got, prompts, strict=True)):
         n = len(prompt.token_ids)

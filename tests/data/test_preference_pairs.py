@@ -22,7 +22,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "11"}
 def test_the_loss_masks_cover_answers_and_eos(jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase) -> None:
     config = DataConfig(path=str(jsonl(PAIR, {"prompt": "2+2=", "chosen": "4", "rejected": "22", "margin": 1.5})))
     got = load_preferences(config, tokenizer, max_tokens=64)
-    prompts = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=64)
+    prompts = load_prompts(config.resolved_sources[0], tokenizer, path=config.file, max_prompt_tokens=64)
     assert [pair.margin for pair in got] == [0.0, 1.5]
     for i, (pair, prompt) in enumerate(zip(got, prompts, strict=True)):
         assert pair.safe is None

@@ -19,7 +19,7 @@ from tests.gsm8k import GSM8K_FOLDERS
 
 def test_prompts_of_the_demo(arithmetic: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = str(arithmetic / "train.jsonl")
-    got = load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=64)
+    got = load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     assert len(got) == 6000
     for i in (0, 1023, 1024, 5999):
@@ -36,7 +36,7 @@ def test_prompt_template_replaces_only_its_placeholder(
 ) -> None:
     path = str(jsonl({"q": "How {many}?"}))
     config = DataConfig(path=path, fields={"prompt": "q"}, prompt_template=r"{prompt} Answer in \boxed{}.")
-    (prompt,) = load_prompts(config, tokenizer, path=path, max_prompt_tokens=64)
+    (prompt,) = load_prompts(config.resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
     assert prompt.text == r"How {many}? Answer in \boxed{}."
     assert prompt.answer is None
 
@@ -47,7 +47,9 @@ def test_chat_template_is_applied_by_default(
     path = str(
         jsonl({"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "T"}]})
     )
-    first, second = load_prompts(DataConfig(path=path), chat_tokenizer, path=path, max_prompt_tokens=64)
+    first, second = load_prompts(
+        DataConfig(path=path).resolved_sources[0], chat_tokenizer, path=path, max_prompt_tokens=64
+    )
     assert first.text == "<user>Hi<eos><assistant>"
     assert second.text == "<system>S<eos><user>T<eos><assistant>"
     assert first.token_ids.count(chat_tokenizer.eos_token_id) == 1
@@ -58,11 +60,17 @@ def test_system_prompt_and_chat_template_never(
 ) -> None:
     path = str(jsonl({"prompt": "Hi"}))
     (prompt,) = load_prompts(
-        DataConfig(path=path, system_prompt="Be brief."), chat_tokenizer, path=path, max_prompt_tokens=64
+        DataConfig(path=path, system_prompt="Be brief.").resolved_sources[0],
+        chat_tokenizer,
+        path=path,
+        max_prompt_tokens=64,
     )
     assert prompt.text == "<system>Be brief.<eos><user>Hi<eos><assistant>"
     (prompt,) = load_prompts(
-        DataConfig(path=path, chat_template="never"), chat_tokenizer, path=path, max_prompt_tokens=64
+        DataConfig(path=path, chat_template="never").resolved_sources[0],
+        chat_tokenizer,
+        path=path,
+        max_prompt_tokens=64,
     )
     assert prompt.text == "Hi"
 
@@ -77,9 +85,12 @@ def test_bos_is_added_to_plain_prompts_only(
     )
     bos, path = chat_tokenizer.pad_token_id, str(jsonl({"prompt": "Hi"}))
     (plain,) = load_prompts(
-        DataConfig(path=path, chat_template="never"), chat_tokenizer, path=path, max_prompt_tokens=64
+        DataConfig(path=path, chat_template="never").resolved_sources[0],
+        chat_tokenizer,
+        path=path,
+        max_prompt_tokens=64,
     )
-    (chat,) = load_prompts(DataConfig(path=path), chat_tokenizer, path=path, max_prompt_tokens=64)
+    (chat,) = load_prompts(DataConfig(path=path).resolved_sources[0], chat_tokenizer, path=path, max_prompt_tokens=64)
     assert plain.token_ids[0] == bos
     assert bos not in chat.token_ids
 
@@ -91,7 +102,7 @@ def test_reference_answers(
     jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase, value: object, answer: str | None
 ) -> None:
     path = str(jsonl({"prompt": "a", "answer": value}))
-    (prompt,) = load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=64)
+    (prompt,) = load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
     assert prompt.answer == answer
     assert prompt.row["answer"] == value
 
@@ -103,8 +114,8 @@ def test_overlong_prompt_is_an_error_that_shows_the_numbers(
     with pytest.raises(
         DataError, match=r"rows.jsonl:2: the prompt has 6 tokens, 1 more than data.max_prompt_tokens = 5; .*drop"
     ):
-        load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=5)
-    assert len(load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=6)) == 2
+        load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=5)
+    assert len(load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=6)) == 2
 
 
 def test_dropped_prompts_are_counted_in_the_log(
@@ -113,11 +124,13 @@ def test_dropped_prompts_are_counted_in_the_log(
     path = str(jsonl({"prompt": "1"}, {"prompt": "123456"}, {"prompt": "12"}))
     config = DataConfig(path=path, overlong_prompts="drop")
     with caplog.at_level(logging.WARNING, logger=prompts.__name__):
-        got = load_prompts(config, tokenizer, path=path, max_prompt_tokens=5)
+        got = load_prompts(config.resolved_sources[0], tokenizer, path=path, max_prompt_tokens=5)
     assert [p.prompt_id for p in got] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert "rows.jsonl: dropped 1 of 3 rows" in caplog.text
     with pytest.raises(DataError, match=r"rows.jsonl: no row is left: all 3 prompts"):
-        load_prompts(config, tokenizer, path=str(jsonl(*[{"prompt": "123456"}] * 3)), max_prompt_tokens=5)
+        load_prompts(
+            config.resolved_sources[0], tokenizer, path=str(jsonl(*[{"prompt": "123456"}] * 3)), max_prompt_tokens=5
+        )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +149,7 @@ def test_bad_rows_are_reported(
 ) -> None:
     path = str(jsonl(row))
     with pytest.raises(DataError, match=message):
-        load_prompts(DataConfig(path=path), tokenizer, path=path, max_prompt_tokens=64)
+        load_prompts(DataConfig(path=path).resolved_sources[0], tokenizer, path=path, max_prompt_tokens=64)
 
 
 def test_bad_configurations_are_reported(
@@ -145,7 +158,7 @@ def test_bad_configurations_are_reported(
     path = str(jsonl({"prompt": [{"role": "system", "content": "a"}]}))
 
     def load(tok: PreTrainedTokenizerBase, **config: object) -> object:
-        return load_prompts(DataConfig(path=path, **config), tok, path=path, max_prompt_tokens=64)
+        return load_prompts(DataConfig(path=path, **config).resolved_sources[0], tok, path=path, max_prompt_tokens=64)
 
     with pytest.raises(ConfigError, match=r"data.prompt_template needs \{prompt\}"):
         load(tokenizer, prompt_template="none")
@@ -167,7 +180,7 @@ def test_gsm8k_as_published(source: tuple[Path, int], tokenizer: PreTrainedToken
     folder, num_rows = source
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     config = DataConfig(path=str(folder / "train.jsonl"), fields={"prompt": "question", "answer": "answer"})
-    got = load_prompts(config, tokenizer, path=config.path, max_prompt_tokens=2000)
+    got = load_prompts(config.resolved_sources[0], tokenizer, path=config.path, max_prompt_tokens=2000)
     assert len(got) == num_rows
     assert [(p.text, p.answer) for p in got] == [(row["question"], row["answer"]) for row in rows]
     assert all(p.answer is not None and "#### " in p.answer for p in got)

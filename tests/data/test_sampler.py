@@ -17,20 +17,20 @@ from megarl.errors import DataError
 
 @given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**40), sizes=st.lists(st.integers(0, 50), max_size=8))
 def test_every_epoch_has_every_row_once_whatever_the_batch_sizes(num_rows: int, seed: int, sizes: list[int]) -> None:
-    sampler = PromptSampler(num_rows, seed, shuffle=True)
+    sampler = PromptSampler(PromptOrder(num_rows, seed, shuffle=True))
     stream = [i for n in sizes for i in sampler.take(n)]
     assert len(stream) == sum(sizes)
     for start in range(0, len(stream) - num_rows + 1, num_rows):
         assert sorted(stream[start : start + num_rows]) == list(range(num_rows))
-    assert stream == PromptSampler(num_rows, seed, shuffle=True).take(len(stream))
+    assert stream == PromptSampler(PromptOrder(num_rows, seed, shuffle=True)).take(len(stream))
 
 
 @given(num_rows=st.integers(1, 40), before=st.integers(0, 100), after=st.integers(0, 100), shuffle=st.booleans())
 def test_a_restored_sampler_resumes_exactly(num_rows: int, before: int, after: int, shuffle: bool) -> None:
-    one = PromptSampler(num_rows, 3, shuffle)
+    one = PromptSampler(PromptOrder(num_rows, 3, shuffle))
     one.take(before)
     saved = json.dumps(dataclasses.asdict(one.state()))
-    other = PromptSampler(num_rows, 99, shuffle)
+    other = PromptSampler(PromptOrder(num_rows, 99, shuffle))
     other.take(5)
     other.restore(SamplerState(**json.loads(saved)))
     assert other.take(after) == one.take(after)
@@ -47,17 +47,17 @@ def test_the_row_of_an_ordinal_is_that_of_the_sequence(
     num_rows: int, seed: int, shuffle: bool, ordinals: list[int]
 ) -> None:
     """In any order of access, epochs back and forth."""
-    sequence = PromptSampler(num_rows, seed, shuffle).take(401)
+    sequence = PromptSampler(PromptOrder(num_rows, seed, shuffle)).take(401)
     order = PromptOrder(num_rows, seed, shuffle)
     assert [order.row_at(ordinal) for ordinal in ordinals] == [sequence[ordinal] for ordinal in ordinals]
 
 
 def test_state_counts_prompts() -> None:
-    sampler = PromptSampler(10, 0, shuffle=True)
+    sampler = PromptSampler(PromptOrder(10, 0, shuffle=True))
     sampler.take(23)
     assert sampler.state() == SamplerState(epoch=2, position=3, seed=0)
     assert sampler.ordinal == 23
-    assert PromptSampler(10, 0, shuffle=True).order.row_at(23) == sampler.take(1)[0]
+    assert PromptSampler(PromptOrder(10, 0, shuffle=True)).order.row_at(23) == sampler.take(1)[0]
 
 
 FROZEN = [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
@@ -65,24 +65,24 @@ FROZEN = [6, 3, 5, 0, 7, 2, 1, 4, 3, 1, 0, 4, 5, 6, 7, 2]
 
 def test_the_order_never_changes() -> None:
     # Resumed runs rely on this order: the list must never change.
-    assert PromptSampler(8, 0, shuffle=True).take(16) == FROZEN
+    assert PromptSampler(PromptOrder(8, 0, shuffle=True)).take(16) == FROZEN
 
 
 def test_the_order_depends_on_seed_and_epoch_but_not_on_global_state() -> None:
     random.seed(1)
     np.random.seed(1)
     before = np.random.get_state()[1].copy()
-    a = PromptSampler(100, 0, shuffle=True).take(200)
+    a = PromptSampler(PromptOrder(100, 0, shuffle=True)).take(200)
     assert (np.random.get_state()[1] == before).all()
     np.random.seed(2)
-    assert PromptSampler(100, 0, shuffle=True).take(200) == a
+    assert PromptSampler(PromptOrder(100, 0, shuffle=True)).take(200) == a
     assert a[:100] != a[100:]
-    assert PromptSampler(100, 1, shuffle=True).take(200) != a
-    assert PromptSampler(3, 1, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+    assert PromptSampler(PromptOrder(100, 1, shuffle=True)).take(200) != a
+    assert PromptSampler(PromptOrder(3, 1, shuffle=False)).take(7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_the_state_of_other_data_is_refused() -> None:
     with pytest.raises(DataError, match=r"is at prompt 11 of epoch 0, but the data has 10 rows"):
-        PromptSampler(10, 0, shuffle=True).restore(SamplerState(epoch=0, position=11, seed=0))
+        PromptSampler(PromptOrder(10, 0, shuffle=True)).restore(SamplerState(epoch=0, position=11, seed=0))
     with pytest.raises(DataError, match=r"at least one row, got 0"):
-        PromptSampler(0, 0, shuffle=True)
+        PromptSampler(PromptOrder(0, 0, shuffle=True))

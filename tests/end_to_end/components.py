@@ -122,6 +122,8 @@ def build(config: RunConfig) -> Components:
     starting.result(120)
     engines.wait_started()
     rollout.start()
-    prompts = load_prompts(config.data, load_tokenizer(config.model.path), path=config.data.path, max_prompt_tokens=100)
+    prompts = load_prompts(
+        config.data.resolved_sources[0], load_tokenizer(config.model.path), path=config.data.file, max_prompt_tokens=100
+    )
     weights = WeightSync(config, trainer, engines, pool)
     return Components(config, trainer, engines, rollout, weights, prompts, pool, processes)

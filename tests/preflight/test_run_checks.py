@@ -292,9 +292,10 @@ def test_context_too_short(tree: dict[str, Any]) -> None:
 
 def test_prompt_budget(tree: dict[str, Any]) -> None:
     config = RunConfig.model_validate(tree)
-    assert resolve_max_prompt_tokens(config, {"max_position_embeddings": 128}) == 96
+    assert resolve_max_prompt_tokens(config, {"max_position_embeddings": 128}, config.data.resolved_sources[0]) == 96
     tree["data"]["max_prompt_tokens"] = 10
-    assert resolve_max_prompt_tokens(RunConfig.model_validate(tree), {"max_position_embeddings": 128}) == 10
+    config = RunConfig.model_validate(tree)
+    assert resolve_max_prompt_tokens(config, {"max_position_embeddings": 128}, config.data.resolved_sources[0]) == 10
 
 
 @pytest.mark.parametrize("key", ["path", "eval_path"])

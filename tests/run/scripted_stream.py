@@ -32,6 +32,8 @@ class ScriptedStream:
     """Version that the engines sample with."""
     reward: Callable[[GroupJob, int], float] = lambda job, sample: float(sample)
     """Of a sample of a job."""
+    seconds: Callable[[GroupJob], float] | None = None
+    """Relative duration of a job; None: all are alike."""
     journal: Journal = field(init=False)
     in_flight: dict[str, tuple[GroupJob, int]] = field(default_factory=dict)
     """By request id, the job and the version at its start."""
@@ -61,8 +63,15 @@ class ScriptedStream:
         finished, self.replayed = self.replayed, []
         for _ in range(self.random.randint(0 if finished else 1, max(1, len(self.in_flight) // 3))):
             if self.in_flight:
-                finished.append(self.finish(self.random.choice(sorted(self.in_flight))))
+                finished.append(self.finish(self.choose(sorted(self.in_flight))))
         return finished
+
+    def choose(self, request_ids: list[str]) -> str:
+        """Return the job that finishes next."""
+        if self.seconds is None:
+            return self.random.choice(request_ids)
+        rates = [1 / self.seconds(self.in_flight[request_id][0]) for request_id in request_ids]
+        return self.random.choices(request_ids, rates)[0]
 
     def finish(self, request_id: str) -> tuple[GroupJob, FinishedGroup]:
         job, first = self.in_flight.pop(request_id)

@@ -128,7 +128,7 @@ def test_a_checkpoint_is_committed_once_all_ranks_have_written(tmp_path: Path) -
     folder = CheckpointStore(run.config.run_dir).entries()[-1].folder
     assert RunState.read(folder).step == 4
     assert CheckpointStore(run.config.run_dir).verify(folder) == []
-    assert read_manifest(folder).data == hash_file(tmp_path / "data.jsonl")
+    assert read_manifest(folder).data == {"data.path": hash_file(tmp_path / "data.jsonl")}
     files = {"config.yaml", "critic/0.distcp", "hf/model.safetensors", "policy/0.distcp", "state.json"}
     assert set(read_manifest(folder).files) == files
     assert [order.asynchronous for order in run.models["policy"].orders] == [True, True]

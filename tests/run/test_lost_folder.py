@@ -10,6 +10,7 @@ import pytest
 from megarl.checkpoint.run_lock import RunLock
 from megarl.config import SftConfig
 from megarl.config.load import make_config
+from megarl.data.sampler import PromptOrder
 from megarl.errors import LostLockError
 from megarl.run.events import EventLog
 from megarl.run.run_state import RunState
@@ -21,7 +22,7 @@ from tests.checkpoint.run_folder import take_over
 def make_run(run_dir: Path, resumed: RunState | None = None) -> StageRun:
     tree: dict[str, Any] = {"run_dir": str(run_dir), "model": {"path": "m"}, "data": {"path": "d"}}
     config = make_config(SftConfig, tree)
-    return StageRun(config, EventLog(), PhaseTimer(), num_rows=8, resumed=resumed)
+    return StageRun(config, EventLog(), PhaseTimer(), order=PromptOrder(8, 0, shuffle=False), resumed=resumed)
 
 
 def test_a_run_that_lost_its_folder_logs_no_metrics(tmp_path: Path) -> None:

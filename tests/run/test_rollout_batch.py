@@ -243,3 +243,22 @@ def test_sub_metrics_are_means_over_the_completions_that_have_them() -> None:
     group = [completion([0, 1], rewards={"a": 1.0, "a/len": n} if n else {"a": 1.0}) for n in (0.0, 2.0, 4.0)]
     metrics = batch_metrics(RolloutBatch(groups=[finished_group(group)]))
     assert (metrics["reward/a"], metrics["reward/a/len"]) == (1.0, 3.0)
+
+
+def test_metrics_of_each_source() -> None:
+    groups = [
+        replace(group, summary=replace(group.summary, source=source))
+        for group, source in zip(groups_with_rewards([1.0, 0.0], [0.0, 0.0], [0.5, 1.0]), ("a", "b", "a"), strict=True)
+    ]
+    metrics = batch_metrics(RolloutBatch.from_sampled(groups))
+    found = {name: value for name, value in metrics.items() if name.startswith("source/")}
+    assert found == {
+        "source/a/groups": 2.0,
+        "source/a/reward": 0.625,
+        "source/a/length": 2.0,
+        "source/a/truncated": 0.0,
+        "source/b/groups": 1.0,
+        "source/b/reward": 0.0,
+        "source/b/length": 2.0,
+        "source/b/truncated": 0.0,
+    }

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from megarl.batch.trajectory import Prompt
+from megarl.data.mixture import MixtureOrder
 from megarl.errors import OutdatedEngineError
 from megarl.groups.group_stream import FinishedGroup
 from megarl.rollout.engine import Sampling
@@ -247,3 +248,33 @@ def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monke
         trainer.take()
         trainer.push()
     assert prompts(trainer) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mixture_keeps_its_ratios_at_any_time_and_after_kills(tmp_path: Path, seed: int) -> None:
+    """Durations of the sources 1 : 5 : 25. At most (L + 1) * B groups are admitted and not trained."""
+    lookahead, ratios, seconds = 3, [0.5, 0.3, 0.2], [1.0, 5.0, 25.0]
+    order = MixtureOrder([40, 40, 40], ratios, seed=0, shuffle=True)
+
+    class MixedTrainer(Trainer):
+        def start(self) -> None:
+            super().start()
+            self.stream.seconds = lambda job: seconds[order.source_at(int(job.prompt.prompt_id[1:]))]
+
+    trainer, random = MixedTrainer(tmp_path, seed, lookahead=lookahead, max_staleness=4), Random(seed)
+    checkpoint, num_kills = (trainer.groups.state(), trainer.label), 0
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        trained = [order.source_at(int(name[1:])) for name in prompts(trainer)]
+        for source, ratio in enumerate(ratios):
+            assert abs(trained.count(source) - ratio * len(trained)) <= (lookahead + 1) * B
+        if num_kills < 5 and random.random() < 0.5:
+            num_kills += 1
+            trainer.kill(checkpoint)
+            continue
+        trainer.push()
+        if random.random() < 0.4:
+            checkpoint = trainer.groups.state(), trainer.label
+            remove_events(log_folder(journal_folder(tmp_path)), up_to=checkpoint[0].num_events)
+    assert num_kills == 5
+    assert sorted(prompts(trainer)) == sorted(f"p{ordinal}" for ordinal in range(B * STEPS))

@@ -16,7 +16,7 @@ from megarl.config import DpoConfig, RmConfig, StageConfig
 from megarl.config.load import make_config
 from megarl.config.paths import with_absolute_paths
 from megarl.data.preference_pairs import PreferencePair
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import PromptOrder, PromptSampler
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.placement.rank_grid import RankGrid
@@ -139,7 +139,7 @@ def test_select_rows_covers_all_rows_that_are_sampled(steps: int, used: int, tre
     config = make_config(DpoConfig, tree | {"trainer": {"steps": steps, "batch_size": 3}, "seed": 5})
     rows = select_rows(config, 10)
     assert len(rows) == used
-    assert set(rows) >= set(PromptSampler(10, 5, shuffle=True).take(3 * steps))
+    assert set(rows) >= set(PromptSampler(PromptOrder(10, 5, shuffle=True)).take(3 * steps))
 
 
 def test_answer_logprob_excludes_the_prompt() -> None:

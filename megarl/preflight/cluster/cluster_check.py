@@ -87,14 +87,14 @@ def check_nodes_or_raise(placement: PlacementConfig, paths: RequiredPaths) -> st
 
 def required_paths(config: StageConfig) -> RequiredPaths:
     """Return the paths that a run needs on every node; `config` has absolute paths."""
-    readable = {"data.path": config.data.path, "data.eval_path": config.data.eval_path, **model_paths(config)}
+    readable = {**config.data.training_files, **config.data.held_out_files, **model_paths(config)}
     if will_write_model(config):
         del readable["model.path"]
     writable = {"run_dir": config.run_dir}
     if not Path(config.export_path).is_relative_to(config.run_dir):
         writable["export_dir"] = config.export_path
     return RequiredPaths(
-        readable={key: path for key, path in readable.items() if path is not None},
+        readable=readable,
         writable={key: str(_existing_parent(Path(folder))) for key, folder in writable.items()},
     )
 

@@ -124,6 +124,7 @@ class Journal:
             "scoring_seconds": summary.scoring_seconds,
             "terms": {name: asdict(report) for name, report in summary.terms.items()},
             **({"has_baseline": True} if summary.has_baseline else {}),
+            **({"source": summary.source} if summary.source else {}),
         }
         self._write(step, index, encode_record(meta, encode_group(trajectories)), job.request_id)
         return JournalEntry(
@@ -318,6 +319,7 @@ def _read_entry(location: _EntryLocation) -> JournalEntry | None:
             scoring_seconds=meta["scoring_seconds"],
             terms={name: TermReport(**report) for name, report in meta["terms"].items()},
             has_baseline=meta.get("has_baseline", False),
+            source=meta.get("source", ""),
         ),
         trajectories=trajectories,
     )
