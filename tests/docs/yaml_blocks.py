@@ -66,11 +66,18 @@ def _find_stage_problems(command: str, tree: dict[str, Any]) -> list[str]:
     kind, is_whole = STAGES[command], "run_dir" in tree
     with own_modules():
         try:
-            make_config(kind, merge({} if is_whole else REQUIRED, _without_placeholder_algorithm(tree)))
+            required = {} if is_whole else _required_beside(tree)
+            make_config(kind, merge(required, _without_placeholder_algorithm(tree)))
         except ConfigError as error:
             lines = str(error).splitlines()
             return lines if is_whole else [line for line in lines if not line.startswith(f"{kind.__name__}: ")]
     return []
+
+
+def _required_beside(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that a part of a configuration leaves out; sources take the place of a path."""
+    has_sources = "sources" in (tree.get("data") or {})
+    return {key: value for key, value in REQUIRED.items() if not (key == "data" and has_sources)}
 
 
 def _without_placeholder_algorithm(tree: dict[str, Any]) -> dict[str, Any]:
