@@ -36,6 +36,9 @@ class TinyModelConfig(Section):
     context_length: int = Field(default=512, ge=8)
     """Maximum sequence length in tokens."""
 
+    chat: bool = False
+    """Give the tokenizer a chat template, which prompts are then rendered with."""
+
 
 class ModelConfig(Section):
     """The model that training starts from: the initial policy."""

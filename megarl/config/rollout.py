@@ -94,6 +94,39 @@ class AgentConfig(Section):
     """Keyword arguments of the function, or of the constructor of the class."""
 
 
+class EnvironmentConfig(Section):
+    """An environment that the policy talks with in messages, in training and evaluation."""
+
+    path: str
+    """Import path of the environment, `package.module:Class`: a class with the methods `reset(task)`, `step(reply)` and
+    `close()`, async or not, of which an object is created for each episode. megarl has
+    `megarl.rollout.environments.calculator:Calculator` and `megarl.rollout.environments.guess:Guess`."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Number of replies after which an episode ends with `finish_reason: turns`."""
+
+    max_seconds: float = Field(default=60.0, gt=0)
+    """Duration after which an episode ends before its next turn, with `finish_reason: seconds`; pauses of the engines
+    do not count. It is also what the environment's methods may take: one that has not returned by then fails."""
+
+    max_calls: int | None = Field(default=None, ge=1)
+    """Number of tool calls, as the environment counts them, after which an episode ends with `finish_reason: calls`.
+    Default: no limit."""
+
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens of one reply. Default: what is left of `rollout.max_new_tokens`."""
+
+    max_message_bytes: int = Field(default=8192, ge=1)
+    """Longer contents of messages of the environment are cut to so many bytes of UTF-8."""
+
+    forks: Literal["forbid", "allow"] = "forbid"
+    """What to do if the chat template rewrites earlier turns, such as without their thoughts. `forbid`: such a template
+    is refused. `allow`: the rewritten conversation becomes another segment of the episode."""
+
+
 class RolloutConfig(Section):
     """Generation of completions: engines, sampling and rollout workers."""
 
@@ -114,6 +147,9 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     """What runs an episode: by default one completion, else a function or class of your own."""
 
+    env: EnvironmentConfig | None = None
+    """An environment that talks with the policy, instead of an agent. Default: none."""
+
     engine: SglangConfig = SglangConfig()
     """Settings of the engines."""
 
@@ -123,6 +159,15 @@ class RolloutConfig(Section):
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Timeout in seconds of one completion, with an agent of your own of one episode; one that takes longer ends the
     run with an error."""
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> RolloutConfig:
+        if self.env is not None and self.agent != AgentConfig():
+            raise ValueError(
+                f"agent and env: one of them runs an episode, got both, agent.path = {self.agent.path} and env.path = "
+                f"{self.env.path}; remove one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_expert_parallelism(self) -> RolloutConfig:

@@ -50,24 +50,32 @@ class PromptTemplate:
                 The message names file:line.
         """
         prompt = row.value(self._config.fields.prompt, f"{self._key}.fields.prompt")
-        if isinstance(prompt, str):
-            # Not str.format: templates may hold other braces, as in \boxed{}.
-            prompt = self._config.prompt_template.replace(PLACEHOLDER, prompt)
-            if not self._chat:
-                return prompt
-            messages = [{"role": "user", "content": prompt}]
-        else:
-            messages = self._messages(row, prompt)
-        if self._config.system_prompt is not None:
-            if messages[0]["role"] == "system":
-                raise DataError(f"{row.where}: {self._key}.system_prompt would be the row's second system message")
-            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        if isinstance(prompt, str) and not self._chat:
+            return self._fill(prompt)
+        messages = self.conversation(row)
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as e:
             raise DataError(f"{row.where}: the tokenizer's chat template refuses the prompt: {e}") from e
         assert isinstance(text, str)
         return text
+
+    def conversation(self, row: Row) -> list[dict[str, Any]]:
+        """Return the messages of the row's prompt, the system prompt included; raises as `render`."""
+        prompt = row.value(self._config.fields.prompt, f"{self._key}.fields.prompt")
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": self._fill(prompt)}]
+        else:
+            messages = self._messages(row, prompt)
+        if self._config.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise DataError(f"{row.where}: {self._key}.system_prompt would be the row's second system message")
+            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        return messages
+
+    def _fill(self, prompt: str) -> str:
+        # Not str.format: templates may hold other braces, as in \boxed{}.
+        return self._config.prompt_template.replace(PLACEHOLDER, prompt)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize rendered prompts.

@@ -15,6 +15,12 @@ from megarl.errors import DataError
 
 PAD, EOS = "<pad>", "<eos>"
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}\n{{ message.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+"""Chat template of a tiny model: it only appends, and ends every message with the stop token."""
+
 
 def write_tiny_model(
     directory: str | Path,
@@ -29,11 +35,12 @@ def write_tiny_model(
     head_dim: int = 32,
     ffn_size: int = 384,
     context_length: int = 512,
+    chat: bool = False,
 ) -> None:
     """Write a tokenizer trained on `texts` and a random Qwen3 of these sizes (0.49M parameters) into `directory`.
 
-    The embedding has `vocab_size` rows; the tokenizer uses as many of them as it found merges for. The same texts and
-    seed give the same weights. The global random state is unchanged.
+    With `chat`, the tokenizer has `CHAT_TEMPLATE`. The embedding has `vocab_size` rows; the tokenizer uses as many of
+    them as it found merges for. The same texts and seed give the same weights. The global random state is unchanged.
 
     Raises:
         DataError: `vocab_size` is too small for the 256 bytes and 2 special tokens, or there are no texts.
@@ -41,6 +48,7 @@ def write_tiny_model(
     if vocab_size < 258:
         raise DataError(f"a byte-level vocabulary needs vocab_size >= 256 + 2 = 258, got {vocab_size}")
     tokenizer = train_tokenizer(texts, vocab_size, context_length)
+    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -20,6 +20,7 @@ from megarl.megatron.requests import TokenColumn
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.engine import GenerationEngine
+from megarl.rollout.environments.environment_agent import EnvironmentAgent
 from megarl.rollout.journal.journal import open_journal, parse_step
 from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
@@ -36,13 +37,17 @@ class RolloutActor(RolloutWorker):
         """`claim`: the run's claim to its folder, checked before each write; None: the folder is not locked."""
         if claim is not None:
             adopt_claim(claim)
+        tokenizer = load_tokenizer(config.model.path)
+        env, refuses_forks = config.rollout.env, config.algorithm.refuses_forks
         spec = RolloutWorkerSpec(
             request_timeout_seconds=config.rollout.request_timeout_seconds,
-            agent=load_agent(config.rollout.agent),
-            agent_path=config.rollout.agent.path,
-            refuses_forks=config.algorithm.refuses_forks,
+            agent=load_agent(config.rollout.agent)
+            if env is None
+            else EnvironmentAgent(env, config.data, tokenizer, refuses_forks=refuses_forks),
+            agent_path=config.rollout.agent.path if env is None else env.path,
+            agent_key="rollout.agent.path" if env is None else "rollout.env.path",
+            refuses_forks=refuses_forks,
         )
-        tokenizer = load_tokenizer(config.model.path)
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"

@@ -1,22 +1,55 @@
-"""Check of the agent: its import path, its kind and its keyword arguments."""
+"""Checks of what runs an episode: the agent or the environment, and the chat template that the latter needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from megarl.config.reward import EnvironmentRewardConfig
+from megarl.config.rollout import AgentConfig
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import ConfigError, DataError
 from megarl.rollout.agents.agent import check_agent
+from megarl.rollout.environments.conversation import require_chat_template
+from megarl.rollout.environments.load_environment import check_environment
 
 
 def find_agent_problems(config: RunConfig) -> Iterator[str]:
-    """Find out whether the agent cannot be imported or called; a class is not created."""
+    """Find out whether the agent or environment cannot be imported or called; a class is not created."""
+    env = config.rollout.env
     try:
-        check_agent(config.rollout.agent)
+        if env is None:
+            check_agent(config.rollout.agent)
+        else:
+            check_environment(env)
     except ConfigError as e:
         yield str(e)
-    if config.algorithm.advantages_per == "turn" and config.reward.environment_weight is None:
+    yield from _find_template_problems(config)
+    terms = [name for name, term in config.reward.terms.items() if isinstance(term, EnvironmentRewardConfig)]
+    if terms and env is None and config.rollout.agent == AgentConfig():
+        yield (
+            f"reward.terms.{terms[0]} is of type environment, which needs rollout.env, or an agent that adds rewards "
+            "of turns"
+        )
+    if config.algorithm.advantages_per == "turn" and not terms:
         yield (
             "algorithm.advantages_per: turn needs a term of type environment in reward.terms, which adds up the "
             f"rewards of turns, got {', '.join(config.reward.terms)}"
         )
+
+
+def _find_template_problems(config: RunConfig) -> Iterator[str]:
+    env = config.rollout.env
+    if env is None:
+        return
+    for source in config.data.resolved_sources:
+        if source.config.chat_template == "never":
+            yield f"rollout.env needs a chat template, got {source.key}.chat_template: never"
+    if not Path(config.model.path).is_dir():
+        return  # reported with the model
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+        require_chat_template(tokenizer, forks=env.forks, refuses_forks=config.algorithm.refuses_forks)
+    except DataError as e:
+        yield str(e)

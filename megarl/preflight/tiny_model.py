@@ -28,5 +28,13 @@ def write_missing_model(config: StageConfig) -> None:
     fields = config.data.fields
     wanted = (fields.prompt, fields.response, fields.answer, fields.chosen, fields.rejected)
     rows = chain.from_iterable(map(read_rows, config.data.training_files.values()))
-    texts = (str(row.fields[name]) for row in rows for name in wanted if name in row.fields)
+    texts = (_text(row.fields[name]) for row in rows for name in wanted if name in row.fields)
     write_tiny_model(config.model.path, texts, seed=config.seed, **config.model.tiny.model_dump())
+
+
+def _text(value: object) -> str:
+    """Return a field as text; messages as roles and contents, one below the other."""
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        parts = [str(message.get(name, "")) for message in value for name in ("role", "content")]
+        return "\n".join([*parts, "assistant\n"])
+    return str(value)

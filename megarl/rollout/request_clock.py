@@ -15,6 +15,14 @@ class RequestClock:
         """Seconds left to each timeout when the clock was paused; while it runs, empty."""
         self._running: set[asyncio.Timeout] = set()
         self._is_paused = False
+        self._paused_at = 0.0
+        self._paused_seconds = 0.0
+        """Duration of the pauses that are over."""
+
+    def time(self) -> float:
+        """Return the time in seconds, which does not advance during pauses; only differences have a meaning."""
+        now = self._paused_at if self._is_paused else asyncio.get_running_loop().time()
+        return now - self._paused_seconds
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
@@ -32,8 +40,10 @@ class RequestClock:
 
     def pause(self) -> None:
         """Stop the timeouts; no-op if the clock is paused."""
-        self._is_paused = True
         now = asyncio.get_running_loop().time()
+        if not self._is_paused:
+            self._paused_at = now
+        self._is_paused = True
         for timeout in self._running:
             end = timeout.when()
             if end is not None and not timeout.expired():
@@ -43,6 +53,8 @@ class RequestClock:
 
     def resume(self) -> None:
         """Let the timeouts run on with the time that was left to them; no-op if the clock runs."""
+        if self._is_paused:
+            self._paused_seconds += asyncio.get_running_loop().time() - self._paused_at
         self._is_paused = False
         remaining, self._remaining = self._remaining, {}
         for timeout, seconds in remaining.items():

@@ -27,6 +27,7 @@ from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
+from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.rollout.request_clock import RequestClock
 from megarl.rollout.scorer import Scorer
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+ENVIRONMENT = "environment"
+"""Name under which failures of environments are counted, as those of a reward term."""
 
 ABORT_GRACE_SECONDS = 10.0
 """How long to wait for an engine to abort a request that has timed out."""
@@ -219,13 +223,18 @@ class RolloutWorker:
         start = time.perf_counter()
         num_samples = job.num_samples + job.has_baseline
         lease = EngineLease(self._pool, num_samples, job.engine)
+        retried: list[int] = []
         try:
             await lease.engine()  # leased before the first request, so that the next group sees the load
-            episodes = await _gather_or_cancel(self._run_episode(job, sample, lease) for sample in range(num_samples))
+            episodes = await _gather_or_cancel(
+                self._run_episode(job, sample, lease, retried) for sample in range(num_samples)
+            )
         finally:
             lease.release()
         generated = time.perf_counter()
         episodes, terms = await self._score(episodes, job.prompt)
+        if retried:
+            terms = {**terms, ENVIRONMENT: TermReport(seconds=0.0, num_retried=len(retried))}
         summary = GroupSummary(
             group_id=job.group_id,
             prompt_id=job.prompt.prompt_id,
@@ -256,23 +265,45 @@ class RolloutWorker:
         """Close the rewards. The worker must not be used afterwards."""
         await self._scorer.close()
 
-    async def _run_episode(self, job: GroupJob, sample: int, lease: EngineLease) -> list[Trajectory]:
-        """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one."""
+    async def _run_episode(
+        self, job: GroupJob, sample: int, lease: EngineLease, retried: list[int]
+    ) -> list[Trajectory]:
+        """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one.
+
+        If its environment fails, the episode is repeated once with another seed, and then left out of the step.
+
+        Args:
+            retried: gets the index of the sample if its environment fails.
+        """
         while True:
             engine = await lease.engine()
             try:
-                return await self._attempt(job, sample, engine)
+                return await self._attempt(job, sample, engine, attempt=int(sample in retried))
+            except EnvironmentFailedError as error:
+                if sample in retried:
+                    return [_failed_episode(job, f"{error} on {job.prompt.prompt_id}")]
+                retried.append(sample)
             except LostEngineError as error:
                 engine.mark_lost(error)
                 self._pool.num_retried += 1
 
-    async def _attempt(self, job: GroupJob, sample: int, engine: BatchingEngine) -> list[Trajectory]:
-        request_id = f"{job.request_id}-{sample}"
-        sampling = replace(job.sampling, seed=_derive_seed(job, sample)) if job.seed else job.sampling
+    async def _attempt(
+        self, job: GroupJob, sample: int, engine: BatchingEngine, *, attempt: int = 0
+    ) -> list[Trajectory]:
+        request_id = f"{job.request_id}-{sample}" + (f"-retry{attempt}" if attempt else "")
+        sampling = replace(job.sampling, seed=_derive_seed(job, sample, attempt)) if job.seed else job.sampling
         if sample == job.num_samples:
             sampling = replace(sampling, temperature=0.0)
         seconds = self._spec.request_timeout_seconds  # pauses of the engines do not count
-        episode = Episode(job.prompt, self._tokenizer, engine, sampling, request_id=request_id, group_id=job.group_id)
+        episode = Episode(
+            job.prompt,
+            self._tokenizer,
+            engine,
+            sampling,
+            request_id=request_id,
+            group_id=job.group_id,
+            clock=self._clock,
+        )
         try:
             async with self._clock.timeout(seconds):
                 return await run_agent(
@@ -309,8 +340,24 @@ def summarize(*segments: Trajectory) -> TrajectorySummary:
     )
 
 
-def _derive_seed(job: GroupJob, sample: int) -> int:
-    return int(np.random.SeedSequence((*job.seed, job.group_id, sample)).generate_state(1)[0]) & 0x7FFFFFFF
+def _derive_seed(job: GroupJob, sample: int, attempt: int = 0) -> int:
+    entropy = (*job.seed, job.group_id, sample, *([attempt] if attempt else []))
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) & 0x7FFFFFFF
+
+
+def _failed_episode(job: GroupJob, error: str) -> Trajectory:
+    """Return the prompt alone, as a trajectory that is left out of the step."""
+    count = len(job.prompt.token_ids)
+    return Trajectory(
+        prompt_id=job.prompt.prompt_id,
+        group_id=job.group_id,
+        token_ids=np.array(job.prompt.token_ids, np.int32),
+        loss_mask=np.zeros(count, np.bool_),
+        logprobs=np.zeros(count, np.float32),
+        policy_versions=np.full(count, -1, np.int32),
+        reward_errors={ENVIRONMENT: error},
+        finish_reason="failed",
+    )
 
 
 async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

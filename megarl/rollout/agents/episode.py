@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
 from megarl.errors import LostEngineError
 from megarl.rollout.engine import Generation, GenerationEngine, GenerationRequest, Sampling
+from megarl.rollout.request_clock import RequestClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,12 +56,14 @@ class Episode:
         *,
         request_id: str,
         group_id: int,
+        clock: RequestClock | None = None,
     ) -> None:
         """Start an episode with the prompt's tokens.
 
         Args:
             sampling: its `max_new_tokens` limits the whole episode; its seed is that of the first request.
             request_id: id of the first request; those of later ones begin with it.
+            clock: clock that stops while engines are paused; None: one that never stops.
         """
         self.prompt = prompt
         """The row's prompt: text, token ids, and `answer` if the row has one."""
@@ -73,6 +77,8 @@ class Episode:
         """The error of a request whose engine was lost: the episode is repeated on another one, whatever it returns."""
         self._engine, self._sampling = engine, sampling
         self._request_id, self.group_id = request_id, group_id
+        self.clock = clock or RequestClock()
+        """Clock of the episode's time limits: it stops while the engines are paused for new weights."""
         self._num_requests = 0
         self._segments = [_given(prompt.token_ids)]
         self._finished: list[Trajectory] = []
@@ -83,6 +89,11 @@ class Episode:
     def row(self) -> Mapping[str, Any]:
         """The prompt's row of the data file."""
         return self.prompt.row
+
+    @property
+    def seed(self) -> int:
+        """A seed for random numbers of the episode: that of its samples; of a greedy one, determined by its prompt."""
+        return zlib.crc32(self.prompt.prompt_id.encode()) if self._sampling.seed is None else self._sampling.seed
 
     @property
     def token_ids(self) -> tuple[int, ...]:

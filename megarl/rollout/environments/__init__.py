@@ -1,0 +1,1 @@
+"""Environments that talk with the policy in messages: the interface, the agent that runs them, and two that ship."""

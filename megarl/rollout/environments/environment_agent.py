@@ -1,0 +1,212 @@
+"""The agent that lets the policy talk with an environment."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.batch.trajectory import Trajectory
+from megarl.config.data import DataConfig
+from megarl.config.rollout import EnvironmentConfig
+from megarl.data.chat_template import PromptTemplate
+from megarl.data.rows import Row
+from megarl.errors import AgentError
+from megarl.rollout.agents.episode import Episode
+from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
+from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
+from megarl.rollout.environments.environment import Environment, Message, Step, Task
+from megarl.rollout.environments.load_environment import PATH, EnvironmentFactory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CLOSE_SECONDS = 5.0
+"""How long `close` may take at least, also in an episode whose time is over."""
+
+
+class EnvironmentAgent:
+    """Runs episodes of an environment; an agent, as `rollout.agent` names one.
+
+    Before each sampling it checks the limits in this order: turns, seconds, calls, tokens. The first one that is
+    reached is the episode's `finish_reason`: `turns`, `seconds`, `calls` or `length`.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        refuses_forks: str | None = None,
+    ) -> None:
+        """Import the environment and probe the chat template.
+
+        Raises:
+            ConfigError: as `check_environment`.
+            DataError: as `require_chat_template`.
+        """
+        require_chat_template(tokenizer, forks=config.forks, refuses_forks=refuses_forks)
+        self._config, self._factory = config, EnvironmentFactory(config)
+        self._renderer = ChatRenderer(tokenizer)
+        self._templates = {
+            source.name: PromptTemplate(source.config, tokenizer, key=source.key) for source in data.resolved_sources
+        }
+        self._shared: dict[str, Any] = {}
+
+    async def __call__(self, episode: Episode) -> list[Trajectory]:
+        """Run one episode and return its trajectories.
+
+        Raises:
+            EnvironmentFailedError: the environment raised an exception or took too long.
+            AgentError: the environment returned something else than its interface allows.
+            WorkerError: as `Episode.generate`.
+        """
+        run = _Run(self._config, self._renderer, episode)
+        try:
+            environment = self._factory.create()
+        except AgentError:
+            raise
+        except Exception as e:  # the user's code may raise anything
+            raise EnvironmentFailedError(f"{run.label} raised {type(e).__name__} when it was created: {e}") from e
+        try:
+            await run.play(environment, self._task(episode))
+        except BaseException:
+            with suppress(EnvironmentFailedError):  # the first error counts
+                await run.close(environment)
+            raise
+        await run.close(environment)
+        return episode.trajectories()
+
+    def _task(self, episode: Episode) -> Task:
+        prompt = episode.prompt
+        name, _, line = prompt.prompt_id.rpartition(":")
+        messages = self._templates[prompt.source].conversation(Row(Path(name), int(line), prompt.row))
+        return Task(prompt=prompt, messages=messages, seed=episode.seed, shared=self._shared)
+
+
+@dataclass
+class _Run:
+    """One episode with its environment."""
+
+    config: EnvironmentConfig
+    renderer: ChatRenderer
+    episode: Episode
+    messages: list[Message] = field(default_factory=list)
+    num_turns: int = 0
+    num_calls: int = 0
+    began_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began_at = self.episode.clock.time()
+
+    @property
+    def label(self) -> str:
+        return f"{PATH} ({self.config.path})"
+
+    @property
+    def seconds_left(self) -> float:
+        return self.config.max_seconds - (self.episode.clock.time() - self.began_at)
+
+    async def play(self, environment: Environment, task: Task) -> None:
+        """Let policy and environment talk until the episode ends."""
+        first = await self._call(environment.reset, task, name="reset")
+        if first is not None:
+            self._require_messages(first, "reset")
+        self.messages = (
+            [*task.messages] if first is None else [bounded(m, self.config.max_message_bytes) for m in first]
+        )
+        if first is not None:
+            token_ids = self.renderer.prompt(self.messages)
+            if len(token_ids) >= self.episode.max_num_tokens:
+                self.episode.finish_reason = "length"
+                return
+            self.episode.fork(token_ids)
+        while (limit := self._limit()) is None:
+            generation = await self.episode.generate(max_new_tokens=self.config.max_turn_tokens)
+            self.num_turns += 1
+            if generation.finish_reason != "stop" and self.episode.num_remaining_tokens <= 0:
+                limit = "length"
+                break
+            if not len(generation.token_ids):
+                raise AgentError(f"{self.label}: the engine sampled no token on {task.prompt.prompt_id}")
+            reply = self.episode.decode(generation.token_ids)
+            if self.seconds_left <= 0:
+                limit = "seconds"
+                break
+            step = await self._call(environment.step, reply, name="step")
+            self._require_step(step)
+            self.episode.add_turn_reward(float(step.reward))
+            self.num_calls += step.num_calls
+            if step.done:
+                limit = "stop"
+                break
+            if not self._continue(step, reply, int(generation.token_ids[-1])):
+                limit = "length"
+                break
+        self.episode.finish_reason = limit
+
+    async def close(self, environment: Environment) -> None:
+        """Close the environment; its time limit is what is left of the episode's, at least `CLOSE_SECONDS`."""
+        await self._call(environment.close, name="close", seconds=max(CLOSE_SECONDS, self.seconds_left))
+
+    def _limit(self) -> str | None:
+        """Return the first limit that is reached."""
+        config = self.config
+        if self.num_turns >= config.max_turns:
+            return "turns"
+        if self.seconds_left <= 0:
+            return "seconds"
+        if config.max_calls is not None and self.num_calls >= config.max_calls:
+            return "calls"
+        return "length" if self.episode.num_remaining_tokens <= 0 else None
+
+    def _continue(self, step: Step, reply: str, last_token: int) -> bool:
+        """Append the messages of the step to the tokens; return whether they fit."""
+        following = [bounded(message, self.config.max_message_bytes) for message in step.messages]
+        found = self.renderer.extension(self.messages, reply, following, last_token, step.reply)
+        self.messages += [step.reply or {"role": "assistant", "content": reply}, *following]
+        if not found.is_fork:
+            if len(found.token_ids) >= self.episode.num_remaining_tokens:
+                return False
+            self.episode.observe(found.token_ids)
+            return True
+        if self.config.forks == "forbid":
+            raise AgentError(
+                f"{self.label}: the chat template rewrites the reply {_quote(reply)} of an earlier turn, which "
+                "rollout.env.forks: forbid does not allow"
+            )
+        if len(found.token_ids) >= self.episode.max_num_tokens:
+            return False
+        self.episode.fork(found.token_ids)
+        return True
+
+    async def _call(self, function: Any, *arguments: object, name: str, seconds: float | None = None) -> Any:
+        return await call_environment(
+            function,
+            *arguments,
+            label=f"{self.label}.{name}",
+            seconds=self.seconds_left if seconds is None else seconds,
+            clock=self.episode.clock,
+        )
+
+    def _require_step(self, step: object) -> None:
+        if not isinstance(step, Step):
+            raise AgentError(f"{self.label}.step needs to return a Step, got {type(step).__name__}")
+        self._require_messages(step.messages, "step")
+        if not step.done and not step.messages:
+            raise AgentError(f"{self.label}.step needs to return messages, or done: got a Step with neither")
+        if not math.isfinite(step.reward):
+            raise EnvironmentFailedError(f"{self.label}.step needs to return a finite reward, got {step.reward}")
+
+    def _require_messages(self, messages: object, name: str) -> None:
+        if not isinstance(messages, Sequence) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise AgentError(f"{self.label}.{name} needs messages {{role, content}}, got {_quote(messages)}")
+
+
+def _quote(value: object) -> str:
+    return re.sub(r"^(.{120}).+$", r"\1 ...", repr(value), flags=re.S)

@@ -1,0 +1,75 @@
+"""How an environment is loaded from the import path in `rollout.env`."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextlib import suppress
+from typing import cast
+
+from megarl.config.import_path import load_object
+from megarl.config.rollout import EnvironmentConfig
+from megarl.errors import AgentError, ConfigError
+from megarl.rollout.environments.environment import Environment
+
+PATH, KWARGS = "rollout.env.path", "rollout.env.kwargs"
+
+METHODS = {"reset": 1, "step": 1, "close": 0}
+"""Methods of an environment, and the number of their arguments."""
+
+
+def check_environment(config: EnvironmentConfig) -> type:
+    """Import the class of the environment and return it after checking its methods; no object is created.
+
+    Raises:
+        ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments.
+    """
+    found = load_object(config.path, key=PATH, kind="Environment")
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{PATH} needs a class, which is created anew for each episode, got {config.path}, an object of type "
+            f"{type(found).__name__}"
+        )
+    for name, num_arguments in METHODS.items():
+        method = getattr(found, name, None)
+        if not callable(method):
+            raise ConfigError(
+                f"{PATH} needs a class with the methods {', '.join(METHODS)}, {config.path} has no {name}"
+            )
+        try:
+            inspect.signature(method).bind(*[None] * (num_arguments + 1))
+        except TypeError as e:
+            raise ConfigError(
+                f"{PATH}: {config.path}.{name}{inspect.signature(method)} needs to take {num_arguments} arguments: {e}"
+            ) from e
+    try:
+        inspect.signature(found).bind(**config.kwargs)
+    except TypeError as e:
+        raise ConfigError(
+            f"{KWARGS}: {config.path}{inspect.signature(found)} does not take these arguments: {e}"
+        ) from e
+    return found
+
+
+class EnvironmentFactory:
+    """Creates an environment for each episode."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Import the class; raises as `check_environment`."""
+        self._config, self._class = config, check_environment(config)
+        self._used: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+
+    def create(self) -> Environment:
+        """Return a new object.
+
+        Raises:
+            AgentError: it is that of another episode.
+        """
+        found = self._class(**self._config.kwargs)
+        if self._used.get(id(found)) is found:
+            raise AgentError(
+                f"{PATH} needs a new object for each episode, {self._config.path} returned that of another episode"
+            )
+        with suppress(TypeError):  # a class with slots that has no weak references cannot be checked
+            self._used[id(found)] = found
+        return cast("Environment", found)

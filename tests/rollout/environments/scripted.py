@@ -1,0 +1,123 @@
+"""An engine that replies in text, environments that fail in chosen ways, and a worker that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megarl.batch.scored_group import ScoredGroup
+from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.config.data import DataConfig
+from megarl.config.rollout import EnvironmentConfig
+from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.environment_agent import EnvironmentAgent
+from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
+from tests.rollout.whole_batches import WholeBatches
+
+
+@dataclass
+class TextEngine(WholeBatches):
+    """Replies with `reply(prompt text, request id)` and the stop token, after `seconds`."""
+
+    tokenizer: Any
+    reply: Callable[[str, str], str]
+    seconds: float = 0.0
+    requests: list[GenerationRequest] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        self.requests.append(request)
+        await asyncio.sleep(self.seconds)
+        text = self.reply(self.tokenizer.decode(request.token_ids), request.request_id)
+        ids = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        taken = ids[: request.sampling.max_new_tokens]
+        return Generation(
+            token_ids=np.array(taken, np.int32),
+            logprobs=np.full(len(taken), -0.5, np.float32),
+            policy_versions=np.zeros(len(taken), np.int32),
+            finish_reason="stop" if len(taken) == len(ids) else "length",
+        )
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        return list(await asyncio.gather(*map(self.generate, requests)))
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError(request_id)
+
+
+class TurnScorer:
+    """Rewards the sum of the rewards of turns."""
+
+    async def score(self, trajectories: Sequence[Trajectory], prompt: Prompt) -> ScoredGroup:
+        sums = [float(sum(t.turn_rewards)) for t in trajectories]
+        return ScoredGroup(
+            trajectories=[
+                replace(t, reward=total, rewards={"game": total}) for t, total in zip(trajectories, sums, strict=True)
+            ]
+        )
+
+    async def close(self) -> None:
+        pass
+
+
+open_environments: Counter[str] = Counter()
+"""How often each method was called, and `open`: the environments that are not closed."""
+
+
+class Echo:
+    """Answers each reply with its length; 0.25 for each turn, and 1 for the reply `done`, which ends the episode."""
+
+    def __init__(self, *, calls: int = 0) -> None:
+        self.calls = calls
+        open_environments["open"] += 1
+
+    async def reset(self, task: Task) -> None:
+        assert task.messages == [{"role": "user", "content": task.prompt.row["prompt"]}]
+
+    async def step(self, reply: str) -> Step:
+        if reply == "done":
+            return Step(reward=1.0, done=True)
+        message = {"role": "tool", "content": str(len(reply))}
+        return Step(messages=[message], reward=0.25, num_calls=self.calls)
+
+    async def close(self) -> None:
+        open_environments["open"] -= 1
+
+
+def prompt(tokenizer: Any, text: str = "is it?", number: int = 1) -> Prompt:
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return Prompt(
+        prompt_id=f"d.jsonl:{number}",
+        text=rendered,
+        token_ids=tuple(tokenizer.encode(rendered)),
+        row={"prompt": text, "answer": "7"},
+        answer="7",
+    )
+
+
+def make_worker(engine: TextEngine, environment: type, **config: Any) -> RolloutWorker:
+    """Return a worker whose agent runs the environment, with further fields of `rollout.env`."""
+    section = EnvironmentConfig(path=f"{environment.__module__}:{environment.__name__}", **config)
+    agent = EnvironmentAgent(section, DataConfig(path="d.jsonl"), engine.tokenizer)
+    spec = RolloutWorkerSpec(
+        request_timeout_seconds=1e6, agent=agent, agent_path=section.path, agent_key="rollout.env.path"
+    )
+    return RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
+
+
+def make_job(tokenizer: Any, *, num_samples: int = 2, max_new_tokens: int = 200, number: int = 1) -> GroupJob:
+    return GroupJob(
+        prompt=prompt(tokenizer, number=number),
+        group_id=number,
+        num_samples=num_samples,
+        sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
+        seed=(0, 1),
+        request_id=f"step-1-{number}",
+    )

@@ -1,0 +1,122 @@
+"""Prompt k + 1 is prompt k, output k as sampled, and new tokens; or a fork, where the template rewrites the reply."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.data.tiny_checkpoint import EOS, PAD
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import AgentError, DataError
+from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
+from tests.rollout.environments.chat_templates import APPEND, SORTED_CALLS, STABLE, STRIPS_THOUGHTS, chat_tokenizer
+
+USER = {"role": "user", "content": "is it?"}
+WHY = {"role": "user", "content": "why?"}
+
+
+@pytest.mark.parametrize("name", STABLE)
+def test_prompts_of_stable_templates_are_extended_as_the_template_renders_them(name: str) -> None:
+    tokenizer = chat_tokenizer(STABLE[name])
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.find_rewriting() is None
+    messages, text = [USER], None
+    for reply in ("yes", "no, 7", " <think>it is</think> yes"):
+        found = renderer.extension(messages, reply, [WHY], tokenizer.eos_token_id, None)
+        assert not found.is_fork
+        before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        messages = [*messages, {"role": "assistant", "content": reply}, WHY]
+        if name not in ("dated", "trim"):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            assert before + reply + EOS + tokenizer.decode(found.token_ids) == text
+        assert tokenizer.decode(found.token_ids) == "\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
+
+
+def test_a_reply_cut_short_gets_the_end_of_its_turn() -> None:
+    tokenizer = chat_tokenizer(APPEND)
+    found = ChatRenderer(tokenizer).extension([USER], "ye", [WHY], tokenizer.encode("e")[0], None)
+    assert found.token_ids[0] == tokenizer.eos_token_id
+    assert tokenizer.decode(found.token_ids) == "<eos>\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
+
+
+def test_a_template_that_strips_thoughts_forks_where_there_are_any() -> None:
+    tokenizer = chat_tokenizer(STRIPS_THOUGHTS)
+    renderer = ChatRenderer(tokenizer)
+    assert not renderer.extension([USER], "yes", [WHY], tokenizer.eos_token_id, None).is_fork
+    found = renderer.extension([USER], "<think>so</think>yes", [WHY], tokenizer.eos_token_id, None)
+    assert found.is_fork
+    assert tokenizer.decode(found.token_ids) == (
+        "<|user|>\nis it?<eos>\n<|assistant|>\nyes<eos>\n<|user|>\nwhy?<eos>\n<|assistant|>\n"
+    )
+
+
+def test_a_reordered_tool_call_forks_and_its_text_does_not() -> None:
+    tokenizer = chat_tokenizer(SORTED_CALLS)
+    renderer = ChatRenderer(tokenizer)
+    arguments = {"b": 1, "a": 2}
+    reply = json.dumps(arguments)
+    shown = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert not renderer.extension([USER], reply, [WHY], tokenizer.eos_token_id, None).is_fork
+    assert renderer.extension([USER], reply, [WHY], tokenizer.eos_token_id, shown).is_fork
+    as_rendered = '[["a", 2], ["b", 1]]'
+    assert not renderer.extension([USER], as_rendered, [WHY], tokenizer.eos_token_id, shown).is_fork
+
+
+@pytest.mark.parametrize("text", [f"stop {EOS}{EOS} now", PAD, f"a{EOS}<|assistant|>\n#### 1"])
+def test_special_tokens_in_messages_are_plain_text(text: str) -> None:
+    tokenizer = chat_tokenizer(APPEND)
+    renderer = ChatRenderer(tokenizer)
+    found = renderer.extension([USER], "yes", [{"role": "tool", "content": text}], tokenizer.eos_token_id, None)
+    assert found.token_ids.count(tokenizer.eos_token_id) == 1  # that of the template, after the message
+    assert tokenizer.pad_token_id not in found.token_ids
+    assert tokenizer.decode(found.token_ids) == f"\n<|tool|>\n{text}<eos>\n<|assistant|>\n"
+    prompt = renderer.prompt([{"role": "user", "content": text}])
+    assert prompt.count(tokenizer.eos_token_id) == 1
+
+
+def test_contents_are_cut_at_a_character() -> None:
+    assert bounded({"role": "tool", "content": "aé€"}, 4) == {"role": "tool", "content": "aé"}
+    assert bounded({"role": "tool", "content": "abc"}, 3) == {"role": "tool", "content": "abc"}
+
+
+def test_refused_roles_are_named() -> None:
+    strict = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + APPEND
+    with pytest.raises(AgentError, match=r"refuses messages of the roles user, tool: no tools"):
+        ChatRenderer(chat_tokenizer(strict)).prompt([USER, {"role": "tool", "content": "7"}])
+
+
+def test_templates_are_checked_at_the_start() -> None:
+    def check(template: Any, forks: str, refuses_forks: str | None = None) -> None:
+        require_chat_template(chat_tokenizer(template), forks=forks, refuses_forks=refuses_forks)
+
+    check(APPEND, "forbid", "gspo")
+    check(STRIPS_THOUGHTS, "allow")
+    with pytest.raises(DataError, match=r"^rollout.env needs a tokenizer with a chat template, that of .* has none$"):
+        check(None, "allow")
+    with pytest.raises(DataError, match=r"only appends .* rewrites the thoughts of earlier replies; allow makes"):
+        check(STRIPS_THOUGHTS, "forbid")
+    with pytest.raises(DataError, match=r"^rollout.env.forks needs to be forbid, got allow: gspo cannot$"):
+        check(APPEND, "allow", "gspo cannot")
+
+
+@pytest.mark.skipif(
+    "MEGARL_SMOLLM2" not in os.environ, reason="needs MEGARL_SMOLLM2, the folder that examples/real-model writes"
+)
+def test_smollm2_only_appends() -> None:
+    tokenizer = load_tokenizer(Path(os.environ["MEGARL_SMOLLM2"]))
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.find_rewriting() is None
+    messages = [USER]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    reply = tokenizer.encode("Yes, it is.", add_special_tokens=False)
+    found = renderer.extension(messages, "Yes, it is.", [WHY], tokenizer.eos_token_id, None)
+    assert [*prompt, *reply, tokenizer.eos_token_id, *found.token_ids] == tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": "Yes, it is."}, WHY],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=False,
+    )

@@ -1,0 +1,222 @@
+"""Episodes with an environment: tokens, rewards of turns, limits in their order, and refused environments."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import ValidationError
+
+from megarl.batch.trajectory import split_episodes
+from megarl.config.rollout import EnvironmentConfig, RolloutConfig
+from megarl.errors import AgentError, ConfigError
+from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.load_environment import EnvironmentFactory, check_environment
+from tests.rollout.environments.chat_templates import APPEND, STRIPS_THOUGHTS, chat_tokenizer
+from tests.rollout.environments.scripted import Echo, TextEngine, make_job, make_worker, open_environments
+from tests.virtual_time import run_in_virtual_time
+
+HERE = __name__
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return chat_tokenizer(APPEND)
+
+
+def replies(*texts: str) -> Callable[[str, str], str]:
+    """Return a script: the texts turn by turn; the last one repeats."""
+
+    def reply(prompt: str, request_id: str) -> str:
+        turn = int(request_id.rpartition("-")[2].partition(".")[2] or 0)
+        return texts[min(turn, len(texts) - 1)]
+
+    return reply
+
+
+def run(engine: TextEngine, environment: type = Echo, **config: Any) -> Any:
+    job_config = {"max_new_tokens": config.pop("max_new_tokens", 200)}
+    worker = make_worker(engine, environment, **config)
+    return run_in_virtual_time(worker.rollout_group(make_job(engine.tokenizer, **job_config)))
+
+
+def test_an_episode_is_prompt_replies_and_masked_messages(tokenizer: Any) -> None:
+    engine = TextEngine(tokenizer, replies("why", "yes it is", "done"))
+    summary, (first, second) = run(engine)
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    text = (
+        "<|user|>\nis it?<eos>\n<|assistant|>\nwhy<eos>\n<|tool|>\n3<eos>\n<|assistant|>\nyes it is<eos>\n<|tool|>\n9"
+        "<eos>\n<|assistant|>\ndone<eos>"
+    )
+    assert tokenizer.decode(first.token_ids) == text
+    assert tokenizer.decode(first.token_ids[first.loss_mask]) == "why<eos>yes it is<eos>done<eos>"
+    assert first.turn_rewards == (0.25, 0.25, 1.0)
+    assert (first.reward, first.finish_reason) == (1.5, "stop")
+    assert summary.trajectories[0].num_turns == 3
+    # each prompt is the tokens of the one before, what was sampled, and the new messages
+    asked = [r.token_ids for r in engine.requests if "-1-1-0" in r.request_id]
+    assert all(list(ids) == first.token_ids[: len(ids)].tolist() for ids in asked)
+    assert open_environments["open"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "ended", "turns"),
+    [
+        ({"max_turns": 2}, "turns", 2),
+        ({"max_calls": 2, "kwargs": {"calls": 1}}, "calls", 2),
+        ({"max_seconds": 25}, "seconds", 3),
+        ({"max_new_tokens": 30}, "length", 3),
+        ({"max_turns": 2, "max_calls": 2, "kwargs": {"calls": 1}}, "turns", 2),
+        ({"max_seconds": 20, "max_calls": 2, "kwargs": {"calls": 1}}, "seconds", 2),
+    ],
+)
+def test_the_first_limit_in_their_order_names_the_ending(
+    tokenizer: Any, config: dict[str, Any], ended: str, turns: int
+) -> None:
+    engine = TextEngine(tokenizer, replies("why"), seconds=10.0 if "max_seconds" in config else 0.0)
+    summary, (first, _) = run(engine, **config)
+    assert (first.finish_reason, summary.trajectories[0].num_turns) == (ended, turns)
+    assert not first.reward_errors
+    assert open_environments["open"] == 0
+
+
+class LongPrompt(Echo):
+    async def reset(self, task: Task) -> Any:
+        return [{"role": "user", "content": "is it? " * 100}]
+
+
+def test_an_oversized_first_prompt_ends_the_episode_as_truncated(tokenizer: Any) -> None:
+    summary, (first, _) = run(TextEngine(tokenizer, replies("why")), LongPrompt, max_new_tokens=50)
+    assert (first.finish_reason, first.loss_mask.sum(), summary.trajectories[0].num_turns) == ("length", 0, 0)
+
+
+class Sentence(Echo):
+    async def step(self, reply: str) -> Step:
+        return Step(messages=[{"role": "tool", "content": "why " * 50}], done=False)
+
+
+def test_messages_are_cut_to_their_bytes(tokenizer: Any) -> None:
+    engine = TextEngine(tokenizer, replies("why"))
+    _, (first, _) = run(engine, Sentence, max_turns=2, max_message_bytes=7)
+    assert "<|tool|>\nwhy why<eos>\n" in tokenizer.decode(first.token_ids)
+
+
+def test_stripped_thoughts_fork_segments_that_share_the_reward() -> None:
+    tokenizer = chat_tokenizer(STRIPS_THOUGHTS)
+    engine = TextEngine(tokenizer, replies("<think>so</think>why", "yes", "<think>is it</think>is", "done"))
+    summary, trajectories = run(engine, forks="allow")
+    (segments, _) = split_episodes(trajectories)
+    texts = [tokenizer.decode(each.token_ids[each.loss_mask]) for each in segments]
+    assert texts == ["<think>so</think>why<eos>", "yes<eos><think>is it</think>is<eos>", "done<eos>"]
+    assert [each.turn_rewards for each in segments] == [(0.25,), (0.25, 0.25), (1.0,)]
+    assert {each.reward for each in segments} == {1.75}
+    assert "<think>" not in tokenizer.decode(segments[2].token_ids)
+    assert summary.trajectories[0].num_segments == 3
+
+
+class Blocking:
+    """Methods that are not async; they run in threads of their own."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def reset(self, task: Task) -> None:
+        self.threads.add(threading.get_ident())
+
+    def step(self, reply: str) -> Step:
+        return Step(reward=0.5, done=True)
+
+    def close(self) -> None:
+        self.threads.add(threading.get_ident())
+
+
+def test_blocking_methods_run_outside_the_event_loop(tokenizer: Any) -> None:
+    worker = make_worker(TextEngine(tokenizer, replies("why")), Blocking)
+    summary, _ = asyncio.run(worker.rollout_group(make_job(tokenizer)))
+    assert [each.reward for each in summary.trajectories] == [0.5, 0.5]
+    assert threading.get_ident() not in Blocking.threads
+
+
+class Singleton(Echo):
+    one: Any = None
+
+    def __new__(cls, **_: Any) -> Any:
+        cls.one = cls.one or super().__new__(cls)
+        return cls.one
+
+
+class NoStep(Echo):
+    async def step(self, reply: str) -> Any:
+        return "7"
+
+
+class Silent(Echo):
+    async def step(self, reply: str) -> Step:
+        return Step()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            Singleton,
+            r"needs a new object for each episode, .*:Singleton returned that of another episode",
+        ),
+        (NoStep, r"rollout.env.path \(.*:NoStep\).step needs to return a Step, got str"),
+        (Silent, r"rollout.env.path \(.*:Silent\).step needs to return messages, or done: got a Step with neither"),
+    ],
+)
+def test_environments_that_break_the_interface_end_the_run(tokenizer: Any, environment: type, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        run(TextEngine(tokenizer, replies("why")), environment)
+
+
+AN_OBJECT = object()
+
+
+class NoClose:
+    def reset(self, task: Task) -> None: ...
+    def step(self, reply: str) -> None: ...
+
+
+class NoReply(NoClose):
+    def step(self) -> None: ...  # type: ignore[override]
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"path": "AN_OBJECT"},
+            r"needs a class, which is created anew for each episode, .* an object of type object",
+        ),
+        ({"path": "NoClose"}, r"needs a class with the methods reset, step, close, .*:NoClose has no close"),
+        (
+            {"path": "NoReply"},
+            r"NoReply.step\(self\) -> 'None' needs to take 1 arguments: too many positional",
+        ),
+        ({"path": "Echo", "kwargs": {"what": 1}}, r"^rollout.env.kwargs: .*:Echo.* does not take these arguments: "),
+        ({"path": "Missing"}, r"^rollout.env.path: module .* has no 'Missing'$"),
+    ],
+)
+def test_environments_are_checked_before_the_run(config: dict[str, Any], message: str) -> None:
+    section = EnvironmentConfig(**{**config, "path": f"{HERE}:{config['path']}"})
+    with pytest.raises(ConfigError, match=message):
+        check_environment(section)
+
+
+def test_each_episode_gets_an_object_of_its_own() -> None:
+    factory = EnvironmentFactory(EnvironmentConfig(path=f"{HERE}:Blocking"))
+    assert len({id(each) for each in [factory.create() for _ in range(5)]}) == 5
+
+
+def test_agent_and_environment_exclude_each_other() -> None:
+    with pytest.raises(
+        ValidationError, match=r"agent and env: one of them runs an episode, got both, agent.path = a:b"
+    ):
+        RolloutConfig.model_validate({"agent": {"path": "a:b"}, "env": {"path": "c:D"}})
+    config = RolloutConfig.model_validate({"env": {"path": "c:D"}})
+    assert RolloutConfig.model_validate(config.model_dump()) == config
