@@ -93,6 +93,37 @@ class SourceConfig(PromptFormat):
         return ratio
 
 
+class DifficultyConfig(Section):
+    """Which prompts to train on, by the pass rate of their group: the share of its completions that pass."""
+
+    term: str | None = None
+    """Name of the rule in `reward.terms` that decides. Default: `reward.eval_term`."""
+
+    pass_reward: float = 1.0
+    """A completion passes if the value of the term is at least this."""
+
+    min_pass_rate: float = Field(default=0.0, ge=0, le=1)
+    """Groups with a lower pass rate are not trained on; others are sampled in their place."""
+
+    max_pass_rate: float = Field(default=1.0, ge=0, le=1)
+    """Groups with a higher pass rate are not trained on; others are sampled in their place."""
+
+    max_batches: int = Field(default=4, ge=1)
+    """Number of batches that a step samples at most to replace groups; then it trains on fewer."""
+
+    retire_after: int | None = Field(default=None, ge=1)
+    """After this many groups in a row whose completions have all passed, a prompt is not sampled any more. Needs
+    `schedule.type: sync`. Default: prompts are not retired."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> DifficultyConfig:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate needs to be at most max_pass_rate = {self.max_pass_rate:g}, got {self.min_pass_rate:g}"
+            )
+        return self
+
+
 class DataConfig(PromptFormat):
     """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
 
@@ -110,6 +141,9 @@ class DataConfig(PromptFormat):
 
     sources: dict[str, SourceConfig] = Field(default={})
     """Name -> source, for `megarl train` on several files in fixed ratios, instead of `path` and `eval_path`."""
+
+    difficulty: DifficultyConfig | None = None
+    """Which prompts `megarl train` trains on, by their pass rate. null: all."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> DataConfig:

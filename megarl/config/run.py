@@ -88,6 +88,8 @@ class SupervisedStageConfig(StageConfig):
     def _check_single_file(self) -> SupervisedStageConfig:
         if self.data.sources:
             raise ValueError("data.sources: only train mixes sources; other stages need data.path")
+        if self.data.difficulty is not None:
+            raise ValueError("data.difficulty: only train samples completions, whose pass rate it bounds")
         return self
 
     @model_validator(mode="after")
@@ -220,6 +222,27 @@ class RunConfig(StageConfig):
                 f"only models, {terms}; remove it, or add a rule (with weight: 0 it does not change the reward)"
             )
         self.algorithm.check_rewards(self.reward)
+        return self
+
+    @model_validator(mode="after")
+    def _check_difficulty(self) -> RunConfig:
+        difficulty = self.data.difficulty
+        if difficulty is None:
+            return self
+        rules, term = self.reward.rules, difficulty.term or self.reward.eval_term
+        if not rules or (term is not None and term not in rules):
+            got = "reward.terms has only models" if not rules else f"got {term!r}"
+            raise ValueError(f"data.difficulty.term needs the name of a rule of reward.terms, {rules}, {got}")
+        if difficulty.retire_after is not None and self.schedule.type != "sync":
+            raise ValueError(
+                f"data.difficulty.retire_after needs schedule.type: sync, got {self.schedule.type}, which begins "
+                "groups before it knows the pass rates of earlier ones"
+            )
+        if self.algorithm.needs_greedy_baseline and self.schedule.type == "sync":
+            raise ValueError(
+                f"data.difficulty: with schedule.type: sync, {self.algorithm.type} samples the greedy completions of "
+                "all prompts before it knows pass rates; use schedule.type: async, or another algorithm"
+            )
         return self
 
     @model_validator(mode="after")

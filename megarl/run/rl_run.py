@@ -109,6 +109,8 @@ class RLRun(SamplingRun):
         self._limits.mismatch.restore(self._resumed.mismatch)
         if self._adaptive_kl is not None:
             self.register_state("kl", self._adaptive_kl)
+        if self._gate is not None:
+            self.register_state("difficulty", self._gate.solved)
         self._pending_critics: dict[str, WorkerFuture[TrainStats]] = {}
 
     @override
@@ -132,7 +134,7 @@ class RLRun(SamplingRun):
 
         Args:
             name: key of the state in the checkpoint.
-            state: a dataclass of numbers that changes from step to step.
+            state: a dataclass of JSON values that changes from step to step.
         """
         for field, value in self._resumed.algorithm_state.get(name, {}).items():
             setattr(state, field, value)

@@ -16,7 +16,7 @@ from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.data.run_prompts import RunPrompts
-from megarl.errors import ConfigError, RewardError
+from megarl.errors import ConfigError, DataError, RewardError
 from megarl.groups.auxiliary_models import AuxiliaryModels
 from megarl.groups.estimation import EstimateJob, Estimator
 from megarl.groups.group_stream import FinishedGroup
@@ -26,6 +26,7 @@ from megarl.groups.weight_sync import WeightSync
 from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal_folder import journal_folder, remove_steps_from
 from megarl.run.checkpointer import Checkpointer
+from megarl.run.difficulty import DifficultyGate
 from megarl.run.evaluation import evaluate
 from megarl.run.events import EventLog
 from megarl.run.group_jobs import GroupJobs
@@ -89,6 +90,8 @@ class SamplingRun(StageRun):
         )
         self._startup, self._is_startup_reported = startup, resumed is not None
         self._adaptive_kl = make_adaptive_kl(config.algorithm.kl_reward)
+        difficulty = config.data.difficulty
+        self._gate = None if difficulty is None else DifficultyGate(difficulty, config.reward.eval_name)
         self._step_metrics: dict[str, float] = {}
         num_completions = config.algorithm.prompts_per_step * config.algorithm.group_size
         self._failures = RewardFailures(config.reward, num_completions, self.notify)
@@ -100,14 +103,25 @@ class SamplingRun(StageRun):
         """Position of the schedule's first group in the order of the prompts."""
 
     def prompts(self) -> list[Prompt]:
-        """Return the next `prompts_per_step` prompts of the training data.
+        """Return the next `prompts_per_step` prompts of the training data, without those that are retired.
 
         Raises:
+            DataError: all prompts are retired.
             ConfigError: the schedule samples ahead, and a step has begun.
         """
         if self._scheduled is not None:
             raise self._other_prompts_error()
-        return [self._prompts[i] for i in self._sampler.take(self.config.algorithm.prompts_per_step)]
+        wanted, num_drawn = self.config.algorithm.prompts_per_step, 0
+        found: list[Prompt] = []
+        while (missing := wanted - len(found)) > 0:
+            drawn = [self._prompts[i] for i in self._sampler.take(missing)]
+            num_drawn += len(drawn)
+            found += [prompt for prompt in drawn if self._gate is None or not self._gate.is_retired(prompt)]
+            if not found and num_drawn >= 2 * len(self._prompts):
+                raise DataError(
+                    f"data.difficulty.retire_after: no prompt is left to sample, all {len(self._prompts)} are retired"
+                )
+        return found
 
     def _step_prompts(self) -> list[Prompt]:
         """Return the prompts of the next step; with a schedule, of the groups that were admitted since the last one."""
@@ -166,11 +180,19 @@ class SamplingRun(StageRun):
 
         Completions whose reward failed (`on_error: drop`) are not in the batch, which may therefore be empty. The
         methods below do nothing with an empty batch. A schedule that samples ahead may return other groups than those
-        of `prompts`, which it has just begun.
+        of `prompts`, which it has just begun. With `data.difficulty`, groups with other pass rates are replaced.
 
         Args:
             attempt: index of this call within the step, if a step samples several batches; it changes the seed.
         """
+        if self._gate is None or greedy or attempt:
+            return self._sample(prompts, attempt=attempt, greedy=greedy)
+        found = self.sample_kept(prompts, lambda _: True, max_batches=self._gate.max_batches)
+        if found.batch.groups:
+            return found.batch
+        return RolloutBatch(groups=[], dropped_groups=found.sampled[-1].all_groups)
+
+    def _sample(self, prompts: Sequence[Prompt], *, attempt: int, greedy: bool = False) -> RolloutBatch:
         self._begin_sampling()
         if self._scheduled is not None:
             if prompts is not self._announced or attempt or greedy:
@@ -198,22 +220,32 @@ class SamplingRun(StageRun):
             keep: whether to train on a group; it must depend on its rewards only.
             max_batches: None: one, or with a schedule `DEFAULT_MAX_BATCHES`.
         """
-        num_groups = self.config.algorithm.prompts_per_step
+        num_groups, gate = self.config.algorithm.prompts_per_step, self._gate
+
+        def is_kept(group: FinishedGroup) -> bool:
+            return keep(group) and (gate is None or gate.keep(group))
+
         if self._scheduled is not None:
             if prompts is not self._announced:
                 raise self._other_prompts_error()
             self._begin_sampling()
             max_removed = ((max_batches or DEFAULT_MAX_BATCHES) - 1) * num_groups
-            batch, removed = self._take_batch(self._scheduled, keep, max_removed)
+            batch, removed = self._take_batch(self._scheduled, is_kept, max_removed)
             num_batches = (len(batch.all_groups) + len(removed.all_groups)) / num_groups
+            if gate is not None:
+                self._step_metrics |= gate.metrics([*batch.groups, *removed.groups])
             return KeptSample(batch=batch, sampled=[batch, removed], num_batches=num_batches)
         kept: list[FinishedGroup] = []
         sampled: list[RolloutBatch] = []
         for attempt in range(max_batches or 1):
-            sampled.append(self.sample(self.prompts() if attempt else prompts, attempt=attempt))
-            kept += filter(keep, sampled[-1].groups)
+            sampled.append(self._sample(self.prompts() if attempt else prompts, attempt=attempt))
+            kept += filter(is_kept, sampled[-1].groups)
+            if gate is not None:
+                gate.record(sampled[-1].groups)
             if len(kept) >= num_groups:
                 break
+        if gate is not None:
+            self._step_metrics |= gate.metrics(group for batch in sampled for group in batch.groups)
         return KeptSample(batch=RolloutBatch(groups=kept[:num_groups]), sampled=sampled, num_batches=len(sampled))
 
     def sample_with_baselines(self, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[float]]:

@@ -175,7 +175,8 @@ class FakeRolloutGroup:
         ]
         if self.omits_dropped:
             groups = [[sample for sample in group if not sample.reward_errors] for group in groups]
-        return [finished_group(group, number) for number, group in enumerate(groups) if group]
+        found = [finished_group(group, number) for number, group in enumerate(groups) if group]
+        return [replace(g, summary=replace(g.summary, prompt_id=names[g.summary.group_id])) for g in found]
 
     def open_stream(self) -> FakeGroupStream:
         return FakeGroupStream(self)
@@ -324,6 +325,7 @@ def run_script(
     releases_memory: bool = False,
     mismatch: float = 0.0,
     trainer: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
     **sections: Any,
 ) -> FinishedRun:
     """Train for `steps` with the algorithm on prompts p0 to p99; defaults: 2 prompts per step, 3 samples each.
@@ -337,14 +339,14 @@ def run_script(
         truncated: which samples are truncated, by the arguments of `script`; default: none.
         releases_memory: the engines release their memory while the trainer needs it.
         mismatch: what the engine's log-probabilities are off by, in probes.
-        trainer: further keys of the section `trainer`.
+        trainer, data: further keys of these sections.
     """
     config = run_config(
         {"prompts_per_step": 2, "group_size": 3, **algorithm},
         run_dir=str(folder),
         trainer={"steps": steps} | (trainer or {}),
         tracking={"tensorboard": False, "rollouts": False},
-        data={"path": "data.jsonl", "shuffle": False},
+        data={"path": "data.jsonl", "shuffle": False} | (data or {}),
         **sections,
     )
     log: list[Call] = []
