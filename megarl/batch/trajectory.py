@@ -44,7 +44,8 @@ class Trajectory:
     """Reward term -> value, before weighting; `<term>/<name>` -> further value of a term, which is only logged."""
 
     reward: float = 0.0
-    """Weighted sum of the terms; 0 if it is dropped."""
+    """Sum of the terms with the weights of the configuration; 0 if it is dropped. Steps train on the sum with their own
+    weights, which the controller computes from `rewards`."""
 
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """Reward term -> error message, for terms that failed on this completion (`on_error: drop`). If there are any, the

@@ -9,10 +9,19 @@ from megarl.cli.output import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments `RUN [--stop]`."""
+    """Declare the arguments `RUN [--stop] [--set KEY=VALUE ...]`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(
         "--stop", action="store_true", help="stop the run after its current step; it writes a checkpoint first"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="reward.terms.NAME.weight=VALUE",
+        help="change the weight of a reward term from the run's next step on",
     )
 
 
@@ -20,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     """Print the run's progress until it ends. Ctrl-C stops following; the run continues."""
     from megarl.controller.attach import attach
 
-    attach(args.run.absolute(), stop=args.stop)
+    attach(args.run.absolute(), stop=args.stop, settings=args.settings)
     console().print(f"the run has ended: {args.run}/summary.json", highlight=False)
     return 0

@@ -144,10 +144,9 @@ class RewardsConfig(Section):
         return [name for name, term in self.terms.items() if not isinstance(term, ModelRewardConfig)]
 
     @property
-    def environment_weight(self) -> float | None:
-        """Weight of the rewards of an environment's steps; None without a term of type `environment`."""
-        weights = [term.weight for term in self.terms.values() if isinstance(term, EnvironmentRewardConfig)]
-        return sum(weights) if weights else None
+    def environments(self) -> list[str]:
+        """Names of the terms that are rewards of an environment's steps."""
+        return [name for name, term in self.terms.items() if isinstance(term, EnvironmentRewardConfig)]
 
     @property
     def models(self) -> dict[str, ModelRewardConfig]:

@@ -221,6 +221,11 @@ class RunConfig(StageConfig):
                 f"{next(iter(self.data.held_out_files))}: evaluation scores completions by rules, but reward.terms has "
                 f"only models, {terms}; remove it, or add a rule (with weight: 0 it does not change the reward)"
             )
+        if self.reward.models and self.algorithm.needs_greedy_baseline and self.schedule.type != "sync":
+            raise ValueError(
+                f"schedule.type: {self.algorithm.type} with reward models needs sync, got {self.schedule.type}: they "
+                "do not score the greedy completions that a schedule samples with their groups"
+            )
         self.algorithm.check_rewards(self.reward)
         return self
 

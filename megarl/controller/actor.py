@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -64,6 +64,7 @@ class Controller:
             "the run failed with an unexpected error; see the controller's log"
         )
         self._is_outcome_read = threading.Event()
+        self._run_dir = None if autostart is None else autostart[0].run_dir
         if autostart is not None:
             self._train_thread = threading.Thread(target=self._train_autostarted, args=autostart, name="train")
             self._train_thread.start()
@@ -75,6 +76,13 @@ class Controller:
     def request_stop(self, stop_signal: str) -> None:
         """End the stage after the current step: it exports the model, writes its totals and raises EarlyStop."""
         self._events.request_stop(stop_signal)
+
+    def change_reward_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the weights of reward terms of the detached run, from its next step on."""
+        from megarl.run.reward_weights import request_weights
+
+        assert self._run_dir is not None, "its caller knows"
+        request_weights(self._run_dir, weights)
 
     def has_ended(self) -> bool:
         """Whether the detached run has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
@@ -13,11 +14,12 @@ from megarl.config import RunConfig, load_config
 from megarl.controller.detached import find_controller
 from megarl.controller.ray_session import defer_sigterm
 from megarl.controller.run_stage import POLL_SECONDS, StopRequest, follow
+from megarl.run.reward_weights import parse_weights
 from megarl.tracking.progress import RunProgress
 from megarl.workers.failures import to_megarl_error
 
 
-def attach(run_dir: Path, *, stop: bool = False) -> None:
+def attach(run_dir: Path, *, stop: bool = False, settings: Sequence[str] = ()) -> None:
     """Show the latest events of the run, at most `megarl.run.events.MAX_EVENTS`, then its progress until it ends.
 
     Several processes can be attached to one run; each shows all events.
@@ -26,12 +28,15 @@ def attach(run_dir: Path, *, stop: bool = False) -> None:
 
     Args:
         stop: request that the run ends after the current step.
+        settings: `reward.terms.NAME.weight=VALUE` each: weights that the run has from its next step on.
 
     Raises:
+        ConfigError: a setting is invalid; the run is not changed.
         DataError: no detached run is active in `run_dir`.
         MegarlError: the error that ended the run.
     """
     config = load_config(RunConfig, run_dir / "train.yaml")
+    weights = parse_weights(config, settings)
 
     def has_ended() -> bool:
         # poll instead of a blocking call: that would outlive this process in one of the controller's three threads
@@ -40,6 +45,8 @@ def attach(run_dir: Path, *, stop: bool = False) -> None:
 
     try:
         controller = find_controller(run_dir)
+        if weights:
+            ray.get(controller.change_reward_weights.remote(weights))
         if stop:
             ray.get(controller.request_stop.remote("megarl attach --stop"))
         with RunProgress(config.trainer.steps) as progress, defer_sigterm() as sigterm:

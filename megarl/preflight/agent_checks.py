@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.reward import EnvironmentRewardConfig
 from megarl.config.rollout import AgentConfig
 from megarl.config.run import RunConfig
 from megarl.data.tokenizer import load_tokenizer
@@ -26,7 +25,7 @@ def find_agent_problems(config: RunConfig) -> Iterator[str]:
     except ConfigError as e:
         yield str(e)
     yield from _find_template_problems(config)
-    terms = [name for name, term in config.reward.terms.items() if isinstance(term, EnvironmentRewardConfig)]
+    terms = config.reward.environments
     if terms and env is None and config.rollout.agent == AgentConfig():
         yield (
             f"reward.terms.{terms[0]} is of type environment, which needs rollout.env, or an agent that adds rewards "

@@ -11,6 +11,7 @@ from typing_extensions import override
 from megarl.groups.sync_update import PushReport
 from megarl.reshard.planning.strategy import SyncStats
 from megarl.rollout.journal.journal_folder import journal_folder
+from megarl.run.reward_weights import RewardWeights
 from megarl.run.rl_run import RLRun
 from megarl.run.schedule_log import log_folder, read_log
 from megarl.run.scheduled_groups import ScheduledGroups
@@ -48,6 +49,10 @@ class ReplayRun(RLRun):
     @override
     def _probe_skips_update(self) -> bool:
         return False  # there is no engine to compare with
+
+    @override
+    def _open_weights(self) -> RewardWeights:
+        return RewardWeights(self.config, self._resumed.reward_weights, writes=False)
 
     @override
     def _discard_groups(self) -> None:

@@ -41,6 +41,7 @@ from megarl.run.scheduled_groups import ScheduledGroups
 from megarl.run.stage_run import SAMPLER_NAME
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
 from megarl.run.step_memory import ReleasingEngines
+from megarl.run.term_metrics import term_metrics
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
@@ -122,6 +123,7 @@ class RLRun(SamplingRun):
             algorithm_state={name: asdict(state) for name, state in self._algorithm_state.items()},
             skips_in_a_row=self._limits.skips_in_a_row,
             mismatch=dict(self._limits.mismatch.history),
+            reward_weights=dict(self._weights.current),
         )
 
     def _schedule_state(self, scheduled: ScheduledGroups) -> dict[str, Any]:
@@ -158,6 +160,7 @@ class RLRun(SamplingRun):
                 return
             self.step = step
             self.timer.start_step()
+            self._begin_step()
             yield self._step_prompts()
 
     def finish_pretraining_step(self, number: int, metrics: Mapping[str, float]) -> None:
@@ -290,7 +293,7 @@ class RLRun(SamplingRun):
             self.rollout.record(self.step, batch.all_groups, batch.logged_advantages)
         every = self.config.trainer.eval_every
         due = self.step == self.config.trainer.steps or (every > 0 and self.step % every == 0)
-        self._log_step(batch_metrics(batch), stats)
+        self._log_step(batch_metrics(batch) | term_metrics(batch, self._weights.current), stats)
         if due:
             self._evaluate()
         if self._checkpoints is not None:

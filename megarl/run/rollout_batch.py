@@ -155,13 +155,13 @@ class RolloutBatch:
 
         Args:
             values: N values of each added term.
-            weights: weights of all terms of the total, old and new; other terms do not count.
+            weights: weights of all terms of the total, old and new; others do not count. A source may lack some.
         """
 
         def complete(sample_index: int | None, summary: TrajectorySummary) -> TrajectorySummary:
             added = {} if sample_index is None else {name: term[sample_index] for name, term in values.items()}
             rewards = {**summary.rewards, **added}
-            return replace(summary, rewards=rewards, reward=sum(w * rewards[name] for name, w in weights.items()))
+            return replace(summary, rewards=rewards, reward=weighted_sum(rewards, weights))
 
         self._map_rewards(complete)
 
@@ -306,6 +306,11 @@ class RolloutBatch:
         if offsets[-1] == len(offsets) - 1:
             return indices
         return np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in indices.tolist()])
+
+
+def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Return the sum of a completion's terms, each times its weight; its source may lack some terms."""
+    return sum((weight * rewards[name] for name, weight in weights.items() if name in rewards), 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ class RunState:
     """Consecutive steps without a policy update, see `limits.max_skips_in_a_row`."""
     mismatch: Mapping[str, MismatchHistory] = field(default_factory=dict)
     """By limit that is `auto`, the steps that it refers to."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the reward terms in the last finished step; empty for stages without rewards."""
     metrics_bytes: int = 0
     """Length of `metrics.jsonl` in bytes."""
     totals: RunTotals = field(default_factory=RunTotals)

@@ -33,7 +33,8 @@ from megarl.run.group_jobs import GroupJobs
 from megarl.run.kl_penalty import KL_METRIC, make_adaptive_kl
 from megarl.run.policy_sync import PolicySync
 from megarl.run.reward_failures import RewardFailures
-from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch
+from megarl.run.reward_weights import RewardWeights
+from megarl.run.rollout_batch import BatchVersions, KeptSample, RolloutBatch, weighted_sum
 from megarl.run.run_state import RunState
 from megarl.run.schedule_log import ScheduleLog, log_folder
 from megarl.run.schedule_recovery import open_schedule
@@ -95,12 +96,26 @@ class SamplingRun(StageRun):
         self._step_metrics: dict[str, float] = {}
         num_completions = config.algorithm.prompts_per_step * config.algorithm.group_size
         self._failures = RewardFailures(config.reward, num_completions, self.notify)
+        self._weights = self._open_weights()
         self._scheduled: ScheduledGroups | None = None
         """The groups of a schedule other than `sync`, once the first step has begun."""
         self._announced: list[Prompt] = []
         """What `steps` has yielded last to the loop of a schedule."""
         self._first_row = 0
         """Position of the schedule's first group in the order of the prompts."""
+
+    def _open_weights(self) -> RewardWeights:
+        """Return the weights of the reward terms by step."""
+        return RewardWeights(self.config, self._resumed.reward_weights)
+
+    def _begin_step(self) -> None:
+        """Take the weights of the current step, which may have been changed since the step before."""
+        before = dict(self._weights.current)
+        changed = self._weights.begin_step(self.step)
+        for name, weight in changed.items():
+            self.notify(f"step {self.step}: reward.terms.{name}.weight is {weight:g} from now on, was {before[name]:g}")
+        if changed and self._scheduled is not None:
+            self._scheduled.forget_kept()
 
     def prompts(self) -> list[Prompt]:
         """Return the next `prompts_per_step` prompts of the training data, without those that are retired.
@@ -230,7 +245,9 @@ class SamplingRun(StageRun):
                 raise self._other_prompts_error()
             self._begin_sampling()
             max_removed = ((max_batches or DEFAULT_MAX_BATCHES) - 1) * num_groups
-            batch, removed = self._take_batch(self._scheduled, is_kept, max_removed)
+            batch, removed = self._take_batch(
+                self._scheduled, lambda group: is_kept(self._with_weights(group)), max_removed
+            )
             num_batches = (len(batch.all_groups) + len(removed.all_groups)) / num_groups
             if gate is not None:
                 self._step_metrics |= gate.metrics([*batch.groups, *removed.groups])
@@ -292,12 +309,25 @@ class SamplingRun(StageRun):
     def _make_batch(self, groups: Sequence[FinishedGroup], *, min_completions: int) -> RolloutBatch:
         """Return the batch of sampled groups, with the rewards of models."""
         self._report_startup()
-        batch = RolloutBatch.from_sampled(groups, min_completions=min_completions)
+        weighted = [self._with_weights(group) for group in groups]
+        batch = RolloutBatch.from_sampled(weighted, min_completions=min_completions)
         self._failures.add(groups)
         num_dropped = self._step_metrics.get("reward/dropped", 0.0) + batch.num_dropped  # of all batches of the step
         self._step_metrics |= {"reward/dropped": num_dropped, **self._failures.metrics()}
         self._add_model_rewards(batch)
         return batch
+
+    def _with_weights(self, group: FinishedGroup) -> FinishedGroup:
+        """Return the group with the sums of its terms by the weights of the current step, without reward models.
+
+        Rollout workers sum up by the weights of the configuration; the group may also be from an earlier step.
+        """
+        weights = self._weights.current
+        found = tuple(
+            each if each.is_dropped else replace(each, reward=weighted_sum(each.rewards, weights))
+            for each in group.summary.trajectories
+        )
+        return replace(group, summary=replace(group.summary, trajectories=found))
 
     def _check_failures(self) -> None:
         """Check that rewards failed on few completions of the step.
@@ -326,8 +356,8 @@ class SamplingRun(StageRun):
 
     def _add_model_rewards(self, batch: RolloutBatch) -> None:
         """Score the batch with the reward models and recompute the total rewards; costs do not count as reward."""
-        cost_terms, scorers = self.config.algorithm.cost_terms, self.models.scorers
-        if not batch.groups or not (scorers or cost_terms):
+        scorers = self.models.scorers
+        if not batch.groups or not scorers:
             return
         request, values = batch.forward_request(self.config), {}
         for name, scorer in scorers.items():
@@ -335,8 +365,7 @@ class SamplingRun(StageRun):
             with self.phase("score"):
                 scores = scorer.scores(request)
             values[name] = [scores[keys[-1]] for keys in batch.segment_keys]  # of the end of each episode
-        weights = {name: term.weight for name, term in self.config.reward.terms.items() if name not in cost_terms}
-        batch.add_rewards(values, weights)
+        batch.add_rewards(values, self._weights.current)
 
     def add_logprobs(self, batch: RolloutBatch) -> None:
         """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
@@ -414,7 +443,10 @@ class SamplingRun(StageRun):
     @property
     def _turn_weight(self) -> float | None:
         """Weight of the environment's rewards, if advantages are per turn."""
-        return self.config.reward.environment_weight if self.config.algorithm.advantages_per == "turn" else None
+        environments = [name for name in self.config.reward.environments if name in self._weights.current]
+        if self.config.algorithm.advantages_per != "turn" or not environments:
+            return None
+        return sum(self._weights.current[name] for name in environments)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the log of this step."""

@@ -157,6 +157,10 @@ class ScheduledGroups:
         self._step_begin = self.schedule.state()
         self._admit(self.schedule.capacity)
 
+    def forget_kept(self) -> None:
+        """Look again at the finished groups that the filter of the algorithm has kept: rewards have changed."""
+        self._kept.clear()
+
     def log_retreat(self) -> None:
         """Log that a run which resumes repeats the current step, and samples all groups that are not leased again."""
         event = self.schedule.resume()

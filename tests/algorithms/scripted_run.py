@@ -160,6 +160,8 @@ class FakeRolloutGroup:
     """Which samples are truncated, by the arguments of `script`."""
     mismatch: float = 0.0
     """What the engine's log-probabilities are off by."""
+    other_rules: Sequence[str] = ()
+    """Terms besides `match`, which are 0."""
     policy: FakeModel = field(init=False)
     weights: FakeWeightSync = field(init=False)
     """Its version samples the tokens of schedules."""
@@ -218,7 +220,8 @@ class FakeRolloutGroup:
         if reward is None:
             return completion(mask, rewards={"other": 1.0}, reward_errors={"match": "no answer"})
         finish_reason = "length" if self.truncated(label, number, sample) else "stop"
-        return replace(completion(mask, reward=reward), finish_reason=finish_reason)
+        rewards = {"match": reward, **dict.fromkeys(self.other_rules, 0.0)}
+        return replace(completion(mask, reward=reward, rewards=rewards), finish_reason=finish_reason)
 
     def estimate(self, job: EstimateJob, groups: Sequence[FinishedGroup]) -> Any:
         found, columns = estimate(job, [group.payload.fetch() for group in groups])
@@ -359,6 +362,7 @@ def run_script(
     )
     policy = FakeModel("policy", log, **(models or {}).get("policy", {}))
     rollout = FakeRolloutGroup(script, log, lengths, omits_dropped, truncated, mismatch)
+    rollout.other_rules = [name for name in config.reward.rules if name != "match"]
     checkpoints = FakeCheckpointer(log) if saves_checkpoints else None
     engines = FakeEngines(log) if releases_memory else None
     return train_with_fakes(

@@ -218,3 +218,10 @@ def test_reward_models_have_no_timeout() -> None:
     assert error_message(reward={"terms": {"rm": MODEL | {"timeout_seconds": 1}}}) == (
         "reward.terms.rm.timeout_seconds: unknown key"
     )
+
+
+def test_reward_models_do_not_score_the_greedy_completions_of_a_schedule() -> None:
+    sections = {"algorithm": {"type": "remax"}, "reward": {"terms": {"rm": {"type": "model", "path": "p"}}}}
+    make_run(**sections)
+    message = error_message(**sections, schedule={"type": "async"})
+    assert "schedule.type: remax with reward models needs sync, got async: they do not score the greedy" in message

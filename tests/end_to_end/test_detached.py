@@ -41,6 +41,14 @@ def test_detached_run_continues_without_a_client(
     at = train.steps_done()
     head.wait_until(lambda: (folder / "checkpoints").exists() and train.steps_done() >= at + 20)
 
+    refused = launch("attach", folder, "--set", "reward.terms.nope.weight=2", keeps_ray_address=True)
+    assert refused.wait() == 2
+    assert "needs a term of the run's reward, one of one, got 'nope'" in refused.stderr
+    changing = launch("attach", folder, "--set", "reward.terms.one.weight=0.5", keeps_ray_address=True)
+    changing.wait_until(lambda: "reward.terms.one.weight is 0.5 from now on, was 1" in changing.stdout)
+    changing.send(signal.SIGINT)
+    changing.wait()
+
     stopped = launch("attach", folder, "--stop", keeps_ray_address=True)
     assert stopped.wait() == 75, stopped.stderr
     assert " on megarl attach --stop; model exported to " in stopped.stderr

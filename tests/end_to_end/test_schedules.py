@@ -14,6 +14,7 @@ from benchmarks.chaos.compare import compare
 from benchmarks.chaos.read import read_model, read_rollouts
 from benchmarks.chaos.schedule import num_sampled_again, trained_ordinals
 from megarl.checkpoint.store import CheckpointStore
+from megarl.run.reward_weights import request_weights
 from megarl.run.schedule_log import log_folder, read_log
 from megarl.schedule.events import Leased, Pushed
 from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps
@@ -44,10 +45,14 @@ def finish(folder: Path, *arguments: str | Path) -> str:
         run.end()
 
 
-def kill_and_resume(config: Path, folder: Path, step: int) -> list[dict[str, Any]]:
-    """Kill the command after `step`, resume the run, and return the metrics of the steps before the kill."""
+def kill_and_resume(config: Path, folder: Path, step: int, **weights: float) -> list[dict[str, Any]]:
+    """Kill the command after `step`, resume the run, and return the metrics of the steps before the kill.
+
+    `weights`: of reward terms, to which the run is changed after two steps.
+    """
     run = LaunchedCommand(folder, "train", config)
     try:
+        change_weights(run, folder, weights)
         run.wait_for_step(step)
         run.send(signal.SIGKILL)
         run.wait()
@@ -59,10 +64,20 @@ def kill_and_resume(config: Path, folder: Path, step: int) -> list[dict[str, Any
     return before
 
 
-def kill_trainer(config: Path, folder: Path, step: int) -> list[dict[str, Any]]:
-    """Kill a trainer rank after `step`, wait for the end of the run, and return the metrics of the steps before."""
+def change_weights(run: LaunchedCommand, folder: Path, weights: dict[str, float]) -> None:
+    if weights:
+        run.wait_for_step(2)
+        request_weights(folder / "run", weights)
+
+
+def kill_trainer(config: Path, folder: Path, step: int, **weights: float) -> list[dict[str, Any]]:
+    """Kill a trainer rank after `step`, wait for the end of the run, and return the metrics of the steps before.
+
+    `weights`: as for `kill_and_resume`.
+    """
     run = LaunchedCommand(folder, "train", config)
     try:
+        change_weights(run, folder, weights)
         run.wait_for_step(step)
         before = list_steps(folder / "run")
         processes(run, "ray::WorkerHost")[-1].kill()
@@ -80,16 +95,28 @@ def test_killed_asynchronous_run_trains_each_group_once_within_the_cap(
 ) -> None:
     """Steps that were finished before the kill have the same metrics afterwards, bit for bit.
 
-    A replay of the journal, without engines, has the same checkpoints, bit for bit.
+    A replay of the journal, without engines, has the same checkpoints, bit for bit. The weight of the reward changes
+    its sign before the kill.
     """
     steps = 12
     config = write_run(world, tmp_path, **sections(steps, 4, **ASYNC))
-    before = kill(config, tmp_path, 6)
+    before = kill(config, tmp_path, 6, one=-1.0)
     rows = list_steps(tmp_path / "run")
+    weights = [row["reward/one/weight"] for row in rows]
+    assert weights == [1.0] * weights.index(-1.0) + [-1.0] * weights.count(-1.0)
+    assert 2 <= weights.index(-1.0) <= 6
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     assert max(row["staleness/max"] for row in rows) <= CAP
     assert any(row["staleness/max"] > 0 for row in rows)
-    compared = ("loss", "grad_norm", "reward/mean", "response/length", "drift/ess", "staleness/mean")
+    compared = (
+        "loss",
+        "grad_norm",
+        "reward/mean",
+        "response/length",
+        "drift/ess",
+        "staleness/mean",
+        "reward/one/weight",
+    )
     assert len(before) >= 6
     for old, new in zip(before, rows, strict=False):
         assert {name: old[name] for name in compared} == {name: new[name] for name in compared}

@@ -82,7 +82,7 @@ def _row(batch: MiniBatch, ref: SampleRef, samples: StepSamples) -> dict[str, ob
     return {
         "prompt_id": trajectory.prompt_id,
         "group_id": trajectory.group_id,
-        "reward": float(trajectory.reward),
+        "rewards": json.dumps(dict(trajectory.rewards)),
         "finish_reason": trajectory.finish_reason,
         "token_ids": trajectory.token_ids.tolist(),
         "loss_mask": trajectory.loss_mask.tolist(),

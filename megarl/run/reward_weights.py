@@ -1,0 +1,132 @@
+"""Weights of the reward terms by step: those of the configuration, until `megarl attach RUN --set` changes them.
+
+    <run_dir>/journal/reward-weights.jsonl      {"step": 7, "weights": {"accuracy": 1.0, "style": 0.5}}
+                                                {"requested": {"style": 0.2}}
+                                                {"step": 8, "weights": {"accuracy": 1.0, "style": 0.2}}
+
+A step's line is written before it samples. A step that is trained again after a kill, or replayed, has the weights of
+its line; a change takes effect in the first step without one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.config import RunConfig
+from megarl.errors import ConfigError
+from megarl.rollout.journal.journal_folder import journal_folder
+
+logger = logging.getLogger(__name__)
+
+FILE = "reward-weights.jsonl"
+
+
+class RewardWeights:
+    """The weights of a run in progress."""
+
+    def __init__(self, config: RunConfig, resumed: Mapping[str, float], *, writes: bool = True) -> None:
+        """Args:
+        resumed: weights at the checkpoint to resume from; empty for a new run.
+        writes: record the weights of further steps; False: the journal is another run's.
+        """
+        self._path, self._writes = _path(config.run_dir), writes
+        self._current = {**configured_weights(config), **resumed}
+        self._num_read = 0
+        """Number of bytes of the file that have been read."""
+        self._by_step: dict[int, dict[str, float]] = {}
+        self._requested: dict[str, float] = {}
+        """Changes after the last recorded step."""
+
+    @property
+    def current(self) -> Mapping[str, float]:
+        """Weight of each term of the reward in the current step."""
+        return self._current
+
+    def begin_step(self, step: int) -> dict[str, float]:
+        """Take the weights of a step, and record them; return those that differ from the step before."""
+        self._read()
+        before, recorded = self._current, self._by_step.get(step)
+        self._current = {**before, **(self._requested if recorded is None else recorded)}
+        if recorded is None and self._writes:
+            _append(self._path, {"step": step, "weights": self._current})
+        return {name: weight for name, weight in self._current.items() if weight != before[name]}
+
+    def _read(self) -> None:
+        """Read the lines that were appended since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._num_read)
+            new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._num_read += len(complete)
+        for line in filter(None, complete.split(b"\n")):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                logger.warning("%s: a line of a killed run is incomplete and ignored: %r", self._path, line)
+                continue
+            if "step" in entry:
+                self._by_step[entry["step"]] = entry["weights"]
+                self._requested.clear()
+            else:
+                self._requested |= entry["requested"]
+
+
+def configured_weights(config: RunConfig) -> dict[str, float]:
+    """Return the weights of the terms that are summed up; a cost term is none of them."""
+    costs = config.algorithm.cost_terms
+    return {name: term.weight for name, term in config.reward.terms.items() if name not in costs}
+
+
+def request_weights(run_dir: str | Path, weights: Mapping[str, float]) -> None:
+    """Change weights from the next step on that has not begun; also after a restart of the controller."""
+    _append(_path(run_dir), {"requested": dict(weights)})
+
+
+def parse_weights(config: RunConfig, settings: Sequence[str]) -> dict[str, float]:
+    """Return the weights of `reward.terms.NAME.weight=VALUE` settings, by name of the term.
+
+    Raises:
+        ConfigError: a setting has another form, names another key or term, or its value is not a finite number.
+    """
+    known, weights = configured_weights(config), dict[str, float]()
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        parts = key.strip().split(".")
+        if not equals or len(parts) != 4 or parts[:2] != ["reward", "terms"] or parts[3] != "weight":
+            raise ConfigError(
+                f"--set needs reward.terms.NAME.weight=VALUE, as other keys cannot change during a run, got {setting!r}"
+            )
+        if parts[2] not in known:
+            raise ConfigError(
+                f"--set {key}: needs a term of the run's reward, one of {', '.join(known)}, got {parts[2]!r}"
+            )
+        try:
+            weights[parts[2]] = float(text)
+        except ValueError:
+            weights[parts[2]] = math.nan
+        if not math.isfinite(weights[parts[2]]):
+            raise ConfigError(f"--set {key}: needs a finite number, got {text!r}")
+    return weights
+
+
+def _path(run_dir: str | Path) -> Path:
+    return journal_folder(run_dir) / FILE
+
+
+def _append(path: Path, entry: Mapping[str, object]) -> None:
+    """Append a line in one write, after what a killed run may have left of another one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * is_torn + json.dumps(entry).encode() + b"\n")
+    finally:
+        os.close(descriptor)

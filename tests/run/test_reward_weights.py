@@ -1,0 +1,227 @@
+"""Weights that change during a run: when they take effect, in which order they are recorded, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.batch.scored_group import TermReport
+from megarl.batch.trajectory import Trajectory
+from megarl.errors import ConfigError
+from megarl.run.reward_weights import FILE, RewardWeights, parse_weights, request_weights
+from megarl.run.rollout_batch import RolloutBatch, weighted_sum
+from megarl.run.run_state import RunState
+from megarl.run.term_metrics import term_metrics
+from tests.algorithms.scripted_run import FinishedRun, run_script
+from tests.algorithms.test_dropped_completions import trained_on
+from tests.run.finished_groups import completion, finished_group, run_config
+
+TERMS = {"terms": {"match": {"type": "numeric"}, "style": {"type": "format", "weight": 0.5}}}
+
+
+def config(folder: Path, **sections: Any) -> Any:
+    return run_config({"type": "grpo"}, run_dir=str(folder), **{"reward": TERMS, **sections})
+
+
+def begin(weights: RewardWeights, *steps: int) -> list[dict[str, float]]:
+    """Return the weights of the steps."""
+    found = []
+    for step in steps:
+        weights.begin_step(step)
+        found.append(dict(weights.current))
+    return found
+
+
+BASE, CHANGED = {"match": 1.0, "style": 0.5}, {"match": 1.0, "style": 0.25}
+
+
+def test_a_change_takes_effect_in_the_next_step(tmp_path: Path) -> None:
+    weights = RewardWeights(config(tmp_path), {})
+    assert weights.begin_step(1) == {}
+    request_weights(tmp_path, {"style": 0.25})
+    assert weights.current == BASE, "the step that has begun keeps its weights"
+    assert weights.begin_step(2) == {"style": 0.25}
+    assert weights.begin_step(3) == {}
+    assert weights.current == CHANGED
+    lines = [json.loads(line) for line in (tmp_path / "journal" / FILE).read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "weights": BASE},
+        {"requested": {"style": 0.25}},
+        {"step": 2, "weights": CHANGED},
+        {"step": 3, "weights": CHANGED},
+    ]
+
+
+def test_steps_that_are_trained_again_have_their_weights(tmp_path: Path) -> None:
+    killed = RewardWeights(config(tmp_path), {})
+    begin(killed, 1, 2)
+    request_weights(tmp_path, {"style": 0.25})
+    begin(killed, 3, 4)
+    request_weights(tmp_path, {"match": 2.0})  # the run is killed before step 5
+    for checkpoint in (0, 2, 3, 4):
+        at_checkpoint = {0: {}, 2: BASE}.get(checkpoint, CHANGED)
+        again = RewardWeights(config(tmp_path), at_checkpoint, writes=False)
+        expected = [BASE, BASE, CHANGED, CHANGED, {**CHANGED, "match": 2.0}]
+        assert begin(again, *range(checkpoint + 1, 6)) == expected[checkpoint:]
+
+
+def test_a_change_during_steps_that_are_trained_again_waits_for_a_new_one(tmp_path: Path) -> None:
+    begin(RewardWeights(config(tmp_path), {}), 1, 2, 3)
+    again = RewardWeights(config(tmp_path), {})
+    begin(again, 1)
+    request_weights(tmp_path, {"style": 0.25})
+    assert begin(again, 2, 3, 4) == [BASE, BASE, CHANGED]
+
+
+def test_the_checkpoint_has_the_weights_if_the_file_is_lost(tmp_path: Path) -> None:
+    assert begin(RewardWeights(config(tmp_path), CHANGED), 7) == [CHANGED]
+
+
+def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
+    begin(RewardWeights(config(tmp_path), {}), 1)
+    path = tmp_path / "journal" / FILE
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole + whole[:length])
+        request_weights(tmp_path, {"style": 0.25})
+        assert begin(RewardWeights(config(tmp_path), {}, writes=False), 1, 2) == [BASE, CHANGED]
+
+
+def test_a_replay_writes_nothing(tmp_path: Path) -> None:
+    begin(RewardWeights(config(tmp_path), {}, writes=False), 1, 2)
+    assert not (tmp_path / "journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("style", "--set needs reward.terms.NAME.weight=VALUE, as other keys cannot change during a run, got 'style'"),
+        ("trainer.optimizer.lr=1", "--set needs reward.terms.NAME.weight=VALUE, as other keys cannot change"),
+        (
+            "reward.terms.style.pattern=x",
+            "--set needs reward.terms.NAME.weight=VALUE, as other keys cannot change duri",
+        ),
+        (
+            "reward.terms.x.weight=1",
+            "--set reward.terms.x.weight: needs a term of the run's reward, one of match, styl",
+        ),
+        ("reward.terms.style.weight=", "--set reward.terms.style.weight: needs a finite number, got ''"),
+        ("reward.terms.style.weight=high", "--set reward.terms.style.weight: needs a finite number, got 'high'"),
+        ("reward.terms.style.weight=nan", "--set reward.terms.style.weight: needs a finite number, got 'nan'"),
+        ("reward.terms.style.weight=true", "--set reward.terms.style.weight: needs a finite number, got 'true'"),
+        ("reward.terms.style.weight=[", "--set reward.terms.style.weight: needs a finite number, got '['"),
+    ],
+)
+def test_invalid_settings_are_refused(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
+        parse_weights(config(tmp_path), ["reward.terms.match.weight=2", setting])
+
+
+def test_valid_settings(tmp_path: Path) -> None:
+    settings = ["reward.terms.match.weight=2", "reward.terms.style.weight=-0.1", "reward.terms.match.weight=1e-3"]
+    assert parse_weights(config(tmp_path), settings) == {"match": 0.001, "style": -0.1}
+    costs = {"terms": {**TERMS["terms"], "cost": {"type": "model", "path": "cost"}}}
+    safe = run_config({"type": "safe_rlhf", "cost_term": "cost"}, reward=costs)
+    with pytest.raises(ConfigError, match=r"needs a term of the run's reward, one of match, style, got 'cost'$"):
+        parse_weights(safe, ["reward.terms.cost.weight=2"])
+
+
+CHANGE_AT, NEW_WEIGHT = 3, -2.0
+
+
+def train(folder: Path, algorithm: str, *, resumed: RunState | None = None, **sections: Any) -> FinishedRun:
+    """Train 6 steps; the weight is changed while step 2 is sampled, so that step 3 is the first one with it."""
+    is_requested = resumed is not None
+
+    def script(label: str, number: int, sample: int) -> float:
+        nonlocal is_requested
+        if label == f"step-{CHANGE_AT - 1}" and not is_requested:
+            is_requested = True
+            request_weights(folder, {"match": NEW_WEIGHT})
+        return 1.0 + (number + sample) % 3
+
+    return run_script(folder, {"type": algorithm, "kl_loss": None}, script, steps=6, resumed=resumed, **sections)
+
+
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
+def test_rewards_have_the_weights_of_the_step_that_trains_on_them(tmp_path: Path, schedule: str) -> None:
+    """A schedule samples groups of later steps before the change, and trains on them with the new weight."""
+    finished = train(tmp_path, "dr_grpo", schedule={"type": schedule})
+    weights = [row["reward/match/weight"] for row in finished.metrics]
+    first = weights.index(NEW_WEIGHT) + 1
+    assert first == CHANGE_AT if schedule == "sync" else 1 < first <= 6
+    assert weights == [1.0] * (first - 1) + [NEW_WEIGHT] * (7 - first)
+    for row, weight in zip(finished.metrics, weights, strict=True):
+        assert row["reward/mean"] == pytest.approx(weight * row["reward/match"], rel=1e-12)
+    (message,) = (text for text in finished.messages if "weight" in text)
+    assert message == f"step {first}: reward.terms.match.weight is -2 from now on, was 1"
+
+
+def test_advantages_change_from_that_step_on_and_repeat_bitwise(tmp_path: Path) -> None:
+    changed = trained_on(train(tmp_path / "changed", "dr_grpo"))
+    constant = trained_on(train(tmp_path / "constant", "dr_grpo", resumed=RunState()))
+    assert [a == b for a, b in zip(changed, constant, strict=True)] == [True] * 2 + [False] * 4
+    again = trained_on(train(tmp_path / "changed", "dr_grpo", resumed=RunState()))
+    assert again == changed
+    from_checkpoint = RunState(step=4, policy_version=4, reward_weights={"match": NEW_WEIGHT})
+    resumed = train(tmp_path / "elsewhere", "dr_grpo", resumed=from_checkpoint)
+    assert [row["reward/match/weight"] for row in resumed.metrics] == [NEW_WEIGHT] * 2
+
+
+def test_filters_see_the_weights_of_their_step(tmp_path: Path) -> None:
+    """PRIME keeps groups in which some rewards are positive; with a negative weight, none is."""
+    section = {"type": "prime", "prompts_per_step": 2, "group_size": 3}
+    asked = False
+
+    def script(label: str, number: int, sample: int) -> float:
+        nonlocal asked
+        if not asked:
+            asked = True
+            request_weights(tmp_path, {"match": -1.0})
+        return float(sample)
+
+    finished = run_script(tmp_path, section, script, steps=2)
+    assert [row["prime/kept_groups"] for row in finished.metrics] == [2, 0]
+
+
+def test_metrics_of_terms(tmp_path: Path) -> None:
+    """Lengths are 3, 4 and 5 tokens; rewards grow with them."""
+    row = run_script(tmp_path, {"type": "dr_grpo", "kl_loss": None}, lambda *a: 2.0 * a[2]).metrics[0]
+    assert row["reward/match/share"] == 1.0
+    assert row["reward/match/length_correlation"] == pytest.approx(1.0)
+    constant = run_script(tmp_path / "b", {"type": "dr_grpo", "kl_loss": None}, lambda *_: 0.0).metrics[0]
+    assert "reward/match/share" not in constant
+    assert "reward/match/length_correlation" not in constant
+
+
+def test_metrics_of_terms_that_not_all_completions_have() -> None:
+    def scored(length: int, **rewards: float) -> Trajectory:
+        return completion([0] + [1] * length, rewards=rewards)
+
+    groups = [
+        finished_group([scored(1, a=1.0, b=4.0), scored(2, a=2.0, b=0.0)]),
+        finished_group([scored(3, a=6.0), scored(4, a=5.0), scored(5, a=9.0)]),
+    ]
+    reports = ({"a": TermReport(seconds=1.0, num_retried=0)}, {"a": TermReport(seconds=4.0, num_retried=0)})
+    groups = [
+        replace(group, summary=replace(group.summary, terms=terms))
+        for group, terms in zip(groups, reports, strict=True)
+    ]
+    metrics = term_metrics(RolloutBatch.from_sampled(groups), {"a": -0.5, "b": 2.0})
+    assert metrics == {
+        "reward/a/weight": -0.5,
+        "reward/b/weight": 2.0,
+        "reward/a/seconds_mean": 2.5,
+        "reward/a/seconds_max": 4.0,
+        "reward/a/share": pytest.approx(0.5 * 23 / (0.5 * 23 + 2 * 4)),
+        "reward/b/share": pytest.approx(8 / (0.5 * 23 + 2 * 4)),
+        "reward/a/length_correlation": pytest.approx(statistics.correlation([1, 2, 6, 5, 9], [1, 2, 3, 4, 5])),
+        "reward/b/length_correlation": pytest.approx(-1.0),
+    }
+    assert weighted_sum({"a": 6.0}, {"a": -0.5, "b": 2.0}) == -3.0
