@@ -56,6 +56,7 @@ RECIPES = (
     ),
     Recipe(file="examples/custom-agent/agent.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/custom-algorithm/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
+    Recipe(file="examples/nested-algorithm/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/custom-reward/demo.yaml", overrides=SMALL_STEPS, difference="8 prompts of 4 samples"),
     Recipe(file="examples/reward-model-ppo/sft.yaml", command="sft"),
     Recipe(
