@@ -1,4 +1,4 @@
-"""Holds back requests to a service that is down.
+"""Bounds the number of requests to a service, and holds them back while it is down.
 
 closed  -- several failures in a row -->  open  -- cooldown -->  half open: one request tries the service
 ^                                        ^                          |
@@ -22,8 +22,9 @@ class CircuitOpenError(Exception):
 class CircuitBreaker:
     """The circuit breaker of one service, for the requests of one event loop."""
 
-    def __init__(self, config: BreakerConfig) -> None:
+    def __init__(self, config: BreakerConfig, max_concurrent_requests: int) -> None:
         self._config = config
+        self._slots = asyncio.Semaphore(max_concurrent_requests)
         self._num_failures = 0
         """Number of consecutive failures."""
         self._opened_at: float | None = None
@@ -40,12 +41,22 @@ class CircuitBreaker:
     async def request(self) -> AsyncIterator[None]:
         """Wait until the body may send a request; an exception of the body other than a cancellation is a failure.
 
+        A request that is held back takes no slot, so that all of them wait for the same trial.
+
         Raises:
             CircuitOpenError: the request that has tried the service after the cooldown failed.
         """
-        is_trial = await self._wait()
+        is_trial = has_slot = False
         try:
+            while not has_slot:
+                is_trial = await self._wait()
+                await self._slots.acquire()
+                has_slot = is_trial or self._opened_at is None
+                if not has_slot:
+                    self._slots.release()
             yield
+        except CircuitOpenError:
+            raise
         except asyncio.CancelledError:
             self._end_trial(is_trial, succeeded=None)
             raise
@@ -55,8 +66,12 @@ class CircuitBreaker:
                 self._opened_at = asyncio.get_running_loop().time()
             self._end_trial(is_trial, succeeded=False)
             raise
-        self._num_failures, self._opened_at = 0, None
-        self._end_trial(is_trial, succeeded=True)
+        else:
+            self._num_failures, self._opened_at = 0, None
+            self._end_trial(is_trial, succeeded=True)
+        finally:
+            if has_slot:
+                self._slots.release()
 
     async def _wait(self) -> bool:
         """Wait while requests are held back; return whether this one tries the service."""

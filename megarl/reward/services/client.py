@@ -70,8 +70,7 @@ class ServiceClient:
             timeout=None,  # noqa: S113 -- `_attempt` limits the whole request, httpx only its parts
             limits=httpx.Limits(max_connections=config.max_concurrent_requests),
         )
-        self._slots = asyncio.Semaphore(config.max_concurrent_requests)
-        self._breaker = CircuitBreaker(config.breaker)
+        self._breaker = CircuitBreaker(config.breaker, config.max_concurrent_requests)
         self._random = random.Random()  # unseeded: workers must not retry at the same times
 
     async def post(self, url: str, body: Mapping[str, Any]) -> object:
@@ -84,7 +83,7 @@ class ServiceClient:
         content = json.dumps(body, default=str).encode()
         for attempt in range(self._config.max_retries + 1):
             try:
-                async with self._slots, self._breaker.request():
+                async with self._breaker.request():
                     response = await self._attempt(url, content)
                 break
             except CircuitOpenError:

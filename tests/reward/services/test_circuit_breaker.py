@@ -36,7 +36,7 @@ class Service:
 
 def run(work: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        await work(Service(CircuitBreaker(BreakerConfig(failures=3, cooldown_seconds=COOLDOWN))))
+        await work(Service(CircuitBreaker(BreakerConfig(failures=3, cooldown_seconds=COOLDOWN), 8)))
 
     asyncio.run(main())
 
@@ -98,5 +98,28 @@ def test_a_canceled_trial_leaves_the_next_one_to_another_request() -> None:
         with pytest.raises(asyncio.CancelledError):
             await trial
         assert not service.breaker.is_open
+
+    run(work)
+
+
+def test_requests_that_wait_for_a_slot_are_held_back_too() -> None:
+    """Of 100 requests at once, 8 are sent; the others wait for the result of one trial, and are not sent in turn."""
+
+    async def work(service: Service) -> None:
+        results = await asyncio.gather(*(service.request() for _ in range(100)))
+        assert service.num_sent == 8 + 1
+        assert results.count("held back") == 91
+
+    run(work)
+
+
+def test_no_more_requests_are_in_flight_than_there_are_slots() -> None:
+    async def work(service: Service) -> None:
+        service.is_up = True
+        waiting = [asyncio.create_task(service.request()) for _ in range(100)]
+        while not all(task.done() for task in waiting):
+            assert service.num_sent - sum(task.done() for task in waiting) <= 8
+            await asyncio.sleep(0)
+        assert [task.result() for task in waiting] == ["answered"] * 100
 
     run(work)
