@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -60,6 +60,11 @@ class RemoteEngine:
                         call = self._call("finished_requests", batch_id)
             except (ActorUnavailableError, ObjectLostError):
                 await asyncio.sleep(RETRY_SECONDS)  # by then Ray may have noticed that the engine has died
+
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        """Return the tokens that requests in flight have sampled so far, without those that are known."""
+        parts: dict[str, Generation] = await self._invoke("partial_outputs", known)
+        return parts
 
     async def abort(self, request_id: str) -> None:
         """End the request early, with finish_reason `abort`."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from megarl.errors import LostEngineError, MegarlError
 from megarl.rollout.engine import FinishedRequest, Generation, GenerationEngine, GenerationRequest
+from megarl.rollout.partial_outputs import PartialOutputs
 
 
 class BatchingEngine:
@@ -26,6 +27,8 @@ class BatchingEngine:
         """Why the engine was marked lost; None while it is in use."""
         self.num_stale_replies = 0
         """Number of completions that arrived when no caller was waiting for them any more."""
+        self.partial_outputs = PartialOutputs(engine)
+        """Tokens of the requests of `generate`. A request that fails stays until its caller pops it."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Return the completion.
@@ -40,7 +43,16 @@ class BatchingEngine:
             loop.call_soon(self._flush)
         future: asyncio.Future[Generation] = loop.create_future()
         self._queue.append((request, future))
-        return await future
+        self.partial_outputs.add(request.request_id)
+        try:
+            generation = await future
+        except LostEngineError:
+            raise  # its tokens are kept for the caller
+        except BaseException:
+            self.partial_outputs.pop(request.request_id)
+            raise
+        self.partial_outputs.pop(request.request_id)
+        return generation
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Send the requests to the wrapped engine in a call of their own.

@@ -1,8 +1,8 @@
-"""The interfaces of a generation engine: for agents (`GenerationEngine`) and the controller (`RolloutEngine`)."""
+"""The interfaces of a generation engine: for episodes, rollout workers and the controller."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
@@ -28,6 +28,9 @@ EngineMemory = Literal["weights", "kv_cache"]
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
+
+UNFINISHED: Final = "unfinished"
+"""`Generation.finish_reason` of the first tokens of a completion that is still being sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +73,7 @@ class Generation:
     policy_versions: NDArray[np.int32]
     """Version of the weights that sampled each token [K]."""
     finish_reason: str
-    """Why generation ended: `stop`, `length` or `abort`."""
+    """Why generation ended: `stop`, `length` or `abort`; `UNFINISHED` if it has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +107,20 @@ FinishedRequest = tuple[int, Generation | MegarlError]
 """Index of a request among those that were sent together, and its completion or error."""
 
 
-class GenerationEngine(Protocol):
-    """The methods of an engine that agents use."""
+class CompletionEngine(Protocol):
+    """The methods of an engine that episodes use."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Return one completion of the request."""
         ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early; it completes with finish_reason `abort`. Unknown ids are ignored."""
+        ...
+
+
+class GenerationEngine(CompletionEngine, Protocol):
+    """The methods of an engine that rollout workers use."""
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Return one completion per request, in order, once all are done: one inter-process call instead of many."""
@@ -119,8 +130,16 @@ class GenerationEngine(Protocol):
         """Yield the completions of the requests as they finish, those that finish together in one list."""
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request early; it completes with finish_reason `abort`. Unknown ids are ignored."""
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        """Return the tokens that requests in flight have sampled so far, as far as the engine's host knows them.
+
+        Args:
+            known: number of tokens to leave out at the beginning, by request id.
+
+        Returns:
+            The other tokens, by request id, with finish_reason `UNFINISHED`; no entry for a request without any, and
+            for one that has ended, whose completion is on its way.
+        """
         ...
 
 

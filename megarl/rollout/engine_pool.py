@@ -1,7 +1,8 @@
 """The engines of one rollout worker: load balancing, and retries on another engine when one is lost.
 
 group A   engine 0 ---- LostEngineError ---.
-                                           '--> engine 1 (or engine 0 after its restart)   same request ids and seeds
+                                           '--> engine 1 (or engine 0 after its restart)   same request ids and seeds,
+                                                after the tokens that engine 0 has reported (`continuing_engine`)
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class EnginePool:
         self._replaced_engines: list[BatchingEngine] = []
         """Lost engines that were replaced; they may still reply."""
         self.num_retried = 0
-        """Number of samples that were retried because their engine was lost."""
+        """Number of requests that were sent again because their engine was lost."""
+        self.num_kept_tokens = 0
+        """Number of tokens that these requests had sampled and continued from."""
 
     @property
     def outstanding(self) -> list[int]:

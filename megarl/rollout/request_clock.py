@@ -7,6 +7,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
+class RequestTimeout:
+    """The timeout of one body on a `RequestClock`."""
+
+    def __init__(self, clock: RequestClock, timeout: asyncio.Timeout, seconds: float) -> None:
+        self._clock, self._timeout, self._seconds = clock, timeout, seconds
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Let the body take any time until `restart`."""
+        self._is_stopped = True
+        self._clock.discard(self._timeout)
+        self._timeout.reschedule(None)
+
+    def restart(self) -> None:
+        """Give the body all of its seconds again, from now on; no-op if the timeout is not stopped."""
+        if self._is_stopped:
+            self._is_stopped = False
+            self._clock.add(self._timeout, self._seconds)
+
+
 class RequestClock:
     """A clock of one event loop that can be paused, and the timeouts that run on it."""
 
@@ -25,18 +45,26 @@ class RequestClock:
         return now - self._paused_seconds
 
     @asynccontextmanager
-    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+    async def timeout(self, seconds: float) -> AsyncIterator[RequestTimeout]:
         """Cancel the body and raise TimeoutError once it has taken `seconds`, pauses of the clock not counted."""
         async with asyncio.timeout(None) as timeout:
-            if self._is_paused:
-                self._remaining[timeout] = seconds
-            else:
-                self._start(timeout, seconds)
+            self.add(timeout, seconds)
             try:
-                yield
+                yield RequestTimeout(self, timeout, seconds)
             finally:
-                self._running.discard(timeout)
-                self._remaining.pop(timeout, None)
+                self.discard(timeout)
+
+    def add(self, timeout: asyncio.Timeout, seconds: float) -> None:
+        """Let a timeout expire after `seconds` of this clock."""
+        if self._is_paused:
+            self._remaining[timeout] = seconds
+        else:
+            self._start(timeout, seconds)
+
+    def discard(self, timeout: asyncio.Timeout) -> None:
+        """Forget a timeout, which keeps the time at which it expires if the clock runs."""
+        self._running.discard(timeout)
+        self._remaining.pop(timeout, None)
 
     def pause(self) -> None:
         """Stop the timeouts; no-op if the clock is paused."""

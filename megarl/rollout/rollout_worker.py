@@ -24,8 +24,8 @@ from megarl.rollout.agents.agent import Agent
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
-from megarl.rollout.batching_engine import BatchingEngine
-from megarl.rollout.engine import GenerationEngine, Sampling
+from megarl.rollout.continuing_engine import ContinuingEngine
+from megarl.rollout.engine import CompletionEngine, GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.rollout.request_clock import RequestClock
@@ -162,7 +162,9 @@ class RetryCounts:
     """Counts of the retries that lost engines have caused."""
 
     num_retried: int
-    """Number of samples that were retried on another engine."""
+    """Number of requests that were sent again, to another engine."""
+    num_kept_tokens: int = 0
+    """Number of tokens that these requests had sampled and continued from."""
     num_stale_replies: int
     """Number of completions that were dropped because no caller was waiting for them any more."""
 
@@ -207,13 +209,17 @@ class RolloutWorker:
         self._clock.resume()
 
     async def retry_counts(self) -> RetryCounts:
-        """Return how many samples were retried and how many replies were dropped so far."""
-        return RetryCounts(num_retried=self._pool.num_retried, num_stale_replies=self._pool.num_stale_replies)
+        """Return how many requests were retried and how many replies were dropped so far."""
+        return RetryCounts(
+            num_retried=self._pool.num_retried,
+            num_kept_tokens=self._pool.num_kept_tokens,
+            num_stale_replies=self._pool.num_stale_replies,
+        )
 
     async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
         """Generate and score `num_samples` trajectories of the job's prompt.
 
-        If an engine is lost, its samples are retried on another one as soon as one is live.
+        If an engine is lost, its requests are continued on another one as soon as one is live.
 
         Raises:
             WorkerError: an episode timed out, or the engine rejected a request.
@@ -268,7 +274,7 @@ class RolloutWorker:
     async def _run_episode(
         self, job: GroupJob, sample: int, lease: EngineLease, retried: list[int]
     ) -> list[Trajectory]:
-        """Run one agent episode; if the engine is lost, restart the episode from its beginning on another one.
+        """Run one agent episode; a request whose engine is lost is continued on another one.
 
         If its environment fails, the episode is repeated once with another seed, and then left out of the step.
 
@@ -276,36 +282,31 @@ class RolloutWorker:
             retried: gets the index of the sample if its environment fails.
         """
         while True:
-            engine = await lease.engine()
             try:
-                return await self._attempt(job, sample, engine, attempt=int(sample in retried))
+                return await self._attempt(job, sample, lease, attempt=int(sample in retried))
             except EnvironmentFailedError as error:
                 if sample in retried:
                     return [_failed_episode(job, f"{error} on {job.prompt.prompt_id}")]
                 retried.append(sample)
-            except LostEngineError as error:
-                engine.mark_lost(error)
-                self._pool.num_retried += 1
 
-    async def _attempt(
-        self, job: GroupJob, sample: int, engine: BatchingEngine, *, attempt: int = 0
-    ) -> list[Trajectory]:
+    async def _attempt(self, job: GroupJob, sample: int, lease: EngineLease, *, attempt: int = 0) -> list[Trajectory]:
         request_id = f"{job.request_id}-{sample}" + (f"-retry{attempt}" if attempt else "")
         sampling = replace(job.sampling, seed=_derive_seed(job, sample, attempt)) if job.seed else job.sampling
         if sample == job.num_samples:
             sampling = replace(sampling, temperature=0.0)
         seconds = self._spec.request_timeout_seconds  # pauses of the engines do not count
-        episode = Episode(
-            job.prompt,
-            self._tokenizer,
-            engine,
-            sampling,
-            request_id=request_id,
-            group_id=job.group_id,
-            clock=self._clock,
-        )
         try:
-            async with self._clock.timeout(seconds):
+            async with self._clock.timeout(seconds) as timeout:
+                engine = ContinuingEngine(self._pool, lease, timeout)
+                episode = Episode(
+                    job.prompt,
+                    self._tokenizer,
+                    engine,
+                    sampling,
+                    request_id=request_id,
+                    group_id=job.group_id,
+                    clock=self._clock,
+                )
                 return await run_agent(
                     self._spec.agent,
                     episode,
@@ -371,7 +372,7 @@ async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _abort(engine: GenerationEngine, request_id: str) -> None:
+async def _abort(engine: CompletionEngine, request_id: str) -> None:
     """Try to abort a request; ignores an engine that does not reply, because the caller raises an error anyway."""
     with contextlib.suppress(TimeoutError, WorkerError):
         async with asyncio.timeout(ABORT_GRACE_SECONDS):

@@ -247,7 +247,7 @@ def test_group_is_retried_each_time_its_engine_is_lost():
     asyncio.run(main())
 
 
-def test_multi_turn_agent_restarts_from_its_first_turn():
+def test_multi_turn_agent_continues_in_its_turn():
     class SecondTurn(FakeEngine):
         async def generate_many(self, requests):
             if len(self.calls) == 1:
@@ -258,7 +258,7 @@ def test_multi_turn_agent_restarts_from_its_first_turn():
         first, other = SecondTurn(), FakeEngine()
         _, (trajectory,) = await worker(first, other, agent=two_turns).rollout_group(job(num_samples=1))
         assert first.calls == [["1-3-0"]]
-        assert other.calls == [["1-3-0"], ["1-3-0.1"]]
+        assert other.calls == [["1-3-0.1"]]
         assert trajectory.loss_mask.tolist() == [False] * 3 + [True] + [False] + [True] * 2
 
     asyncio.run(main())

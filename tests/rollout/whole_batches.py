@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megarl.rollout.engine import FinishedRequest, GenerationRequest
+from megarl.rollout.engine import FinishedRequest, Generation, GenerationRequest
 
 
 class WholeBatches:
@@ -14,3 +14,6 @@ class WholeBatches:
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[FinishedRequest]]:
         engine: Any = self
         yield list(enumerate(await engine.generate_many(requests)))
+
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        return {}

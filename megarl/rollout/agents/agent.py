@@ -16,8 +16,7 @@ from megarl.rollout.agents.episode import Episode
 Agent: TypeAlias = Callable[[Episode], Awaitable[Trajectory | Sequence[Trajectory]]]
 """Runs one episode and returns its trajectory, or after forks its trajectories; the rollout worker adds the rewards.
 
-Many episodes run at the same time in one worker, so an agent keeps what belongs to an episode in local variables. If
-the engine is lost, the agent is called once more with a new episode of the same prompt.
+Many episodes run at the same time in one worker, so an agent keeps what belongs to an episode in local variables.
 """
 
 METHOD = "run"

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
-from megarl.errors import LostEngineError
-from megarl.rollout.engine import Generation, GenerationEngine, GenerationRequest, Sampling
+from megarl.rollout.engine import CompletionEngine, Generation, GenerationRequest, Sampling
 from megarl.rollout.request_clock import RequestClock
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Episode:
         self,
         prompt: Prompt,
         tokenizer: PreTrainedTokenizerBase,
-        engine: GenerationEngine,
+        engine: CompletionEngine,
         sampling: Sampling,
         *,
         request_id: str,
@@ -73,8 +72,6 @@ class Episode:
         """How the last call of `generate` ended; becomes that of the trajectory unless the agent sets it."""
         self.unfinished_requests: set[str] = set()
         """Ids of the requests that the engine has not answered."""
-        self.lost_engine: LostEngineError | None = None
-        """The error of a request whose engine was lost: the episode is repeated on another one, whatever it returns."""
         self._engine, self._sampling = engine, sampling
         self._request_id, self.group_id = request_id, group_id
         self.clock = clock or RequestClock()
@@ -130,8 +127,7 @@ class Episode:
             max_new_tokens: limit of this continuation; at most `num_remaining_tokens`, the default.
 
         Raises:
-            WorkerError: the engine rejected the request or was lost. Let it pass: a lost engine is replaced, and the
-                agent is called again with a new episode.
+            WorkerError: the engine rejected the request. One whose engine is lost is continued on another engine.
         """
         limit = self.num_remaining_tokens if max_new_tokens is None else min(max_new_tokens, self.num_remaining_tokens)
         if limit > 0:
@@ -153,13 +149,9 @@ class Episode:
             seed = int(np.random.SeedSequence((seed, number)).generate_state(1)[0]) & 0x7FFFFFFF
         sampling = replace(self._sampling, max_new_tokens=max_new_tokens, seed=seed)
         self.unfinished_requests.add(request_id)
-        try:
-            generation = await self._engine.generate(
-                GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
-            )
-        except LostEngineError as error:
-            self.lost_engine = error
-            raise
+        generation = await self._engine.generate(
+            GenerationRequest(request_id=request_id, token_ids=tuple(token_ids), sampling=sampling)
+        )
         self.unfinished_requests.discard(request_id)
         return generation
 

@@ -24,25 +24,20 @@ async def run_agent(
         key: YAML path of the import path.
 
     Raises:
-        LostEngineError: the engine was lost, even if the agent caught the error.
         WorkerError: the engine rejected a request.
         AgentError: the agent raised another exception, or returned something other than a valid trajectory.
     """
     label = f"{key} ({path})"
     try:
         result: object = await agent(episode)
-    except MegarlError as e:
-        raise episode.lost_engine or e from None
+    except MegarlError:
+        raise
     except Exception as e:  # the user's code may raise anything
-        if episode.lost_engine is not None:
-            raise episode.lost_engine from None
         # as text, because tracebacks cannot be pickled
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise AgentError(
             f"{label} raised {type(e).__name__}: {e} (at {at.filename}:{at.lineno}) on {episode.prompt.prompt_id}"
         ) from e
-    if episode.lost_engine is not None:
-        raise episode.lost_engine
     segments = list(result) if isinstance(result, list | tuple) and result else [result]
     problem: str | None = None
     for number, trajectory in enumerate(segments):

@@ -12,16 +12,10 @@ its own (a Ray actor, or a plain script), started with the environment variables
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from megarl.errors import LostEngineError, WorkerError
+from megarl.errors import LostEngineError
 from megarl.reshard.layout.layout import Box, WeightLayout, WeightNeeds, share_tensors
 from megarl.reshard.layout.sampled_boxes import SampledBox
 from megarl.reshard.planning.disaggregated import TransferSpec
@@ -42,6 +36,7 @@ from megarl.rollout.request_batches import RequestBatches
 from megarl.rollout.sglang.engine_host import EngineHost
 from megarl.rollout.sglang.multi_node_host import EngineNode, MultiNodeHost
 from megarl.rollout.sglang.released_memory import ReleasedMemory
+from megarl.rollout.sglang.request_runner import RequestRunner
 from megarl.rollout.sglang.weight_layout.engine_trace import EngineTrace
 from megarl.rollout.sglang.weight_update.update_session import WeightSession, full_tensors
 from megarl.rollout.sglang.weight_update.whole_update import WholeUpdate
@@ -69,15 +64,12 @@ class SglangEngine:
         """
         self._spec = spec
         self._host = MultiNodeHost(spec, nodes) if nodes else EngineHost(spec)
+        self._requests = RequestRunner(self._host, spec.stop_token_ids)
         self._weights = WeightSession(self._host)
         self._update = WholeUpdate(self._weights)
         self._released = ReleasedMemory(self._host)
-        self._batches = RequestBatches(self._complete)
+        self._batches = RequestBatches(self._requests.complete)
         self._num_requests = 0
-        self._num_attempts = 0
-        self._in_flight: dict[str, str] = {}
-        """Request id -> the id under which SGLang knows its latest attempt."""
-        self._first_completion: float | None = None
 
     async def start(self) -> None:
         """Start the engine and return once it is ready.
@@ -103,7 +95,7 @@ class SglangEngine:
         self._check_can_generate()
         self._num_requests += len(requests)
         try:
-            return await self._host.call(self._complete_all(requests))
+            return await self._host.call(self._requests.complete_all(requests))
         finally:
             self._num_requests -= len(requests)
 
@@ -123,13 +115,17 @@ class SglangEngine:
         """Return the next completions of a batch."""
         return await self._host.call(self._batches.collect(batch_id))
 
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        """Return the tokens of requests in flight, without those known; see `GenerationEngine.partial_outputs`."""
+        return await self._host.call(self._requests.partial_outputs(known))
+
     async def abort(self, request_id: str) -> None:
         """End a request early: it returns the tokens so far with finish_reason `abort`. Unknown ids are ignored."""
-        await self._host.call(self._abort(request_id))
+        await self._host.call(self._requests.abort(request_id))
 
     async def abort_all(self) -> None:
         """End all requests in flight early."""
-        await self._host.call(self._abort(None))
+        await self._host.call(self._requests.abort_all())
 
     async def release(self, memory: Sequence[EngineMemory]) -> None:
         """Free device memory, whose contents are lost; see `RolloutEngine.release`."""
@@ -239,85 +235,8 @@ class SglangEngine:
 
     async def first_completion_time(self) -> float | None:
         """Return the Unix time when the first completion was finished; None before that."""
-        return self._first_completion
+        return self._requests.first_completion
 
     async def shutdown(self) -> None:
         """Stop the engine's processes; requests in flight are lost. May be called twice."""
         await self._host.shutdown()
-
-    async def _complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        if len(requests) == 1:
-            return [await self._complete(requests[0])]
-        tasks = [asyncio.ensure_future(self._complete(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _complete(self, request: GenerationRequest) -> Generation:
-        from fastapi import HTTPException
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        sampling = request.sampling
-        # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
-        seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
-        attempt = self._begin_attempt(request.request_id)
-        work = GenerateReqInput(
-            rid=attempt,
-            input_ids=list(request.token_ids),
-            sampling_params={
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "max_new_tokens": sampling.max_new_tokens,
-                "sampling_seed": seed,
-                "stop_token_ids": list(self._spec.stop_token_ids),
-            },
-            return_logprob=True,
-        )
-        try:
-            answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
-        except (ValueError, HTTPException) as e:  # SGLang raises HTTPException when it is overloaded
-            raise WorkerError(f"request {request.request_id}: {e}") from e
-        finally:
-            is_latest = self._in_flight.get(request.request_id) == attempt
-            if is_latest:
-                del self._in_flight[request.request_id]
-        if not is_latest:
-            raise WorkerError(f"request {request.request_id} was replaced by a newer request with the same id")
-        if self._first_completion is None:
-            self._first_completion = time.time()
-        return self._generation(answer)
-
-    def _begin_attempt(self, request_id: str) -> str:
-        """Return a new SGLang request id, because SGLang rejects duplicates, and abort the previous attempt.
-
-        The caller of the previous attempt has died or timed out.
-        """
-        if request_id in self._in_flight:
-            self._host.tokenizer_manager.abort_request(rid=self._in_flight[request_id])
-        self._num_attempts += 1
-        # SGLang aborts all requests whose id has a given prefix: the "." keeps an id from being a prefix of another
-        self._in_flight[request_id] = attempt = f"{request_id}#{self._num_attempts}."
-        return attempt
-
-    def _generation(self, answer: dict[str, Any]) -> Generation:
-        meta = answer["meta_info"]
-        sampled = meta.get("output_token_logprobs") or []
-        versions = np.full(len(sampled), self._weights.policy_version, np.int32)
-        for span in meta.get("weight_versions") or []:
-            versions[span["start"] : span["end"]] = int(span["version"])
-        return Generation(
-            token_ids=np.array([token for _, token, *_ in sampled], np.int32),
-            logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
-            policy_versions=versions,
-            finish_reason=meta["finish_reason"]["type"],
-        )
-
-    async def _abort(self, request_id: str | None) -> None:
-        manager = self._host.tokenizer_manager
-        if request_id is None:
-            manager.abort_request(abort_all=True)
-        elif request_id in self._in_flight:
-            manager.abort_request(rid=self._in_flight[request_id])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.config.rollout import AgentConfig
-from megarl.errors import AgentError, ConfigError, LostEngineError, WorkerError
+from megarl.errors import AgentError, ConfigError, WorkerError
 from megarl.rollout.agents.agent import check_agent, load_agent
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
@@ -169,28 +169,10 @@ def test_failures_of_an_agent_name_it_and_the_prompt(agent: Any, message: str) -
 
 
 class RejectingEngine(CountingEngine):
-    error: Exception = WorkerError("too long")
-
     async def generate(self, request: GenerationRequest) -> Generation:
-        raise self.error
+        raise WorkerError("too long")
 
 
 def test_errors_of_the_engine_pass_through() -> None:
     with pytest.raises(WorkerError, match=r"^too long$"):
         asyncio.run(run_agent(single_turn, start(RejectingEngine([])), path="x"))
-
-
-@pytest.mark.parametrize("then", ["return", "raise"])
-def test_a_lost_engine_is_noticed_although_the_agent_hides_it(then: str) -> None:
-    async def hides(episode: Any) -> Any:
-        try:
-            await episode.generate()
-        except Exception as e:
-            if then == "raise":
-                raise ValueError("no answer") from e
-        return episode.trajectory()
-
-    engine = RejectingEngine([])
-    engine.error = LostEngineError("SIGKILL")
-    with pytest.raises(LostEngineError, match="SIGKILL"):
-        asyncio.run(run_agent(hides, start(engine), path="x"))

@@ -14,7 +14,6 @@ import torch
 from megarl.batch.pack import pack
 from megarl.batch.trajectory import Prompt
 from megarl.data.tiny_checkpoint import EOS, train_tokenizer
-from megarl.errors import LostEngineError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from tests.rollout.whole_batches import WholeBatches
@@ -162,18 +161,6 @@ def test_text_is_observed_without_special_tokens(tokenizer: Any) -> None:
 def test_row_and_answer_are_those_of_the_prompt() -> None:
     episode = start(CountingEngine([]))
     assert (episode.row, episode.prompt.answer) == ({"level": 2}, "7")
-
-
-def test_requests_of_a_lost_engine_stay_unfinished() -> None:
-    class Lost(CountingEngine):
-        async def generate(self, request: GenerationRequest) -> Generation:
-            raise LostEngineError("SIGKILL")
-
-    episode = start(Lost([]))
-    with pytest.raises(LostEngineError):
-        asyncio.run(episode.generate())
-    assert str(episode.lost_engine) == "SIGKILL"
-    assert episode.unfinished_requests == {"step-5-2-1"}
 
 
 def test_forks_keep_each_sampled_token_in_one_sequence() -> None:

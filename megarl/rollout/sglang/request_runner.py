@@ -1,0 +1,192 @@
+"""Runs generation requests on SGLang: one attempt after another, until a request has its completion.
+
+    complete -----> attempt 1 ----------------------> completion
+                        '-- hold: aborted ---. resume
+                                             '------> attempt 2, after the tokens of attempt 1 --> completion
+
+All methods must run in the engine's thread, through `EngineHost.call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.errors import WorkerError
+from megarl.rollout.continuation import continue_after, join, no_tokens, tokens_from
+from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.rollout.sglang.partial_output import read_partial_output
+
+if TYPE_CHECKING:
+    from megarl.rollout.sglang.engine_host import EngineHost
+
+ABORT_SECONDS = 0.5
+"""Time after which a request that was aborted and goes on is aborted again: SGLang may not have known it yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A request, and what the attempts before the current one have sampled."""
+
+    request: GenerationRequest
+    sglang_id: str = ""
+    """Id under which SGLang knows the current attempt."""
+    part: Generation = field(default_factory=no_tokens)
+    is_aborted: bool = False
+    """Whether its caller has aborted it."""
+
+
+class RequestRunner:
+    """The requests in flight of one engine."""
+
+    def __init__(self, host: EngineHost, stop_token_ids: Sequence[int]) -> None:
+        self._host, self._stop_token_ids = host, list(stop_token_ids)
+        self._in_flight: dict[str, _Attempt] = {}
+        """By request id."""
+        self._num_attempts = 0
+        self._running: set[_Attempt] = set()
+        """Requests that SGLang has not answered."""
+        self._idle = asyncio.Event()
+        """Set by the last request of `_running`."""
+        self._resumed = asyncio.Event()
+        """Requests may be sent to SGLang."""
+        self._resumed.set()
+        self.first_completion: float | None = None
+        """Unix time when the first completion was finished; None before that."""
+
+    async def complete_all(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Return one completion per request, in order, once all are done; raises as `complete`."""
+        if len(requests) == 1:
+            return [await self.complete(requests[0])]
+        tasks = [asyncio.ensure_future(self.complete(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def complete(self, request: GenerationRequest) -> Generation:
+        """Return the completion of a request.
+
+        Raises:
+            WorkerError: SGLang rejected the request, or a newer request has the same id.
+        """
+        self._abort_attempt(request.request_id)  # its caller has died or timed out
+        attempt = self._in_flight[request.request_id] = _Attempt(request)
+        try:
+            while True:
+                await self._resumed.wait()
+                if attempt.is_aborted:
+                    break
+                generation = await self._run(attempt)
+                attempt.part = join(attempt.part, generation)
+                if generation.finish_reason != "abort" or self._resumed.is_set() or attempt.is_aborted:
+                    break
+        finally:
+            is_latest = self._in_flight.get(request.request_id) is attempt
+            if is_latest:
+                del self._in_flight[request.request_id]
+        if not is_latest:
+            raise WorkerError(f"request {request.request_id} was replaced by a newer request with the same id")
+        if self.first_completion is None:
+            self.first_completion = time.time()
+        return attempt.part
+
+    async def partial_outputs(self, known: Mapping[str, int]) -> dict[str, Generation]:
+        """Return the tokens of requests in flight after those that are known; see `GenerationEngine`."""
+        states = self._host.tokenizer_manager.rid_to_state
+        parts: dict[str, Generation] = {}
+        for request_id, num_known in known.items():
+            attempt = self._in_flight.get(request_id)
+            if attempt is not None:
+                part = join(attempt.part, read_partial_output(states.get(attempt.sglang_id)))
+                if len(part.token_ids) > num_known:
+                    parts[request_id] = tokens_from(part, num_known)
+        return parts
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early. Unknown ids are ignored."""
+        self._abort_attempt(request_id)
+
+    async def abort_all(self) -> None:
+        """End all requests in flight early."""
+        for request_id in self._in_flight:
+            self._abort_attempt(request_id)
+
+    async def hold(self) -> None:
+        """Abort what runs, and return once nothing does; requests wait for `resume`, and keep their tokens."""
+        self._resumed.clear()
+        while self._running:
+            self._idle.clear()
+            self._host.tokenizer_manager.abort_request(abort_all=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_SECONDS)
+
+    async def resume(self) -> None:
+        """Continue the requests that wait."""
+        self._resumed.set()
+
+    def _abort_attempt(self, request_id: str) -> None:
+        attempt = self._in_flight.get(request_id)
+        if attempt is not None:
+            attempt.is_aborted = True
+            if attempt in self._running:
+                self._host.tokenizer_manager.abort_request(rid=attempt.sglang_id)
+
+    async def _run(self, attempt: _Attempt) -> Generation:
+        """Return what SGLang samples after the tokens of earlier attempts."""
+        from fastapi import HTTPException
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = continue_after(attempt.request, attempt.part)
+        sampling = request.sampling
+        # SGLang's default is one fixed seed, under which all samples of a prompt would be the same
+        seed = secrets.randbelow(2**31) if sampling.seed is None else sampling.seed
+        self._num_attempts += 1
+        # SGLang rejects duplicates, and aborts all requests whose id has a given prefix: the "." keeps an id from being
+        # a prefix of another
+        attempt.sglang_id = f"{request.request_id}#{self._num_attempts}."
+        work = GenerateReqInput(
+            rid=attempt.sglang_id,
+            input_ids=list(request.token_ids),
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens,
+                "sampling_seed": seed,
+                "stop_token_ids": self._stop_token_ids,
+            },
+            return_logprob=True,
+        )
+        self._running.add(attempt)
+        try:
+            answer = await anext(self._host.tokenizer_manager.generate_request(work, None))
+        except (ValueError, HTTPException) as e:  # SGLang raises HTTPException when it is overloaded
+            raise WorkerError(f"request {request.request_id}: {e}") from e
+        finally:
+            self._running.discard(attempt)
+            if not self._running:
+                self._idle.set()
+        return _read_generation(answer)
+
+
+def _read_generation(answer: Mapping[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    sampled = meta.get("output_token_logprobs") or []
+    versions = np.full(len(sampled), int(meta["weight_version"]), np.int32)
+    for span in meta.get("weight_versions") or []:
+        versions[span["start"] : span["end"]] = int(span["version"])
+    return Generation(
+        token_ids=np.array([token for _, token, *_ in sampled], np.int32),
+        logprobs=np.array([logprob for logprob, *_ in sampled], np.float32),
+        policy_versions=versions,
+        finish_reason=meta["finish_reason"]["type"],
+    )
