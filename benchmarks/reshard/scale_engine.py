@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megarl.errors import WeightSyncError
 from megarl.reshard.transfer.box_channel import BoxReceiver, BoxSender
 from megarl.reshard.transfer.bucket import BoxSlot
+from megarl.rollout.sglang.request_runner import RequestRunner
 from megarl.rollout.sglang.weight_update.messages import Command, Reply, send_reply
 from megarl.rollout.sglang.weight_update.planned_boxes import PlannedBoxes
 from megarl.rollout.sglang.weight_update.rank_files import RankFiles
@@ -50,11 +51,12 @@ def host_cpu_seconds(tp: int) -> float:
             model_path=folder,
             dtype="bfloat16",
             policy_version=0,
+            pause_mode="retract",
             answer_timeout_seconds=ENGINE_SECONDS,
             round_timeout_seconds=ENGINE_SECONDS,
         )
         host: Any = _Host(spec, folder)
-        return min(asyncio.run(_receive(WeightSession(host), tp)) for _ in range(2))
+        return min(asyncio.run(_receive(WeightSession(host, RequestRunner(host, ())), tp)) for _ in range(2))
 
 
 async def _receive(session: WeightSession, tp: int) -> float:

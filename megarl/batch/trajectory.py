@@ -121,6 +121,21 @@ def count_turns(loss_mask: NDArray[np.bool_]) -> int:
     return int(np.count_nonzero(loss_mask[1:] & ~loss_mask[:-1])) + int(len(loss_mask) > 0 and bool(loss_mask[0]))
 
 
+def find_mixed_kv(loss_mask_T: NDArray[np.bool_], policy_versions_T: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Return which tokens were sampled after a push within their request, [T].
+
+    If the push was in place, older weights have computed part of the KV cache that they were sampled with. A request is
+    taken to be a sequence of sampled tokens without others between them.
+    """
+    sampled_T = np.flatnonzero(loss_mask_T)
+    is_first = np.diff(sampled_T, prepend=-2) > 1
+    start_versions = policy_versions_T[sampled_T[is_first]]
+    mixed_T = np.zeros(len(loss_mask_T), np.bool_)
+    if len(sampled_T):
+        mixed_T[sampled_T] = policy_versions_T[sampled_T] != start_versions[np.cumsum(is_first) - 1]
+    return mixed_T
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A tokenized row of a data source."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "async": {"lookahead": 3, "max_staleness": 8, "late": "wait", "update": "retract"},
 }
 """Settings by type; only `async` accepts others."""
+
+
+IN_PLACE_ARGUMENTS: Mapping[str, object] = {
+    "disable_overlap_schedule": True,
+    "disable_radix_cache": True,
+    "chunked_prefill_size": -1,
+}
+"""Arguments of SGLang that `update: in_place` sets."""
+
+_IN_PLACE_REASONS: Mapping[str, str] = {
+    "disable_overlap_schedule": "its scheduler would otherwise count one token of each request to the version after "
+    "the one that sampled it",
+    "disable_radix_cache": "new requests would otherwise use the KV cache of older weights",
+    "chunked_prefill_size": "the KV cache of a prompt would otherwise be of two versions",
+}
 
 
 class ScheduleConfig(Section):
@@ -42,8 +58,9 @@ class ScheduleConfig(Section):
 
     update: Literal["drain", "retract", "in_place", "abort"] | None = None
     """How weights are pushed while requests run. `drain`: wait until none does. `retract`: pause, and recompute the
-    prefixes with the new weights. `in_place`: continue on the old KV cache. `abort`: abort the requests, and continue
-    them by new ones. Default: `retract`. With `sync` and `one_step_off`, `drain`."""
+    prefixes with the new weights. `in_place`: continue on the KV cache of the old weights; the engines then schedule
+    without overlap and cache no prefixes. `abort`: abort the requests, and continue them by new ones that begin with
+    the tokens sampled so far. Default: `retract`. With `sync` and `one_step_off`, `drain`."""
 
     @model_validator(mode="after")
     def _check_type(self) -> ScheduleConfig:
@@ -77,9 +94,9 @@ class ScheduleConfig(Section):
 
     def engine_problems(self, engine: SglangConfig) -> Iterator[str]:
         """Yield a sentence for each setting of the engines with which this schedule cannot work."""
-        if self.update == "in_place" and engine.extra_args.get("disable_overlap_schedule") is not True:
-            yield (
-                "schedule.update: in_place needs rollout.engine.extra_args.disable_overlap_schedule: true: the "
-                "scheduler of SGLang otherwise counts one token of each request to the version after the one that "
-                "sampled it"
-            )
+        for name, value in IN_PLACE_ARGUMENTS.items() if self.update == "in_place" else ():
+            if engine.extra_args.get(name, value) != value:
+                yield (
+                    f"schedule.update: in_place sets rollout.engine.extra_args.{name}, which needs to be "
+                    f"{json.dumps(value)}, got {json.dumps(engine.extra_args[name])}: {_IN_PLACE_REASONS[name]}"
+                )

@@ -175,7 +175,10 @@ class VersionRange:
     oldest: int
     """Tokens of older versions are not trained on."""
     num_current_tokens: int
-    """Number of tokens of the version `current`, over all mini-batches and replicas."""
+    """Number of tokens that are compared, over all mini-batches and replicas."""
+    in_place: bool = False
+    """Whether weights are pushed in place: tokens after a push within their request are not compared either, since they
+    were sampled with the KV cache of older weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,13 +30,15 @@ def find_schedule_problems(config: RunConfig, device: str | None) -> Iterator[st
     schedule = config.schedule.resolved()
     if schedule.type == "sync":
         return
-    if schedule.update in ("in_place", "abort"):
-        yield (
-            f"schedule.update: {schedule.update} is not supported yet; needs retract (pause, and recompute the "
-            "prefixes with the new weights) or drain (wait until no request runs)"
-        )
     yield from config.schedule.engine_problems(config.rollout.engine)
-    if schedule.update == "drain" and device is not None and config.releases_engine_memory(device):
+    releases_memory = device is not None and config.releases_engine_memory(device)
+    if schedule.update == "in_place" and releases_memory:
+        yield (
+            "schedule.update: in_place keeps the KV cache of running requests, but engines that share the trainer's "
+            "devices release it: give them a pool of their own (placement.rollout.pool), set "
+            "rollout.engine.release_memory: false, or use update: retract"
+        )
+    if schedule.update == "drain" and releases_memory:
         yield (
             "schedule.update: drain waits for requests after the training of a step, when engines that share the "
             "trainer's devices have released their memory: give them a pool of their own (placement.rollout.pool), set "

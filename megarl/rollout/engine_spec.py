@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from megarl.config import RunConfig
 from megarl.errors import DataError
@@ -18,6 +19,10 @@ from megarl.rollout.unsupported_options import check_engine_support
 CPU_MAX_TOTAL_TOKENS = 65_536
 CPU_MAX_RUNNING_REQUESTS = 128
 PORTS_PER_REPLICA = 100
+
+
+PauseMode = Literal["retract", "in_place", "abort"]
+"""How an engine pauses for an update while requests run, see `ScheduleConfig.update`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class EngineSpec:
     """Whether the engine frees its memory for weights and KV cache while the trainer needs the devices."""
     holds_requests: bool = False
     """Whether requests wait, paused, while memory is released; else a release waits until none is in flight."""
+    pause_mode: PauseMode = "retract"
+    """What happens to requests in flight when the engine pauses."""
     waits_for_memory: bool = False
     """Whether the engine's schedulers wait after their imports, before they allocate device memory, for `StartGate`."""
     port: int | None = None
@@ -109,6 +116,7 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
         mem_fraction=engine.mem_fraction,
         releases_memory=config.releases_engine_memory(device),
         holds_requests=config.schedule.type != "sync",
+        pause_mode=_pause_mode(config),
         port=None if engine.base_port is None else engine.base_port + PORTS_PER_REPLICA * replica,
         seed=config.seed + replica,
         deterministic=cpu if engine.deterministic is None else engine.deterministic,
@@ -119,6 +127,12 @@ def make_engine_spec(config: RunConfig, replica: int, device: str) -> EngineSpec
         answer_timeout_seconds=config.weight_sync.timeout_seconds / 2,
         extra_args=dict(engine.extra_args),
     )
+
+
+def _pause_mode(config: RunConfig) -> PauseMode:
+    """Return the pause mode of a run's engines; with `drain` no request is in flight at a push."""
+    update = config.schedule.resolved().update
+    return "retract" if update is None or update == "drain" else update
 
 
 def read_stop_token_ids(model_path: str) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.batch.scored_group import TermReport
-from megarl.batch.trajectory import Prompt, Trajectory, count_turns, join_segments
+from megarl.batch.trajectory import Prompt, Trajectory, count_turns, find_mixed_kv, join_segments
 from megarl.config.rollout import AgentConfig
 from megarl.errors import LostEngineError, WorkerError
 from megarl.rollout.agents.agent import Agent
@@ -92,6 +93,8 @@ class TrajectorySummary:
     finish_reason: str
     tokens_by_version: tuple[tuple[int, int], ...]
     """(policy version, number of tokens that it has sampled), ascending; empty if no token was sampled."""
+    mixed_by_version: tuple[tuple[int, int], ...] = ()
+    """Of these tokens, those after a push within their request (`find_mixed_kv`)."""
     reward_errors: Mapping[str, str] = field(default_factory=dict)
     """As `Trajectory.reward_errors`: if there are any, the trajectory is dropped."""
     segment_tokens: tuple[int, ...] = ()
@@ -122,6 +125,10 @@ class TrajectorySummary:
     def num_tokens_since(self, version: int) -> int:
         """Return the number of tokens sampled by this version or later ones."""
         return sum(num for sampled_by, num in self.tokens_by_version if sampled_by >= version)
+
+    def num_mixed_since(self, version: int) -> int:
+        """Return the number of these tokens after a push within their request."""
+        return sum(num for sampled_by, num in self.mixed_by_version if sampled_by >= version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +333,8 @@ class RolloutWorker:
 def summarize(*segments: Trajectory) -> TrajectorySummary:
     """Return the scalars of an episode."""
     trajectory = join_segments(segments)
-    versions, counts = np.unique(trajectory.policy_versions[trajectory.loss_mask], return_counts=True)
+    by_version = _count(trajectory.policy_versions[trajectory.loss_mask])
+    mixed_T = find_mixed_kv(trajectory.loss_mask, trajectory.policy_versions)
     return TrajectorySummary(
         num_tokens=trajectory.num_tokens,
         segment_tokens=tuple(segment.num_tokens for segment in segments) if len(segments) > 1 else (),
@@ -336,9 +344,16 @@ def summarize(*segments: Trajectory) -> TrajectorySummary:
         reward=trajectory.reward,
         rewards=trajectory.rewards,
         finish_reason=trajectory.finish_reason,
-        tokens_by_version=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        tokens_by_version=by_version,
+        mixed_by_version=_count(trajectory.policy_versions[mixed_T]) if len(by_version) > 1 else (),
         reward_errors=trajectory.reward_errors,
     )
+
+
+def _count(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+    """Return (version, number of its occurrences), ascending."""
+    distinct, counts = np.unique(versions, return_counts=True)
+    return tuple(zip(distinct.tolist(), counts.tolist(), strict=True))
 
 
 def _derive_seed(job: GroupJob, sample: int, attempt: int = 0) -> int:

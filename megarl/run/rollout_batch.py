@@ -38,6 +38,8 @@ class BatchVersions:
     """The version that the trainer holds before the update."""
     oldest: int
     """Tokens of older versions are not trained on."""
+    in_place: bool = False
+    """Whether a token after a push within its request was sampled with the KV cache of older weights."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -245,6 +247,13 @@ class RolloutBatch:
             versions=self._version_range(order_N),
         )
 
+    @property
+    def mixed_kv_share(self) -> float:
+        """Share of the sampled tokens after a push within their request; 0 without tokens."""
+        return sum(s.num_mixed_since(0) for s in self.summaries) / max(
+            1, sum(s.response_length for s in self.summaries)
+        )
+
     def _num_tokens(self, oldest: int | None) -> NDArray[np.int64]:
         """Return the number of sampled tokens of each completion, [N]; of versions from `oldest` on, if given."""
         if oldest is None:
@@ -255,8 +264,12 @@ class RolloutBatch:
         if self.versions is None:
             return None
         current, oldest = self.versions.current, self.versions.oldest
-        num_current = int(self._num_tokens(max(current, oldest))[order_N].sum())
-        return VersionRange(current=current, oldest=oldest, num_current_tokens=num_current)
+        since, in_place = max(current, oldest), self.versions.in_place
+        num_current = int(self._num_tokens(since)[order_N].sum())
+        if in_place:
+            summaries = self.summaries
+            num_current -= sum(summaries[i].num_mixed_since(since) for i in order_N.tolist())
+        return VersionRange(current=current, oldest=oldest, num_current_tokens=num_current, in_place=in_place)
 
     def _columns_of(self, loss: AnyLoss, names: Mapping[ColumnName, ColumnName]) -> dict[ColumnName, ColumnName]:
         """Return column of the loss -> column or scalar of this batch."""

@@ -42,6 +42,7 @@ from megarl.run.scheduled_groups import Keep, ScheduledGroups
 from megarl.run.stage_run import StageRun
 from megarl.run.step_memory import ReleasingEngines, StepMemory
 from megarl.schedule.events import ScheduleState
+from megarl.schedule.policy import Update
 from megarl.schedule.schedule import Schedule
 from megarl.supervision.run_monitor import RunMonitor
 from megarl.tracking.phases import PhaseTimer
@@ -286,11 +287,16 @@ class SamplingRun(StageRun):
         with self.phase("rollout"):
             taken = scheduled.next_batch(self._is_usable, keep, max_removed=max_removed)
         batch = self._make_batch(taken.groups, min_completions=self._min_completions)
-        batch.versions = BatchVersions(current=self._sync.policy_version, oldest=scheduled.oldest_label())
+        in_place = scheduled.schedule.policy.update is Update.IN_PLACE
+        batch.versions = BatchVersions(
+            current=self._sync.policy_version, oldest=scheduled.oldest_label(), in_place=in_place
+        )
         tokens = Counter[int]()
         for summary in batch.summaries:
             tokens.update(dict(summary.tokens_by_version))
         self._step_metrics |= scheduled.staleness(tokens).metrics() | scheduled.schedule.metrics()
+        if in_place:
+            self._step_metrics["policy/mixed_kv"] = batch.mixed_kv_share
         removed = self._make_batch(taken.removed, min_completions=self._min_completions)
         self._check_failures()
         return batch, removed

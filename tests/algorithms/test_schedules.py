@@ -101,6 +101,28 @@ def test_tokens_above_the_cap_leave_the_loss(tmp_path: Path) -> None:
     assert all(row["staleness/max"] <= 1 for row in finished.metrics)
 
 
+def test_tokens_on_a_mixed_kv_cache_are_not_compared(tmp_path: Path) -> None:
+    """With pushes in place, tokens of the last version count as such only if their request began with it."""
+    tree = {"type": "grpo", "kl_loss": None}
+    schedule = {"type": "async", "lookahead": 2, "max_staleness": 3}
+    in_place = run(tmp_path / "in_place", tree, informative, steps=8, schedule={**schedule, "update": "in_place"})
+    retract = run(tmp_path / "retract", tree, informative, steps=8, schedule=schedule)
+    assert all("policy/mixed_kv" not in row for row in retract.metrics)
+    shares = [row["policy/mixed_kv"] for row in in_place.metrics]
+    assert max(shares) > 0
+    assert shares[0] == 0
+    requests = zip(
+        in_place.arguments("policy", "train"), retract.arguments("policy", "train"), in_place.metrics, strict=True
+    )
+    num_excluded = 0
+    for excluding, including, row in requests:
+        assert (excluding.versions.in_place, including.versions.in_place) == (True, False)
+        left_out = including.versions.num_current_tokens - excluding.versions.num_current_tokens
+        assert 0 <= left_out <= round(row["policy/mixed_kv"] * 3 * sum(3 + sample for sample in range(5)))
+        num_excluded += left_out
+    assert num_excluded > 0
+
+
 def test_clocks_of_requests_stand_still_while_engines_have_no_memory(tmp_path: Path) -> None:
     finished = run(tmp_path, {"type": "ppo"}, informative, steps=4, schedule={"type": "async"}, releases_memory=True)
     is_paused, num_released = False, 0

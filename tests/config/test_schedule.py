@@ -64,11 +64,14 @@ def test_refused_settings(given: dict[str, object], message: str) -> None:
         ScheduleConfig.model_validate(given)
 
 
-def test_in_place_needs_a_scheduler_without_overlap() -> None:
+def test_in_place_refuses_arguments_that_contradict_those_it_sets() -> None:
     schedule = ScheduleConfig(type="async", update="in_place")
-    (problem,) = schedule.engine_problems(SglangConfig())
-    assert problem.startswith(
-        "schedule.update: in_place needs rollout.engine.extra_args.disable_overlap_schedule: true"
+    assert not list(schedule.engine_problems(SglangConfig()))
+    wrong = {"disable_overlap_schedule": False, "disable_radix_cache": True, "chunked_prefill_size": 2048}
+    overlap, chunked = schedule.engine_problems(SglangConfig(extra_args=wrong))
+    assert overlap.startswith(
+        "schedule.update: in_place sets rollout.engine.extra_args.disable_overlap_schedule, which needs to be true, "
+        "got false: "
     )
-    assert not list(schedule.engine_problems(SglangConfig(extra_args={"disable_overlap_schedule": True})))
-    assert not list(ScheduleConfig(type="async").engine_problems(SglangConfig()))
+    assert "chunked_prefill_size, which needs to be -1, got 2048: " in chunked
+    assert not list(ScheduleConfig(type="async").engine_problems(SglangConfig(extra_args=wrong)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -113,12 +114,16 @@ def fetch_trajectories(groups: Sequence[FinishedGroup]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.payload.fetch()]
 
 
-def assert_same(first: Sequence[FinishedGroup], second: Sequence[FinishedGroup]) -> None:
+def assert_same(
+    first: Sequence[FinishedGroup], second: Sequence[FinishedGroup], *, logprob_difference: float = 0.0
+) -> None:
+    """Check that all completions are the same, up to this difference of log-probabilities."""
     pairs = list(zip(fetch_trajectories(first), fetch_trajectories(second), strict=True))
     assert len(pairs) == 32
     for a, b in pairs:
-        for name in ("token_ids", "loss_mask", "logprobs", "policy_versions"):
+        for name in ("token_ids", "loss_mask", "policy_versions"):
             assert getattr(a, name).tobytes() == getattr(b, name).tobytes(), name
+        assert np.abs(a.logprobs - b.logprobs).max() <= logprob_difference
         assert (a.prompt_id, a.group_id, a.reward, a.finish_reason) == (
             b.prompt_id,
             b.group_id,
@@ -213,7 +218,8 @@ def test_hung_engine_is_replaced(victim: str, cluster: None, world: Path, tmp_pa
         stopped = scheduler if victim == "scheduler" else host
         with happening_during(lambda: os.kill(stopped, signal.SIGSTOP)):
             disturbed = one.collect("disturbed")
-        assert_same(undisturbed, disturbed)
+        # requests may be old enough to continue after tokens that were reported before
+        assert_same(undisturbed, disturbed, logprob_difference=1e-4)
         assert one.messages[0].startswith(
             "engine 0 was lost (engine 0 has not answered a ping for 4 s (recovery.engine_stall_seconds)); "
         )

@@ -137,6 +137,20 @@ def test_killed_asynchronous_run_trains_each_group_once_within_the_cap(
     assert num_sampled_again(events) == 0
 
 
+@pytest.mark.parametrize("update", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
+def test_pushes_while_requests_run(update: str, world: Path, tmp_path: Path) -> None:
+    """Tokens of the last version agree with the trainer, except for those on a KV cache of older weights."""
+    settings = sections(8, 8, update=update, **ASYNC) | {"rollout": {"max_new_tokens": 100}}
+    finish(tmp_path, "train", write_run(world, tmp_path, **settings))
+    rows = list_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["staleness/max"] for row in rows) <= CAP
+    assert max(row["train_infer_mismatch/logprob_abs_max"] for row in rows) <= 1e-4
+    assert max(row["drift/logprob_abs_mean"] for row in rows) > 1e-3
+    if update == "in_place":
+        assert max(row["policy/mixed_kv"] for row in rows) > 0
+
+
 @pytest.mark.slow
 def test_one_step_off_repeats_bitwise_also_after_a_kill(world: Path, tmp_path: Path) -> None:
     folders = tmp_path / "undisturbed", tmp_path / "killed"

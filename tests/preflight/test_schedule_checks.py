@@ -33,10 +33,18 @@ def test_engines_without_memory_cannot_drain() -> None:
     assert problems("cuda", schedule=one_step_off, placement=pools) == []
 
 
-@pytest.mark.parametrize("update", ["in_place", "abort"])
-def test_updates_that_are_not_supported_are_refused(update: str) -> None:
-    found = problems(schedule={"type": "async", "update": update})
-    assert found[0].startswith(f"schedule.update: {update} is not supported yet; needs retract")
+@pytest.mark.parametrize("update", ["in_place", "abort", "retract"])
+def test_all_updates_are_accepted(update: str) -> None:
+    assert problems(schedule={"type": "async", "update": update}) == []
+
+
+def test_engines_that_release_their_memory_cannot_be_updated_in_place() -> None:
+    in_place = {"type": "async", "update": "in_place"}
+    (problem,) = problems("cuda", schedule=in_place)
+    assert problem.startswith("schedule.update: in_place keeps the KV cache of running requests")
+    pools = {"pools": {"engines": {}}, "rollout": {"pool": "engines"}}
+    assert problems("cuda", schedule=in_place, placement=pools) == []
+    assert problems("cuda", schedule={"type": "async", "update": "abort"}) == []
 
 
 def test_a_cap_below_the_lookahead_is_refused() -> None:

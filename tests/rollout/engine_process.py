@@ -29,6 +29,14 @@ class TestableEngine(SglangEngine):
         """Choose whether requests wait while memory is released."""
         self._spec = replace(self._spec, holds_requests=holds_requests)
 
+    async def set_pause_mode(self, pause_mode):
+        """Choose what happens to requests in flight when the engine pauses."""
+        self._weights._commands.calls.pause_mode = pause_mode
+
+    async def num_attempts(self):
+        """Return how many requests SGLang has received."""
+        return self._requests._num_attempts
+
     async def randomize_weights(self):
         """Overwrite every parameter and buffer with noise, to show that a weight update replaces all of it."""
         await self._host.call(self._randomize())

@@ -10,13 +10,14 @@ import numpy as np
 
 from megarl.batch.pack import ColumnName, PerToken
 from megarl.batch.sample_table import SampleKey, SampleRef, SampleTable
-from megarl.batch.trajectory import Trajectory
+from megarl.batch.trajectory import Trajectory, find_mixed_kv
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest, Trajectories, VersionRange
 from megarl.megatron.token_column import merge_column
 from megarl.workers.payload import Payload, fetch_all
 
 POLICY_VERSIONS: ColumnName = "policy_versions"
-"""Column of packs: the version that sampled each token; exact in float32 up to version 2^24."""
+"""Column of packs: the version that sampled each token, -1 if with the KV cache of older weights; exact in float32 up
+to version 2^24."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,12 @@ class StepSamples:
         """Return the columns of these samples of the mini-batch, and their policy versions where these may differ."""
         columns = {name: [self.column(name, ref) for ref in refs] for name in self.column_names(batch)}
         if self.versions is not None:
-            columns[POLICY_VERSIONS] = [self.trajectory(ref).policy_versions.astype(np.float32) for ref in refs]
+            columns[POLICY_VERSIONS] = [self._versions(self.trajectory(ref), self.versions) for ref in refs]
         return columns
+
+    def _versions(self, trajectory: Trajectory, versions: VersionRange) -> PerToken:
+        mixed_T = find_mixed_kv(trajectory.loss_mask, trajectory.policy_versions) & versions.in_place
+        return np.where(mixed_T, -1, trajectory.policy_versions).astype(np.float32)
 
     def column(self, name: ColumnName, ref: SampleRef) -> float | PerToken:
         """Return a column of one sample: per token [num_tokens], or one value for the whole sequence."""

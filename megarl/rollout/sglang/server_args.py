@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.config.engine_options import find_option_problems, find_variable_problems
+from megarl.config.schedule import IN_PLACE_ARGUMENTS
 from megarl.errors import ConfigError
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.cpu_attention import PAGE_SIZE
@@ -41,7 +42,7 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
         "nccl_port": spec.port if spec.nnodes == 1 else None,  # else it is that of `dist_init_addr`
         "dist_init_addr": spec.dist_init_addr,
     }
-    fixed = {
+    fixed: dict[str, object] = {
         "model_path": spec.model_path,
         "device": spec.device,
         "dtype": spec.dtype,
@@ -70,6 +71,10 @@ def make_engine_arguments(spec: EngineSpec) -> dict[str, object]:
                 "disable_radix_cache": True,
                 "mem_fraction_static": CPU_MEM_FRACTION,
             }
+    if spec.pause_mode == "in_place":
+        fixed |= IN_PLACE_ARGUMENTS
+        if spec.device == "cpu":
+            defaults |= {"mem_fraction_static": CPU_MEM_FRACTION}
     return {**defaults, **spec.extra_args, **fixed}
 
 

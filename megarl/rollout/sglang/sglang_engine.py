@@ -65,7 +65,7 @@ class SglangEngine:
         self._spec = spec
         self._host = MultiNodeHost(spec, nodes) if nodes else EngineHost(spec)
         self._requests = RequestRunner(self._host, spec.stop_token_ids)
-        self._weights = WeightSession(self._host)
+        self._weights = WeightSession(self._host, self._requests)
         self._update = WholeUpdate(self._weights)
         self._released = ReleasedMemory(self._host)
         self._batches = RequestBatches(self._requests.complete)
@@ -131,7 +131,7 @@ class SglangEngine:
         """Free device memory, whose contents are lost; see `RolloutEngine.release`."""
         if self._spec.holds_requests:
             await self._weights.hold_requests()
-        if await self._released.release(memory, is_paused=self._weights.holds_requests):
+        if await self._released.release(memory, is_paused=self._weights.has_queued_requests):
             self._weights.mark_lost()
 
     async def resume(self, memory: Sequence[EngineMemory]) -> None:
@@ -141,7 +141,7 @@ class SglangEngine:
             await self._weights.resume_requests()
 
     async def begin_weights(self) -> None:
-        """Stop decoding and open a weight update; requests in flight wait and resume with the new weights.
+        """Stop decoding and open a weight update; requests in flight wait and continue with the new weights.
 
         Aborts an update that is already open.
         """

@@ -87,10 +87,20 @@ def check_spans(versions, batch, generations):
     return boundaries, noticed
 
 
-def test_long_requests_lose_no_token(engine, model_dir):
-    """16 requests, five pushes: none is aborted, and all spans are those of their versions."""
+@pytest.fixture(params=["retract", "abort"])
+def pause_mode(engine, request):
+    engine.call("set_pause_mode", request.param)
+    yield request.param
+    engine.call("set_pause_mode", "retract")
+
+
+def test_long_requests_lose_no_token(engine, model_dir, pause_mode):
+    """16 requests, five pushes: none ends early, and all spans are those of their versions."""
     versions, batch = Versions(model_dir, 6), prompts(16)
+    before = engine.call("num_attempts")
     generations = generate_during_pushes(engine, versions, batch, max_new_tokens=440, seconds=0.2)
+    num_continued = engine.call("num_attempts") - before - len(batch)
+    assert num_continued >= 5 if pause_mode == "abort" else num_continued == 0
     for g in generations:
         assert g.finish_reason in ("stop", "length")
         assert len(g.token_ids) == len(g.logprobs) == len(g.policy_versions)
@@ -101,7 +111,7 @@ def test_long_requests_lose_no_token(engine, model_dir):
 
 
 @pytest.mark.slow
-def test_many_requests(engine, model_dir):
+def test_many_requests(engine, model_dir, pause_mode):
     versions, batch = Versions(model_dir, 5), prompts(320)
     generations = generate_during_pushes(engine, versions, batch, max_new_tokens=300, seconds=2.5)
     boundaries, noticed = check_spans(versions, batch, generations)

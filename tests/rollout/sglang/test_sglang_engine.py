@@ -126,8 +126,10 @@ def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engi
     assert after.logprobs.tolist() == before.logprobs.tolist()
 
 
-def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model):
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model, pause_mode):
     (long,), (late,) = requests([PROMPTS[0]], max_new_tokens=60), requests([PROMPTS[1]], temperature=0.0)
+    engine.call("set_pause_mode", pause_mode)
     engine.call("set_holds_requests", True)
     try:
         running = engine.submit("generate", long)
@@ -148,5 +150,24 @@ def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(eng
         assert set(waiting.result(HANG_SECONDS).policy_versions.tolist()) == {5}
     finally:
         engine.call("set_holds_requests", False)
+        engine.call("set_pause_mode", "retract")
     sync(engine, model.state_dict(), 0)
     assert engine.call("generate", *requests([PROMPTS[1]], temperature=0.0)).policy_versions.tolist()[-1] == 0
+
+
+def test_request_aborted_by_its_caller_is_not_continued(engine, model):
+    (long,) = requests([PROMPTS[0]], max_new_tokens=400)
+    engine.call("set_pause_mode", "abort")
+    try:
+        running = engine.submit("generate", long)
+        time.sleep(0.3)
+        engine.call("begin_weights")
+        engine.call("abort", long.request_id)
+        time.sleep(0.1)
+        assert not running.done()
+        sync(engine, model.state_dict(), 0)  # begins another update
+        generation = running.result(HANG_SECONDS)
+        assert generation.finish_reason == "abort"
+        assert 0 < len(generation.token_ids) < 400
+    finally:
+        engine.call("set_pause_mode", "retract")

@@ -21,6 +21,7 @@ from megarl.rollout.sglang.weight_update.weight_loader import IMPORT_PATH
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.engine_host import EngineHost
+    from megarl.rollout.sglang.request_runner import RequestRunner
 
 T = TypeVar("T")
 
@@ -47,8 +48,10 @@ class ControlCalls:
     processes have ended.
     """
 
-    def __init__(self, host: EngineHost) -> None:
-        self._host = host
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
+        self._host, self._requests = host, requests
+        self.pause_mode = host.spec.pause_mode
+        """What happens to requests in flight during a pause."""
         self._seconds = host.spec.answer_timeout_seconds
         self._pending: _PendingCall | None = None
         self._holds: set[PauseReason] = set()
@@ -93,8 +96,9 @@ class ControlCalls:
         await self._call("end_weight_update", self._end)
 
     async def flush(self) -> None:
-        """Flush the prefix cache (cached keys and values)."""
-        await self._call("flush_cache", self._flush)
+        """Flush the prefix cache; nothing is cached where requests keep the keys and values of the old weights."""
+        if self.pause_mode != "in_place":
+            await self._call("flush_cache", self._flush)
 
     async def set_version(self, policy_version: int) -> None:
         """Set the policy version that SGLang records for every new token."""
@@ -173,12 +177,18 @@ class ControlCalls:
         return None if ok else str(message)
 
     async def _pause(self) -> None:
+        if self.pause_mode == "abort":
+            await self._requests.hold()
+            return
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         # `retract` frees the KV cache: sequences resume with keys and values recomputed under the new weights
-        await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause_mode))
 
     async def _resume(self) -> None:
+        if self.pause_mode == "abort":
+            await self._requests.resume()
+            return
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         empty_cache = self._host.spec.device != "cpu"
@@ -201,7 +211,9 @@ class ControlCalls:
             self._begun = False
 
     async def _flush(self) -> None:
-        flushed = await self._host.tokenizer_manager.flush_cache()
+        # aborted requests have just ended: with a timeout, a flush waits until SGLang has processed them
+        seconds = self._seconds if self.pause_mode == "abort" else None
+        flushed = await self._host.tokenizer_manager.flush_cache(timeout_s=seconds)
         if not flushed.success:
             raise WeightSyncError(
                 "the engine could not flush keys and values of the old weights: requests were still running"

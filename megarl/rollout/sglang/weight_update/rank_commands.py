@@ -13,14 +13,15 @@ from megarl.rollout.sglang.weight_update.rank_files import find_unresponsive, re
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.engine_host import EngineHost
+    from megarl.rollout.sglang.request_runner import RequestRunner
 
 
 class RankCommands:
     """The commands of an engine's weight updates."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
         self._host, self._tp = host, host.spec.tp
-        self.calls = ControlCalls(host)
+        self.calls = ControlCalls(host, requests)
         self.one_at_a_time = asyncio.Lock()
         """Serializes commands: with two in flight, it would be unknown what the engine holds."""
         self.is_mixed = False

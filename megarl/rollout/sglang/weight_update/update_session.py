@@ -59,15 +59,17 @@ from megarl.rollout.sglang.weight_update.rank_commands import RankCommands
 
 if TYPE_CHECKING:
     from megarl.rollout.sglang.engine_host import EngineHost
+    from megarl.rollout.sglang.request_runner import RequestRunner
 
 
 class WeightSession:
     """State machine of an engine's weight updates; knows which weights the engine holds."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, requests: RequestRunner) -> None:
+        """`requests`: those in flight, which pause during an update."""
         self._host = host
         self._spec = host.spec
-        self._commands = RankCommands(host)
+        self._commands = RankCommands(host, requests)
         self._arrived: set[str] = set()
         """Hugging Face tensors that were loaded in this update."""
         self._received = False
@@ -132,6 +134,11 @@ class WeightSession:
     def holds_requests(self) -> bool:
         """Whether requests wait until `resume_requests`."""
         return self._commands.calls.is_paused_for("memory")
+
+    @property
+    def has_queued_requests(self) -> bool:
+        """Whether the requests that wait are in the queue of SGLang, which is then not idle."""
+        return self.holds_requests and self._commands.calls.pause_mode != "abort"
 
     async def hold_requests(self) -> None:
         """Pause generation, and keep it paused after updates, until `resume_requests`; no-op if it is."""
