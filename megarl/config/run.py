@@ -263,6 +263,12 @@ class RunConfig(StageConfig):
             for term in source.reward_terms or ():
                 if term not in rules:
                     raise ValueError(f"{key}.reward_terms needs names of rules of reward.terms, {rules}, got {term!r}")
+            for term in sorted(self.algorithm.terms_of_every_completion(self.reward) & set(rules)):
+                if source.reward_terms is not None and term not in source.reward_terms:
+                    raise ValueError(
+                        f"{key}.reward_terms needs {term!r}, which {self.algorithm.type} looks at in every completion, "
+                        f"got {source.reward_terms}"
+                    )
             if source.reward_terms == [] and not self.reward.models:
                 raise ValueError(f"{key}.reward_terms: needs at least one term, got none")
             if source.eval_path is not None and source.reward_terms == []:

@@ -225,3 +225,19 @@ def test_reward_models_do_not_score_the_greedy_completions_of_a_schedule() -> No
     make_run(**sections)
     message = error_message(**sections, schedule={"type": "async"})
     assert "schedule.type: remax with reward models needs sync, got async: they do not score the greedy" in message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "term"),
+    [({"type": "dapo", "filter_metric": "a"}, "a"), ({"type": "safe_rlhf", "cost_term": "b"}, "b")],
+)
+def test_sources_have_the_terms_that_the_algorithm_looks_at(algorithm: dict[str, Any], term: str) -> None:
+    other = {"a": "b", "b": "a"}[term]
+    reward = {"terms": {"a": {"type": "numeric"}, "b": {"type": "format"}}}
+
+    def sources(*terms: str) -> dict[str, Any]:
+        return {"sources": {"x": {"path": "x.jsonl", "ratio": 1.0, "reward_terms": list(terms)}}}
+
+    make_run(algorithm=algorithm, reward=reward, data=sources(term))
+    message = error_message(algorithm=algorithm, reward=reward, data=sources(other))
+    assert f"data.sources.x.reward_terms needs '{term}', which {algorithm['type']} looks at in every" in message

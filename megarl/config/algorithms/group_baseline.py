@@ -124,6 +124,10 @@ class DapoConfig(ClippedGroupPolicyConfig):
     """Largest number of batches of prompts that one step samples to fill itself with informative groups."""
 
     @override
+    def terms_of_every_completion(self, reward: RewardsConfig) -> frozenset[str]:
+        return frozenset({self.filter_metric or reward.eval_name})
+
+    @override
     def check_rewards(self, reward: RewardsConfig) -> None:
         terms = sorted(reward.terms)
         if self.filter_metric is None and not reward.rules:

@@ -269,6 +269,10 @@ class PolicyConfig(Section):
         """Names of the terms of `reward.terms` that are costs, not part of the reward."""
         return frozenset()
 
+    def terms_of_every_completion(self, reward: RewardsConfig) -> frozenset[str]:
+        """Return the names of the terms that the algorithm looks at, whatever source a completion is from."""
+        return self.cost_terms
+
     @property
     def pretraining_steps(self) -> int:
         """Largest number of steps that train critics before the first step of `trainer.steps`."""
