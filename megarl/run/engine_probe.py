@@ -19,6 +19,8 @@ PROBE_TOKENS = 16
 
 def compare_engines(config: RunConfig, trainer: TrainerGroup, probe: RolloutBatch) -> dict[str, float]:
     """Return the metrics of the mismatch over the sampled tokens of `probe`, which are of the trainer's weights."""
+    if not probe.groups:  # an environment has failed in all of them
+        return {}
     column = trainer.logprobs(probe.forward_request(config)).fetch()
     logprobs: Mapping[SampleKey, np.ndarray] = {key: values for part in column for key, values in part.items()}
     differences = [

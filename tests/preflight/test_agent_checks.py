@@ -1,0 +1,66 @@
+"""What runs an episode, and the settings that need an environment or a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.preflight.agent_checks import find_agent_problems
+from tests.rollout.environments.chat_templates import STRIPS_THOUGHTS, chat_tokenizer
+from tests.run.finished_groups import run_config
+
+CALCULATOR = {"path": "megarl.rollout.environments.calculator:Calculator"}
+GAME = {"terms": {"game": {"type": "environment"}}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models: `chat`, `plain` without a chat template, and `thoughts`, whose template strips thoughts."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("chat", "plain", "thoughts"):
+        write_tiny_model(folder / name, ["some text"], seed=0, chat=name == "chat")
+    chat_tokenizer(STRIPS_THOUGHTS).save_pretrained(folder / "thoughts")
+    return folder
+
+
+def problems(folder: Path, *, env: dict[str, Any] | None = CALCULATOR, **sections: Any) -> list[str]:
+    tree = {"model": {"path": str(folder)}, "reward": GAME, "rollout": {"env": env}} | sections
+    return list(find_agent_problems(run_config(tree.pop("algorithm", {"type": "grpo"}), **tree)))
+
+
+def test_an_environment_with_a_chat_template_has_no_problems(models: Path) -> None:
+    assert problems(models / "chat") == []
+    assert problems(models / "chat", algorithm={"type": "gspo", "advantages_per": "turn"}) == []
+    assert problems(models / "thoughts", env={**CALCULATOR, "forks": "allow"}) == []
+
+
+def test_each_setting_that_cannot_work_is_one_sentence(models: Path) -> None:
+    (missing,) = problems(models / "plain")
+    assert missing.startswith("rollout.env needs a tokenizer with a chat template, that of ")
+    (rewriting,) = problems(models / "thoughts")
+    assert rewriting.startswith("rollout.env.forks: forbid needs a chat template that only appends to a conversation")
+    (forks,) = problems(models / "chat", env={**CALCULATOR, "forks": "allow"}, algorithm={"type": "gspo"})
+    assert forks == (
+        "rollout.env.forks needs to be forbid, got allow: algorithm.type: gspo computes importance ratios over whole "
+        "sequences"
+    )
+    (unused,) = problems(models / "chat", env=None)
+    assert unused == (
+        "reward.terms.game is of type environment, which needs rollout.env, or an agent that adds rewards of turns"
+    )
+    (turns,) = problems(
+        models / "chat",
+        algorithm={"type": "grpo", "advantages_per": "turn"},
+        reward={"terms": {"match": {"type": "numeric"}}},
+    )
+    assert turns == (
+        "algorithm.advantages_per: turn needs a term of type environment in reward.terms, which adds up the rewards of "
+        "turns, got match"
+    )
+    (path,) = problems(models / "chat", env={"path": "nowhere:Nothing"})
+    assert path.startswith("rollout.env.path: cannot import nowhere")
+    (never,) = problems(models / "chat", data={"path": "d.jsonl", "chat_template": "never"})
+    assert never == "rollout.env needs a chat template, got data.chat_template: never"
