@@ -30,14 +30,15 @@ from megarl.megatron.losses.loss import Loss, TokenLoss
 from megarl.megatron.losses.policy import PolicyLoss
 from megarl.megatron.losses.supervised import ValueLoss
 from megarl.megatron.requests import LOGPROB_MISMATCH, RATIO_MEAN, RATIO_SQUARE_MEAN, TrainRequest, TrainStats
+from megarl.run.batch_metrics import batch_metrics
 from megarl.run.checkpointer import Checkpointer
 from megarl.run.engine_probe import PROBE_TOKENS, compare_engines
 from megarl.run.events import EventLog
 from megarl.run.kl_penalty import KL_METRIC
-from megarl.run.rollout_batch import RolloutBatch, batch_metrics
+from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.run_state import RunState
-from megarl.run.sampling_run import SamplingRun
 from megarl.run.scheduled_groups import ScheduledGroups
+from megarl.run.scoring_run import ScoringRun
 from megarl.run.stage_run import SAMPLER_NAME
 from megarl.run.step_limits import LimitDecision, StepLimits, StepStage
 from megarl.run.step_memory import ReleasingEngines
@@ -53,7 +54,7 @@ from megarl.workers.group import WorkerFuture
 D = TypeVar("D")
 
 
-class RLRun(SamplingRun):
+class RLRun(ScoringRun):
     """One RL run: its worker groups, models, prompts, metrics and totals."""
 
     def __init__(

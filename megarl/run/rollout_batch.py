@@ -7,7 +7,6 @@ not among them: they are left out here, before anything is estimated, logged or 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, count, pairwise
@@ -23,11 +22,8 @@ from megarl.functional import Denominators
 from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
-from megarl.rollout.rollout_worker import GroupSummary, TrajectorySummary
+from megarl.rollout.rollout_worker import TrajectorySummary
 from megarl.workers.payload import Payload, StoredPayload
-
-ENDINGS = ("stop", *TRUNCATED_REASONS)
-"""Endings of episodes whose number is logged even if it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,64 +337,3 @@ class KeptSample:
     def groups(self) -> list[FinishedGroup]:
         """All groups that were sampled, without dropped ones."""
         return [group for batch in self.sampled for group in batch.groups]
-
-
-def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
-    groups, summaries = batch.groups, batch.summaries
-    num = len(summaries)
-    seconds = [group.summary.generation_seconds for group in batch.all_groups]
-    metrics: dict[str, float] = {
-        "rollout/generation_seconds_mean": sum(seconds) / len(seconds),
-        "rollout/generation_seconds_max": max(seconds),
-        "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
-    }
-    if not summaries:
-        return metrics
-    rewards_by_group = [{group.summary.trajectories[i].reward for i in group.summary.kept} for group in groups]
-    metrics |= {
-        "reward/mean": sum(t.reward for t in summaries) / num,
-        "reward/informative_groups": sum(len(rewards) > 1 for rewards in rewards_by_group) / len(groups),
-        "response/length": sum(t.response_length for t in summaries) / num,
-        "response/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in summaries) / num,
-        "policy_version/min": min(t.min_policy_version for t in summaries),
-    }
-    for name in dict.fromkeys(name for summary in summaries for name in summary.rewards):
-        values = [t.rewards[name] for t in summaries if name in t.rewards]  # a function may leave sub-metrics out
-        metrics[f"reward/{name}"] = sum(values) / len(values)
-    metrics |= _source_metrics(batch)
-    if (advantages := batch.scalars.get("advantages")) is not None:
-        metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
-    return metrics | _episode_metrics(summaries)
-
-
-def _episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]:
-    """Return turns, forked segments and endings of episodes; none if all of them are single completions."""
-    endings = Counter(summary.finish_reason for summary in summaries)
-    turns = [summary.num_turns for summary in summaries]
-    if max(turns) <= 1 and endings.keys() <= {"stop", "length"}:
-        return {}
-    return {
-        "rollout/turns": sum(turns) / len(turns),
-        "rollout/forked_segments": float(sum(summary.num_segments - 1 for summary in summaries)),
-        **{f"rollout/ended_{reason}": float(endings[reason]) for reason in dict.fromkeys((*ENDINGS, *endings))},
-    }
-
-
-def _source_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return the metrics of each source of a mixture; none in a run with one data file."""
-    by_source: dict[str, list[GroupSummary]] = {}
-    for group in batch.groups:
-        by_source.setdefault(group.summary.source, []).append(group.summary)
-    metrics: dict[str, float] = {}
-    for source, groups in by_source.items():
-        if not source:
-            continue
-        own = [group.trajectories[i] for group in groups for i in group.kept]
-        metrics |= {
-            f"source/{source}/groups": float(len(groups)),
-            f"source/{source}/reward": sum(t.reward for t in own) / len(own),
-            f"source/{source}/length": sum(t.response_length for t in own) / len(own),
-            f"source/{source}/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in own) / len(own),
-        }
-    return metrics

@@ -1,4 +1,4 @@
-"""The first half of an RL step: sample, score with auxiliary models, estimate; and the evaluation.
+"""The first part of an RL step: choose prompts, sample groups, sum up rewards; and the evaluation.
 
 All methods work on a `RolloutBatch`; tokens stay in the workers, the controller passes references on.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
-from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
 from megarl.checkpoint.run_lock import require_lock
 from megarl.config import RunConfig
 from megarl.data.run_prompts import RunPrompts
 from megarl.errors import ConfigError, DataError, RewardError
 from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.estimation import EstimateJob, Estimator
 from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
@@ -30,7 +27,7 @@ from megarl.run.difficulty import DifficultyGate
 from megarl.run.evaluation import evaluate
 from megarl.run.events import EventLog
 from megarl.run.group_jobs import GroupJobs
-from megarl.run.kl_penalty import KL_METRIC, make_adaptive_kl
+from megarl.run.kl_penalty import make_adaptive_kl
 from megarl.run.policy_sync import PolicySync
 from megarl.run.reward_failures import RewardFailures
 from megarl.run.reward_weights import RewardWeights
@@ -372,87 +369,6 @@ class SamplingRun(StageRun):
                 scores = scorer.scores(request)
             values[name] = [scores[keys[-1]] for keys in batch.segment_keys]  # of the end of each episode
         batch.add_rewards(values, self._weights.current)
-
-    def add_logprobs(self, batch: RolloutBatch) -> None:
-        """Add the column `old_logprobs`: token log-probs of the policy before the first update of the step."""
-        if not batch.groups:
-            return
-        self._sync.begin_scoring()
-        with self.phase("logprobs"):
-            batch.columns["old_logprobs"] = self.trainer.logprobs(batch.forward_request(self.config))
-
-    def add_reference_logprobs(self, batch: RolloutBatch) -> None:
-        """Add `ref_logprobs` if the algorithm uses a reference, and `old_logprobs` if the reward has a KL penalty."""
-        if not batch.groups:
-            return
-        algorithm = self.config.algorithm
-        if algorithm.kl_reward is not None:
-            self.add_logprobs(batch)
-        if algorithm.uses_reference:
-            self._sync.begin_scoring("reference")
-            with self.phase("reference"):
-                reference = self.models.frozen["reference"]
-                batch.columns["ref_logprobs"] = reference.logprobs(batch.forward_request(self.config))
-
-    def add_model_logprobs(
-        self, batch: RolloutBatch, model: str, column: ColumnName, *, phase: str | None = None
-    ) -> None:
-        """Add a column of token log-probs from an auxiliary language model; `phase` defaults to the model's name."""
-        if not batch.groups:
-            return
-        self._sync.begin_scoring(model)
-        with self.phase(phase or model):
-            worker = self.models.trained.get(model) or self.models.frozen[model]
-            batch.columns[column] = worker.logprobs(batch.forward_request(self.config))
-
-    def add_values(self, batch: RolloutBatch, *, critic: str = "critic", column: ColumnName = "values") -> None:
-        """Add a column of token values from a critic: V of the state before each token."""
-        if not batch.groups:
-            return
-        self._sync.begin_scoring(critic)
-        with self.phase("values"):
-            batch.columns[column] = self.models.trained[critic].values(batch.forward_request(self.config))
-
-    @property
-    def kl_coefficient(self) -> float:
-        """Current coefficient of the KL penalty in the reward; 0 without one."""
-        return 0.0 if self._adaptive_kl is None else self._adaptive_kl.coefficient
-
-    def estimate(
-        self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[ColumnName, ...] = ()
-    ) -> None:
-        """Run `estimator(tokens, *arguments)` in a rollout worker, where the tokens are; store its results in `batch`.
-
-        Args:
-            estimator: a module-level function, such as `group_estimates`.
-            outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
-        """
-        if not batch.groups:
-            return
-        with self.phase("estimate"):
-            job = EstimateJob(
-                estimator=estimator,
-                arguments=arguments,
-                keys=tuple(chain(*batch.segment_keys)),
-                rewards=tuple(batch.rewards),
-                columns=dict(batch.columns),
-                outputs=outputs,
-                turn_weight=self._turn_weight,
-            )
-            output, columns = self.rollout.estimate(job, batch.groups)
-        batch.columns.update(columns)
-        batch.scalars.update(output.scalars)
-        self._step_metrics.update(output.metrics)
-        if self._adaptive_kl is not None and KL_METRIC in output.metrics:
-            self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
-
-    @property
-    def _turn_weight(self) -> float | None:
-        """Weight of the environment's rewards, if advantages are per turn."""
-        environments = [name for name in self.config.reward.environments if name in self._weights.current]
-        if self.config.algorithm.advantages_per != "turn" or not environments:
-            return None
-        return sum(self._weights.current[name] for name in environments)
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the log of this step."""

@@ -29,7 +29,8 @@ from megarl.groups.estimation import EstimateJob, estimate
 from megarl.megatron.losses.supervised import SftLoss
 from megarl.rollout.journal.group_codec import decode_group, encode_group
 from megarl.rollout.rollout_worker import summarize
-from megarl.run.rollout_batch import RolloutBatch, batch_metrics
+from megarl.run.batch_metrics import batch_metrics
+from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.payload import LocalPayload
 from tests.algorithms.scripted_run import run_script
 from tests.run.finished_groups import completion, finished_group, run_config

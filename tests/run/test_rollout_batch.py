@@ -14,7 +14,8 @@ from megarl.megatron.losses.supervised import SftLoss, ValueLoss
 from megarl.megatron.request_split import split_by_dp
 from megarl.megatron.requests import TrainRequest
 from megarl.placement.rank_grid import RankGrid
-from megarl.run.rollout_batch import RolloutBatch, batch_metrics
+from megarl.run.batch_metrics import batch_metrics
+from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.payload import LocalPayload
 from tests.run.finished_groups import completion, finished_group, groups_with_rewards, run_config
 
