@@ -26,6 +26,7 @@ SHARED_FIXTURES = {
     "slurm": ("tests/launch/slurm/test_*.py",),
     "make_hosts": ("tests/launch/test_*hosts*.py",),
     "engine": (
+        "tests/rollout/sglang/test_continuation.py",
         "tests/rollout/sglang/test_cpu_determinism.py",
         "tests/rollout/sglang/test_in_flight.py",
         "tests/rollout/sglang/test_sglang_engine.py",

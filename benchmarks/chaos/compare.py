@@ -105,7 +105,8 @@ def _training_metrics(lines: Mapping[Step, list[Line]]) -> dict[Step, list[dict[
 
 
 def _is_training_metric(name: str) -> bool:
-    return name in METRIC_NAMES or name.startswith(METRIC_GROUPS)
+    is_duration = "/seconds_" in name  # of a reward term
+    return name in METRIC_NAMES or (name.startswith(METRIC_GROUPS) and not is_duration)
 
 
 def _differences(what: str, values: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[str]:

@@ -56,7 +56,7 @@ def test_planning_takes_seconds_cold_and_milliseconds_cached(plan, rank):
         clear_plan_cache()
         cold.append(cpu_seconds(plan, rank))
     assert min(cold) < 2 * SLACK
-    assert min(cpu_seconds(plan, rank) for _ in range(5)) < 1e-3 * SLACK
+    assert min(cpu_seconds(plan, rank) for _ in range(5)) < 2e-3 * SLACK
 
 
 def cpu_seconds(plan, rank):

@@ -23,7 +23,7 @@ class Calls(ControlCalls):
     """Fake SGLang that answers as soon as `answers` is set."""
 
     def __init__(self):
-        super().__init__(Host())
+        super().__init__(Host(), None)
         self.answers, self.sent = asyncio.Event(), []
 
     async def _wait_for_answer(self, what):
