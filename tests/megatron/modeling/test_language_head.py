@@ -192,6 +192,8 @@ def run_benchmark(*arguments: str) -> dict[str, float]:
 def test_peak_memory_is_a_fraction_of_the_logits(device: str, tmp_path: Any) -> None:
     """The benchmark at its full size, with smaller hidden states: those do not matter, and tiles do in small logits."""
     memory = run_ranks(run_benchmark, 1, tmp_path, "--hidden", "32", device=device)
-    assert memory["peak_over_logits_plain"] < 0.6
+    # a CPU without instructions for bfloat16 multiplies into a float32 copy of the logits
+    is_native = device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    assert memory["peak_over_logits_plain"] < (0.6 if is_native else 1.6)
     assert memory["peak_over_logits_plain_fp32"] < 1.2
     assert memory["peak_over_logits_fused"] < 0.1
