@@ -10,9 +10,8 @@ import pytest
 
 from megarl.config.reward_services import BreakerConfig
 from megarl.reward.services.circuit_breaker import CircuitBreaker, CircuitOpenError
-from tests.virtual_time import run_in_virtual_time
 
-COOLDOWN = 0.05
+COOLDOWN = 0.5
 
 
 class Service:
@@ -39,7 +38,7 @@ def run(work: Callable[[Service], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         await work(Service(CircuitBreaker(BreakerConfig(failures=3, cooldown_seconds=COOLDOWN), 8)))
 
-    run_in_virtual_time(main())
+    asyncio.run(main())
 
 
 async def fail_three_times(service: Service) -> None:
