@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megarl.config.rollout import EnvironmentConfig
 from megarl.config.section import Section
 
 
@@ -84,6 +85,9 @@ class SourceConfig(PromptFormat):
 
     max_new_tokens: int | None = Field(default=None, ge=1)
     """As `rollout.max_new_tokens`, for this source; at most that."""
+
+    env: EnvironmentConfig | None = None
+    """Environment of this source. Default: `rollout.env`, or the agent."""
 
     @field_validator("ratio")
     @classmethod

@@ -17,7 +17,7 @@ from megarl.config.model import ModelConfig
 from megarl.config.placement import MAIN_POOL, PlacementConfig, PoolConfig, pool_key, require_layout
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.reward import RewardsConfig
-from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout import EnvironmentConfig, RolloutConfig
 from megarl.config.schedule import ScheduleConfig
 from megarl.config.section import Section
 from megarl.config.tracking import TrackingConfig
@@ -192,6 +192,13 @@ class RunConfig(StageConfig):
                 "rollout.engine.release_memory: true"
             )
         return self
+
+    @property
+    def environments(self) -> dict[str, EnvironmentConfig]:
+        """YAML key -> section of each environment, `rollout.env` and those of sources."""
+        sources = {f"{source.key}.env": source.config.env for source in self.data.resolved_sources}
+        found = {"rollout.env": self.rollout.env, **sources}
+        return {key: env for key, env in found.items() if env is not None}
 
     @property
     def disaggregated(self) -> bool:

@@ -23,7 +23,7 @@ from megarl.rollout.engine import GenerationEngine
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
 from megarl.rollout.journal.journal import open_journal, parse_step
 from megarl.rollout.journal.replay import Replay
-from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from megarl.tracking.rollout_log import write_rollouts
 
 if TYPE_CHECKING:
@@ -46,6 +46,17 @@ class RolloutActor(RolloutWorker):
             else EnvironmentAgent(env, config.data, tokenizer, refuses_forks=refuses_forks),
             agent_path=config.rollout.agent.path if env is None else env.path,
             agent_key="rollout.agent.path" if env is None else "rollout.env.path",
+            source_agents={
+                source.name: SourceAgent(
+                    agent=EnvironmentAgent(
+                        own, config.data, tokenizer, refuses_forks=refuses_forks, key=f"{source.key}.env"
+                    ),
+                    path=own.path,
+                    key=f"{source.key}.env.path",
+                )
+                for source in config.data.resolved_sources
+                if (own := source.config.env) is not None
+            },
             refuses_forks=refuses_forks,
         )
         super().__init__(spec, engines, RewardScorer.from_model(config.reward, config.model.path), tokenizer)

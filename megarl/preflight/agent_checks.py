@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.rollout import AgentConfig
+from megarl.config.rollout import AgentConfig, EnvironmentConfig
 from megarl.config.run import RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -16,17 +16,18 @@ from megarl.rollout.environments.load_environment import check_environment
 
 def find_agent_problems(config: RunConfig) -> Iterator[str]:
     """Find out whether the agent or environment cannot be imported or called; a class is not created."""
-    env = config.rollout.env
     try:
-        if env is None:
-            check_agent(config.rollout.agent)
-        else:
-            check_environment(env)
+        check_agent(config.rollout.agent)
     except ConfigError as e:
         yield str(e)
-    yield from _find_template_problems(config)
+    for key, env in config.environments.items():
+        try:
+            check_environment(env, key)
+        except ConfigError as e:
+            yield str(e)
+        yield from _find_template_problems(config, env, key)
     terms = config.reward.environments
-    if terms and env is None and config.rollout.agent == AgentConfig():
+    if terms and not config.environments and config.rollout.agent == AgentConfig():
         yield (
             f"reward.terms.{terms[0]} is of type environment, which needs rollout.env, or an agent that adds rewards "
             "of turns"
@@ -38,17 +39,15 @@ def find_agent_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _find_template_problems(config: RunConfig) -> Iterator[str]:
-    env = config.rollout.env
-    if env is None:
-        return
+def _find_template_problems(config: RunConfig, env: EnvironmentConfig, key: str) -> Iterator[str]:
     for source in config.data.resolved_sources:
-        if source.config.chat_template == "never":
-            yield f"rollout.env needs a chat template, got {source.key}.chat_template: never"
+        is_used = source.config.env is env or (source.config.env is None and config.rollout.env is env)
+        if is_used and source.config.chat_template == "never":
+            yield f"{key} needs a chat template, got {source.key}.chat_template: never"
     if not Path(config.model.path).is_dir():
         return  # reported with the model
     try:
         tokenizer = load_tokenizer(config.model.path)
-        require_chat_template(tokenizer, forks=env.forks, refuses_forks=config.algorithm.refuses_forks)
+        require_chat_template(tokenizer, forks=env.forks, refuses_forks=config.algorithm.refuses_forks, key=key)
     except DataError as e:
         yield str(e)

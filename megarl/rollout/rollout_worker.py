@@ -45,6 +45,17 @@ ABORT_GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceAgent:
+    """The agent of one source of a mixture."""
+
+    agent: Agent
+    path: str
+    """Import path of what it runs, for error messages."""
+    key: str
+    """YAML path of `path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutWorkerSpec:
     """Settings of a rollout worker."""
 
@@ -55,6 +66,8 @@ class RolloutWorkerSpec:
     """Import path of `agent`, for error messages."""
     agent_key: str = "rollout.agent.path"
     """YAML path of `agent_path`."""
+    source_agents: Mapping[str, SourceAgent] = field(default_factory=dict)
+    """By name of the source, agents of sources that do not use `agent`."""
     refuses_forks: str | None = None
     """Why an episode needs to be one sequence; None: it may have forked segments."""
 
@@ -314,12 +327,14 @@ class RolloutWorker:
                     group_id=job.group_id,
                     clock=self._clock,
                 )
+                spec = self._spec
+                own = spec.source_agents.get(job.prompt.source)
                 return await run_agent(
-                    self._spec.agent,
+                    spec.agent if own is None else own.agent,
                     episode,
-                    path=self._spec.agent_path,
-                    refuses_forks=self._spec.refuses_forks,
-                    key=self._spec.agent_key,
+                    path=spec.agent_path if own is None else own.path,
+                    refuses_forks=spec.refuses_forks,
+                    key=spec.agent_key if own is None else own.key,
                 )
         except TimeoutError as e:
             for unfinished in sorted(episode.unfinished_requests):

@@ -64,3 +64,18 @@ def test_each_setting_that_cannot_work_is_one_sentence(models: Path) -> None:
     assert path.startswith("rollout.env.path: cannot import nowhere")
     (never,) = problems(models / "chat", data={"path": "d.jsonl", "chat_template": "never"})
     assert never == "rollout.env needs a chat template, got data.chat_template: never"
+
+
+def test_environments_of_sources_are_named_by_their_keys(models: Path) -> None:
+    def sources(**games: Any) -> dict[str, Any]:
+        plain = {"path": "a.jsonl", "ratio": 0.5, "reward_terms": ["match"]}
+        return {"sources": {"math": plain, "games": {"path": "b.jsonl", "ratio": 0.5, "env": CALCULATOR, **games}}}
+
+    reward = {"terms": {"match": {"type": "numeric"}, **GAME["terms"]}}
+    assert problems(models / "chat", env=None, data=sources(), reward=reward) == []
+    (path,) = problems(models / "chat", env=None, data=sources(env={"path": "nowhere:Nothing"}), reward=reward)
+    assert path.startswith("data.sources.games.env.path: cannot import nowhere")
+    (never,) = problems(models / "chat", env=None, data=sources(chat_template="never"), reward=reward)
+    assert never == "data.sources.games.env needs a chat template, got data.sources.games.chat_template: never"
+    (missing,) = problems(models / "plain", env=None, data=sources(), reward=reward)
+    assert missing.startswith("data.sources.games.env needs a tokenizer with a chat template, that of ")

@@ -10,7 +10,7 @@ from megarl.errors import AgentError, LostEngineError, RewardError, WorkerError
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.batching_engine import BatchingEngine
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
-from megarl.rollout.rollout_worker import GroupJob, RetryCounts, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.rollout_worker import GroupJob, RetryCounts, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from tests.rollout.whole_batches import WholeBatches
 from tests.virtual_time import run_in_virtual_time
 
@@ -321,3 +321,22 @@ def test_cancelled_caller_does_not_affect_the_others():
         assert (await remaining).token_ids[0] == 1
 
     run_in_virtual_time(main())
+
+
+def test_a_source_has_its_own_agent():
+    async def broken(episode):
+        raise KeyError("answer")
+
+    turns = SourceAgent(agent=two_turns, path="games:Chess", key="data.sources.games.env.path")
+    failing = SourceAgent(agent=broken, path="games:Go", key="data.sources.go.env.path")
+    spec = RolloutWorkerSpec(request_timeout_seconds=5.0, source_agents={"games": turns, "go": failing})
+    w = RolloutWorker(spec, [FakeEngine()], LengthScorer(), tokenizer=None)
+
+    def of(source):
+        return replace(job(num_samples=1), prompt=replace(prompt(3), source=source))
+
+    for source, num_requests in (("math", 1), ("games", 2)):
+        _, (trajectory,) = asyncio.run(w.rollout_group(of(source)))
+        assert int(np.sum(np.diff(trajectory.loss_mask.astype(int)) == 1)) == num_requests
+    with pytest.raises(AgentError, match=r"^data.sources.go.env.path \(games:Go\) raised KeyError"):
+        asyncio.run(w.rollout_group(of("go")))

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 from megarl.errors import AgentError, DataError
 from megarl.rollout.environments.environment import Message
+from megarl.rollout.environments.load_environment import ENV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,27 +136,30 @@ class ChatRenderer:
         return token_ids
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase, *, forks: str, refuses_forks: str | None) -> None:
+def require_chat_template(
+    tokenizer: PreTrainedTokenizerBase, *, forks: str, refuses_forks: str | None, key: str = ENV
+) -> None:
     """Return if the chat template can be used for environments.
 
     Args:
-        forks: `rollout.env.forks`.
+        forks: what to do if the template rewrites earlier turns, `forbid` or `allow`.
         refuses_forks: why the algorithm cannot train on forked segments; None: it can.
+        key: YAML key of the environment's section.
 
     Raises:
         DataError: the tokenizer has none, or one that rewrites earlier turns although segments must not be forked.
     """
     name = tokenizer.name_or_path or "this model"
     if tokenizer.chat_template is None:
-        raise DataError(f"rollout.env needs a tokenizer with a chat template, that of {name} has none")
+        raise DataError(f"{key} needs a tokenizer with a chat template, that of {name} has none")
     if forks == "allow" and refuses_forks is None:
         return
     if forks == "allow":
-        raise DataError(f"rollout.env.forks needs to be forbid, got allow: {refuses_forks}")
+        raise DataError(f"{key}.forks needs to be forbid, got allow: {refuses_forks}")
     found = ChatRenderer(tokenizer).find_rewriting()
     if found is not None:
         raise DataError(
-            f"rollout.env.forks: forbid needs a chat template that only appends to a conversation, that of {name} "
+            f"{key}.forks: forbid needs a chat template that only appends to a conversation, that of {name} "
             f"{found}; allow makes each rewritten conversation another segment of its episode"
         )
 

@@ -20,7 +20,7 @@ from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Environment, Message, Step, Task
-from megarl.rollout.environments.load_environment import PATH, EnvironmentFactory
+from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,15 +43,20 @@ class EnvironmentAgent:
         tokenizer: PreTrainedTokenizerBase,
         *,
         refuses_forks: str | None = None,
+        key: str = ENV,
     ) -> None:
         """Import the environment and probe the chat template.
+
+        Args:
+            refuses_forks: why the algorithm cannot train on forked segments; None: it can.
+            key: YAML key of `config`, for error messages.
 
         Raises:
             ConfigError: as `check_environment`.
             DataError: as `require_chat_template`.
         """
-        require_chat_template(tokenizer, forks=config.forks, refuses_forks=refuses_forks)
-        self._config, self._factory = config, EnvironmentFactory(config)
+        require_chat_template(tokenizer, forks=config.forks, refuses_forks=refuses_forks, key=key)
+        self._config, self._key, self._factory = config, key, EnvironmentFactory(config, key)
         self._renderer = ChatRenderer(tokenizer)
         self._templates = {
             source.name: PromptTemplate(source.config, tokenizer, key=source.key) for source in data.resolved_sources
@@ -66,7 +71,7 @@ class EnvironmentAgent:
             AgentError: the environment returned something else than its interface allows.
             WorkerError: as `Episode.generate`.
         """
-        run = _Run(self._config, self._renderer, episode)
+        run = _Run(self._config, self._key, self._renderer, episode)
         try:
             environment = self._factory.create()
         except AgentError:
@@ -94,6 +99,7 @@ class _Run:
     """One episode with its environment."""
 
     config: EnvironmentConfig
+    key: str
     renderer: ChatRenderer
     episode: Episode
     messages: list[Message] = field(default_factory=list)
@@ -106,7 +112,7 @@ class _Run:
 
     @property
     def label(self) -> str:
-        return f"{PATH} ({self.config.path})"
+        return f"{self.key}.path ({self.config.path})"
 
     @property
     def seconds_left(self) -> float:
@@ -178,7 +184,7 @@ class _Run:
         if self.config.forks == "forbid":
             raise AgentError(
                 f"{self.label}: the chat template rewrites the reply {_quote(reply)} of an earlier turn, which "
-                "rollout.env.forks: forbid does not allow"
+                f"{self.key}.forks: forbid does not allow"
             )
         if len(found.token_ids) >= self.episode.max_num_tokens:
             return False

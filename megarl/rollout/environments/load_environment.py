@@ -1,4 +1,4 @@
-"""How an environment is loaded from the import path in `rollout.env`."""
+"""How an environment is loaded from the import path in its section of the configuration."""
 
 from __future__ import annotations
 
@@ -12,41 +12,46 @@ from megarl.config.rollout import EnvironmentConfig
 from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.environment import Environment
 
-PATH, KWARGS = "rollout.env.path", "rollout.env.kwargs"
+ENV = "rollout.env"
+"""YAML key of the environment of all sources that have none of their own."""
 
 METHODS = {"reset": 1, "step": 1, "close": 0}
 """Methods of an environment, and the number of their arguments."""
 
 
-def check_environment(config: EnvironmentConfig) -> type:
+def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
     """Import the class of the environment and return it after checking its methods; no object is created.
+
+    Args:
+        key: YAML key of the section.
 
     Raises:
         ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments.
     """
-    found = load_object(config.path, key=PATH, kind="Environment")
+    found = load_object(config.path, key=f"{key}.path", kind="Environment")
     if not isinstance(found, type):
         raise ConfigError(
-            f"{PATH} needs a class, which is created anew for each episode, got {config.path}, an object of type "
+            f"{key}.path needs a class, which is created anew for each episode, got {config.path}, an object of type "
             f"{type(found).__name__}"
         )
     for name, num_arguments in METHODS.items():
         method = getattr(found, name, None)
         if not callable(method):
             raise ConfigError(
-                f"{PATH} needs a class with the methods {', '.join(METHODS)}, {config.path} has no {name}"
+                f"{key}.path needs a class with the methods {', '.join(METHODS)}, {config.path} has no {name}"
             )
         try:
             inspect.signature(method).bind(*[None] * (num_arguments + 1))
         except TypeError as e:
             raise ConfigError(
-                f"{PATH}: {config.path}.{name}{inspect.signature(method)} needs to take {num_arguments} arguments: {e}"
+                f"{key}.path: {config.path}.{name}{inspect.signature(method)} needs to take {num_arguments} arguments: "
+                f"{e}"
             ) from e
     try:
         inspect.signature(found).bind(**config.kwargs)
     except TypeError as e:
         raise ConfigError(
-            f"{KWARGS}: {config.path}{inspect.signature(found)} does not take these arguments: {e}"
+            f"{key}.kwargs: {config.path}{inspect.signature(found)} does not take these arguments: {e}"
         ) from e
     return found
 
@@ -54,9 +59,9 @@ def check_environment(config: EnvironmentConfig) -> type:
 class EnvironmentFactory:
     """Creates an environment for each episode."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
-        """Import the class; raises as `check_environment`."""
-        self._config, self._class = config, check_environment(config)
+    def __init__(self, config: EnvironmentConfig, key: str = ENV) -> None:
+        """Import the class; arguments and errors as for `check_environment`."""
+        self._config, self._key, self._class = config, key, check_environment(config, key)
         self._used: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
 
     def create(self) -> Environment:
@@ -68,7 +73,8 @@ class EnvironmentFactory:
         found = self._class(**self._config.kwargs)
         if self._used.get(id(found)) is found:
             raise AgentError(
-                f"{PATH} needs a new object for each episode, {self._config.path} returned that of another episode"
+                f"{self._key}.path needs a new object for each episode, {self._config.path} returned that of another "
+                "episode"
             )
         with suppress(TypeError):  # a class with slots that has no weak references cannot be checked
             self._used[id(found)] = found
