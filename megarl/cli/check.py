@@ -13,6 +13,7 @@ from megarl.config import STAGES, dump_config, load_config
 from megarl.config.import_path import recorded_imports
 from megarl.config.limits import describe_auto, describe_healthy
 from megarl.config.run import RunConfig, StageConfig
+from megarl.data.hub_datasets import with_local_data
 from megarl.errors import ConfigError
 from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     with recorded_imports() as imported:
         try:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
-            config = with_local_models(config)
+            config = with_local_data(with_local_models(config))
             check_or_raise(config, nodes)
             memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:

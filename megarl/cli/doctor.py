@@ -136,12 +136,14 @@ def _run_cluster(args: argparse.Namespace) -> int:
 
 
 def _load_config(args: argparse.Namespace) -> StageConfig:
-    """Load the run's configuration, with local models and absolute paths."""
+    """Load the run's configuration, with local models, local data and absolute paths."""
     from megarl.config import STAGES, load_config
     from megarl.config.paths import with_absolute_paths
+    from megarl.data.hub_datasets import with_local_data
     from megarl.model_files.hub import with_local_models
 
-    return with_absolute_paths(with_local_models(load_config(STAGES[args.stage], args.config, args.overrides)))
+    config = load_config(STAGES[args.stage], args.config, args.overrides)
+    return with_absolute_paths(with_local_data(with_local_models(config)))
 
 
 def diagnose() -> Diagnosis:

@@ -68,7 +68,7 @@ class SourceConfig(PromptFormat):
     """One of several sources of prompts. What describes its rows is by default as in `data`."""
 
     path: str
-    """File of the training rows: `*.jsonl` or `*.parquet`."""
+    """File of the training rows, as `data.path`."""
 
     ratio: float = Field(gt=0, le=1)
     """Share of the prompts that come from this source, with at most four decimals. All ratios sum to 1."""
@@ -132,13 +132,19 @@ class DataConfig(PromptFormat):
     """Prompts, demonstrations or preference pairs from JSONL or Parquet files."""
 
     path: str | None = None
-    """File of the training rows: `*.jsonl` or `*.parquet`. Needed, unless there are `sources`."""
+    """File of the training rows: `*.jsonl` or `*.parquet`. Needed, unless there are `sources`. A file on the Hugging
+    Face Hub is `hf://datasets/ORGANIZATION/NAME/FILE`, with a branch, tag or commit `NAME@REVISION`; FILE may be a
+    pattern that matches one file, such as `main/train-*.parquet`."""
 
     eval_path: str | None = None
     """File of held-out rows for `megarl eval` and for evaluation during training. Default: no evaluation."""
 
     eval_size: int | None = Field(default=None, ge=1)
     """Number of held-out rows to evaluate on, from the start of the file. Default: all."""
+
+    hub_revisions: dict[str, str] = Field(default={})
+    """Commit hash by dataset on the hub, `ORGANIZATION/NAME` or with its revision, as paths name it. A run records here
+    what it has downloaded, and uses the same commits when it is resumed. Default: the latest commits."""
 
     shuffle: bool = True
     """Shuffle the training rows, with the run's seed."""

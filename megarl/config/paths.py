@@ -55,17 +55,32 @@ def model_paths(config: Section) -> dict[str, str]:
     return found
 
 
+def replace_data_paths(config: C, replace: Callable[[str, str], str]) -> C:
+    """Return `config` with the path of every data file replaced; `replace` takes its YAML key and the path."""
+    sources = {
+        name: _with_files(source, replace, f"data.sources.{name}.") for name, source in config.data.sources.items()
+    }
+    data = _with_files(config.data.model_copy(update={"sources": sources}), replace, "data.")
+    return config.model_copy(update={"data": data})
+
+
+def data_paths(config: StageConfig) -> dict[str, str]:
+    """Return YAML key -> path of every data file that the configuration names."""
+    return {**config.data.training_files, **config.data.held_out_files}
+
+
 def with_absolute_paths(config: C) -> C:
     """Return `config` with absolute paths, for processes with another working directory."""
-    sources = {name: _with_absolute_files(source) for name, source in config.data.sources.items()}
-    data = _with_absolute_files(config.data.model_copy(update={"sources": sources}))
-    update = {"run_dir": _absolute(config.run_dir), "export_dir": _absolute(config.export_path), "data": data}
-    return replace_model_paths(config, lambda _, path: _absolute(path)).model_copy(update=update)
+    update = {"run_dir": _absolute(config.run_dir), "export_dir": _absolute(config.export_path)}
+    with_data = replace_data_paths(config, lambda _, path: _absolute(path))
+    return replace_model_paths(with_data, lambda _, path: _absolute(path)).model_copy(update=update)
 
 
-def _with_absolute_files(section: F) -> F:
+def _with_files(section: F, replace: Callable[[str, str], str], prefix: str) -> F:
     paths = {name: getattr(section, name) for name in ("path", "eval_path")}
-    return section.model_copy(update={name: _absolute(path) for name, path in paths.items() if path is not None})
+    return section.model_copy(
+        update={name: replace(f"{prefix}{name}", path) for name, path in paths.items() if path is not None}
+    )
 
 
 def _absolute(path: str) -> str:

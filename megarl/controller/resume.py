@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.checkpoint.config_diff import diff_configs, require_no_contradictions
@@ -90,8 +90,18 @@ def latest_valid(config: StageConfig, notify: Callable[[str], None]) -> Checkpoi
     return newest
 
 
-def recorded_hub_revisions(config: StageConfig, which: str) -> dict[str, str]:
-    """Return hub id -> commit hash as recorded by the run to resume; empty if it has not recorded any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRevisions:
+    """Commit hashes of what a run has downloaded from the hub."""
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    """By hub id."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """By dataset."""
+
+
+def recorded_hub_revisions(config: StageConfig, which: str) -> HubRevisions:
+    """Return the commit hashes as recorded by the run to resume; none if it has not recorded any.
 
     Args:
         which: as in `plan_resume`. The run folder's own record serves for `auto`, steps and names.
@@ -101,8 +111,9 @@ def recorded_hub_revisions(config: StageConfig, which: str) -> dict[str, str]:
     """
     for file in (Path(which) / "config.yaml", Path(config.run_dir) / f"{command_of(config)}.yaml"):
         if file.is_file():
-            return dict(load_resolved(file).model.hub_revisions)
-    return {}
+            saved = load_resolved(file)
+            return HubRevisions(models=saved.model.hub_revisions, data=saved.data.hub_revisions)
+    return HubRevisions()
 
 
 def verifies_checksums(config: StageConfig) -> bool:

@@ -28,7 +28,8 @@ from megarl.controller.ray_session import (
     leave_cluster,
     sigterm_as_interrupt,
 )
-from megarl.controller.resume import ResumePlan, plan_resume, recorded_hub_revisions
+from megarl.controller.resume import HubRevisions, ResumePlan, plan_resume, recorded_hub_revisions
+from megarl.data.hub_datasets import hub_files, with_local_data
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, with_local_models
 from megarl.placement.pool import start_cluster
@@ -198,13 +199,19 @@ def resolve_and_check(config: C, *, resume: str | None = None) -> C:
     were downloaded and the messages of `find_model_notices` to stderr.
 
     Args:
-        resume: as in `run_stage`; a resumed run keeps the commits of its models.
+        resume: as in `run_stage`; a resumed run keeps the commits of its models and data.
 
     Raises:
-        MegarlError: a model cannot be downloaded, or the checks found problems.
+        MegarlError: a model or data file cannot be downloaded, or the checks found problems.
     """
-    recorded = {} if resume is None or not hub_ids(config) else recorded_hub_revisions(config, resume)
-    config = with_local_models(config, recorded, lambda line: sys.stderr.write(f"{line}\n"))
+    uses_hub = bool(hub_ids(config) or hub_files(config))
+    recorded = recorded_hub_revisions(config, resume) if resume is not None and uses_hub else HubRevisions()
+
+    def notify(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
+    config = with_local_models(config, recorded.models, notify)
+    config = with_local_data(config, recorded.data, notify)
     write_missing_model(config)
     check_or_raise(config)
     for notice in find_model_notices(config):

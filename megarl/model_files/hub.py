@@ -10,21 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
-import httpx
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from megarl.config.paths import model_paths, replace_model_paths
 from megarl.config.run import StageConfig
 from megarl.config.score import ScoreConfig
 from megarl.errors import ConfigError
+from megarl.model_files.hub_download import download_snapshot
 
 C = TypeVar("C", bound=StageConfig | ScoreConfig)
 
@@ -118,34 +108,7 @@ def download_model(hub_id: str, *, commit: str | None = None, files: tuple[str, 
     """
     match = HUB_ID.fullmatch(hub_id)
     assert match is not None, hub_id
-    repo, revision = match["repo"], commit or match["revision"]
     try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=list(files), ignore_patterns=list(IGNORED_FILES)
-        )
-    except (httpx.HTTPError, OSError, ValueError) as e:
-        cause = _describe_error(e, repo, revision)
-        raise ConfigError(f"there is no folder {hub_id}, and the model cannot be loaded from the hub: {cause}") from e
-    return Path(folder)
-
-
-def _describe_error(error: Exception, repo: str, revision: str | None) -> str:
-    """Return the cause of a failed download in one line."""
-    hub = constants.ENDPOINT
-    # huggingface_hub looks into its cache before it reports that the hub cannot be reached
-    cause = (isinstance(error, LocalEntryNotFoundError) and error.__cause__) or error
-    match cause:
-        case GatedRepoError():
-            return f"its license needs to be accepted at {hub}/{repo} by the user of HF_TOKEN or `hf auth login`"
-        case RepositoryNotFoundError():
-            return f"{hub} has no model {repo}, or it is private and needs HF_TOKEN or `hf auth login`"
-        case RevisionNotFoundError():
-            return f"{hub}/{repo} has no revision {revision or constants.DEFAULT_REVISION}"
-        case OfflineModeIsEnabled():
-            return f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not have all of its files"
-        case HfHubHTTPError():
-            return f"{hub} answers {cause.response.status_code} {cause.response.reason_phrase}".rstrip()
-        case httpx.TransportError():
-            return f"{hub} cannot be reached ({str(cause) or type(cause).__name__})"
-        case _:
-            return str(cause).splitlines()[0]
+        return download_snapshot("model", match["repo"], commit or match["revision"], files, ignored=IGNORED_FILES)
+    except ConfigError as e:
+        raise ConfigError(f"there is no folder {hub_id}, and the model cannot be loaded from the hub: {e}") from e

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on this machine, for the calls that huggingface_hub makes to download a model."""
+"""A Hugging Face Hub on this machine, for the calls that huggingface_hub makes to download a model or dataset."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 GATED = "org/gated"
 
 
 @dataclass
 class FakeHub:
-    """Models with their commits; `endpoint` serves them."""
+    """Repositories with their commits, models and datasets alike; `endpoint` serves them."""
 
     endpoint: str = ""
     commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
@@ -65,8 +69,10 @@ def serve_hub() -> Iterator[FakeHub]:
                 self.wfile.write(content)
 
         def find(self, path: list[str], *, body: bool) -> tuple[int, dict[str, str], bytes]:
-            is_api = path[:2] == ["api", "models"]
-            org, name, what, revision, *rest = [*path[2 if is_api else 0 :], "revision", "main"]
+            is_api = path[:1] == ["api"]
+            if is_api or path[:1] == ["datasets"]:
+                path = path[2 if is_api else 1 :]
+            org, name, what, revision, *rest = [*path, "revision", "main"]
             model = f"{org}/{name}"
             if model == GATED:
                 return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
@@ -98,6 +104,17 @@ def serve_hub() -> Iterator[FakeHub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def hub_of_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FakeHub]:
+    """Serve an empty hub that huggingface_hub in this process uses; `cache`: its folder of downloaded files."""
+    with serve_hub() as served:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        yield served
 
 
 def oid(content: bytes) -> str:

@@ -18,7 +18,7 @@ from megarl.controller.resume import recorded_hub_revisions
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.errors import ConfigError
 from megarl.model_files.hub import hub_ids, is_hub_id, local_model, with_local_models
-from tests.model_files.fake_hub import GATED, FakeHub, serve_hub
+from tests.model_files.fake_hub import GATED, FakeHub, hub_of_this_process, serve_hub
 
 FILES = {
     "config.json": b"{}",
@@ -38,12 +38,8 @@ DOWNLOADED = {"config.json", "model-00001-of-00001.safetensors", "tokenizer.json
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """Serve a hub with the model org/model, which this process uses, with an empty cache."""
-    with serve_hub() as served:
+    with hub_of_this_process(monkeypatch, tmp_path / "cache") as served:
         served.commit("org/model", FILES)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.chdir(tmp_path)
         yield served
 
@@ -117,15 +113,15 @@ def test_resumed_run_keeps_its_commit(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "sft.yaml").write_text(dump_config(first))
     assert hub.commit("org/model", {"config.json": b"{ }"}) != first.model.hub_revisions["org/model"]
-    recorded = recorded_hub_revisions(sft("org/model"), "auto")
+    recorded = recorded_hub_revisions(sft("org/model"), "auto").models
     assert with_local_models(sft("org/model"), recorded) == first
     assert with_local_models(sft("org/model")) != first
     checkpoint = tmp_path / "elsewhere"
     checkpoint.mkdir()
     (checkpoint / "config.yaml").write_text(dump_config(first))
     another = sft("org/model").model_copy(update={"run_dir": "new"})
-    assert recorded_hub_revisions(another, str(checkpoint)) == first.model.hub_revisions
-    assert recorded_hub_revisions(another, "auto") == {}
+    assert recorded_hub_revisions(another, str(checkpoint)).models == first.model.hub_revisions
+    assert recorded_hub_revisions(another, "auto").models == {}
 
 
 def test_commit_of_the_configuration_takes_precedence(hub: FakeHub) -> None:
