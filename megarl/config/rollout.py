@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megarl.config.engine_options import find_option_problems
+from megarl.config.harness import HarnessConfig
 from megarl.config.section import Section
 
 
@@ -150,6 +151,9 @@ class RolloutConfig(Section):
     env: EnvironmentConfig | None = None
     """An environment that talks with the policy, instead of an agent. Default: none."""
 
+    harness: HarnessConfig | None = None
+    """A program that runs an episode through an OpenAI-compatible endpoint, instead of an agent. Default: none."""
+
     engine: SglangConfig = SglangConfig()
     """Settings of the engines."""
 
@@ -166,6 +170,12 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"agent and env: one of them runs an episode, got both, agent.path = {self.agent.path} and env.path = "
                 f"{self.env.path}; remove one"
+            )
+        if self.harness is not None and (self.env is not None or self.agent != AgentConfig()):
+            other = f"env.path = {self.env.path}" if self.env is not None else f"agent.path = {self.agent.path}"
+            raise ValueError(
+                f"harness: one of agent, env and harness runs an episode, got harness ({self.harness.label}) and "
+                f"{other}; remove one"
             )
         return self
 

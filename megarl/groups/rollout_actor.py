@@ -21,12 +21,16 @@ from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.engine import GenerationEngine
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
+from megarl.rollout.gateway.harness_agent import HarnessAgent
+from megarl.rollout.gateway.program import HARNESS
 from megarl.rollout.journal.journal import open_journal, parse_step
 from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from megarl.tracking.rollout_log import write_rollouts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megarl.groups.estimation import EstimateJob, EstimateSummary
 
 
@@ -38,14 +42,14 @@ class RolloutActor(RolloutWorker):
         if claim is not None:
             adopt_claim(claim)
         tokenizer = load_tokenizer(config.model.path)
-        env, refuses_forks = config.rollout.env, config.algorithm.refuses_forks
+        refuses_forks = config.algorithm.refuses_forks
+        main = _load_main_agent(config, tokenizer)
+        self._harness = main.agent if isinstance(main.agent, HarnessAgent) else None
         spec = RolloutWorkerSpec(
             request_timeout_seconds=config.rollout.request_timeout_seconds,
-            agent=load_agent(config.rollout.agent)
-            if env is None
-            else EnvironmentAgent(env, config.data, tokenizer, refuses_forks=refuses_forks),
-            agent_path=config.rollout.agent.path if env is None else env.path,
-            agent_key="rollout.agent.path" if env is None else "rollout.env.path",
+            agent=main.agent,
+            agent_path=main.path,
+            agent_key=main.key,
             source_agents={
                 source.name: SourceAgent(
                     agent=EnvironmentAgent(
@@ -81,6 +85,13 @@ class RolloutActor(RolloutWorker):
         group = await self._replay.append(step, job, *await super().rollout_group(job))
         return group.summary, group.trajectories
 
+    @override
+    async def shutdown(self) -> None:
+        """Close the rewards and the harness. The worker must not be used afterwards."""
+        await super().shutdown()
+        if self._harness is not None:
+            await self._harness.close()
+
     async def record(
         self,
         step: int,
@@ -115,6 +126,24 @@ class RolloutActor(RolloutWorker):
 
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary
+
+
+def _load_main_agent(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SourceAgent:
+    """Return what runs the episodes of all sources that have no environment of their own."""
+    rollout, refuses_forks = config.rollout, config.algorithm.refuses_forks
+    if rollout.harness is not None:
+        harness = HarnessAgent(
+            rollout.harness,
+            config.data,
+            tokenizer,
+            refuses_forks=refuses_forks,
+            needs_reward=bool(config.reward.environments),
+        )
+        return SourceAgent(agent=harness, path=rollout.harness.label, key=HARNESS)
+    if rollout.env is not None:
+        environment = EnvironmentAgent(rollout.env, config.data, tokenizer, refuses_forks=refuses_forks)
+        return SourceAgent(agent=environment, path=rollout.env.path, key="rollout.env.path")
+    return SourceAgent(agent=load_agent(rollout.agent), path=rollout.agent.path, key="rollout.agent.path")
 
 
 class ReplayActor(RolloutActor):

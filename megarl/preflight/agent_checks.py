@@ -1,10 +1,11 @@
-"""Checks of what runs an episode: the agent or the environment, and the chat template that the latter needs."""
+"""Checks of what runs an episode: the agent, environment or harness, and the chat template that the latter two need."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.harness import HarnessConfig
 from megarl.config.rollout import AgentConfig, EnvironmentConfig
 from megarl.config.run import RunConfig
 from megarl.data.tokenizer import load_tokenizer
@@ -12,10 +13,11 @@ from megarl.errors import ConfigError, DataError
 from megarl.rollout.agents.agent import check_agent
 from megarl.rollout.environments.conversation import require_chat_template
 from megarl.rollout.environments.load_environment import check_environment
+from megarl.rollout.gateway.program import HARNESS, check_harness
 
 
 def find_agent_problems(config: RunConfig) -> Iterator[str]:
-    """Find out whether the agent or environment cannot be imported or called; a class is not created."""
+    """Find out whether the agent, environment or harness cannot be imported or called; a class is not created."""
     try:
         check_agent(config.rollout.agent)
     except ConfigError as e:
@@ -26,11 +28,18 @@ def find_agent_problems(config: RunConfig) -> Iterator[str]:
         except ConfigError as e:
             yield str(e)
         yield from _find_template_problems(config, env, key)
+    harness = config.rollout.harness
+    if harness is not None:
+        try:
+            check_harness(harness)
+        except ConfigError as e:
+            yield str(e)
+        yield from _find_template_problems(config, harness, HARNESS)
     terms = config.reward.environments
-    if terms and not config.environments and config.rollout.agent == AgentConfig():
+    if terms and not config.environments and harness is None and config.rollout.agent == AgentConfig():
         yield (
-            f"reward.terms.{terms[0]} is of type environment, which needs rollout.env, or an agent that adds rewards "
-            "of turns"
+            f"reward.terms.{terms[0]} is of type environment, which needs rollout.env, or an agent or harness that "
+            "gives rewards of turns"
         )
     if config.algorithm.advantages_per == "turn" and not terms:
         yield (
@@ -39,15 +48,16 @@ def find_agent_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _find_template_problems(config: RunConfig, env: EnvironmentConfig, key: str) -> Iterator[str]:
+def _find_template_problems(config: RunConfig, section: EnvironmentConfig | HarnessConfig, key: str) -> Iterator[str]:
+    run_by_default = config.rollout.env or config.rollout.harness
     for source in config.data.resolved_sources:
-        is_used = source.config.env is env or (source.config.env is None and config.rollout.env is env)
+        is_used = (source.config.env or run_by_default) is section
         if is_used and source.config.chat_template == "never":
             yield f"{key} needs a chat template, got {source.key}.chat_template: never"
     if not Path(config.model.path).is_dir():
         return  # reported with the model
     try:
         tokenizer = load_tokenizer(config.model.path)
-        require_chat_template(tokenizer, forks=env.forks, refuses_forks=config.algorithm.refuses_forks, key=key)
+        require_chat_template(tokenizer, forks=section.forks, refuses_forks=config.algorithm.refuses_forks, key=key)
     except DataError as e:
         yield str(e)

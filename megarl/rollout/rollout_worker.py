@@ -46,7 +46,7 @@ ABORT_GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceAgent:
-    """The agent of one source of a mixture."""
+    """An agent, and how error messages name it."""
 
     agent: Agent
     path: str

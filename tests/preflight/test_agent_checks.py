@@ -49,7 +49,8 @@ def test_each_setting_that_cannot_work_is_one_sentence(models: Path) -> None:
     )
     (unused,) = problems(models / "chat", env=None)
     assert unused == (
-        "reward.terms.game is of type environment, which needs rollout.env, or an agent that adds rewards of turns"
+        "reward.terms.game is of type environment, which needs rollout.env, or an agent or harness that gives rewards "
+        "of turns"
     )
     (turns,) = problems(
         models / "chat",
@@ -79,3 +80,19 @@ def test_environments_of_sources_are_named_by_their_keys(models: Path) -> None:
     assert never == "data.sources.games.env needs a chat template, got data.sources.games.chat_template: never"
     (missing,) = problems(models / "plain", env=None, data=sources(), reward=reward)
     assert missing.startswith("data.sources.games.env needs a tokenizer with a chat template, that of ")
+
+
+def test_each_setting_of_a_harness_that_cannot_work_is_one_sentence(models: Path) -> None:
+    def found(model: str, algorithm: str = "grpo", **harness: Any) -> list[str]:
+        sections = {"rollout": {"harness": {"command": ["python3"], **harness}}, "algorithm": {"type": algorithm}}
+        return problems(models / model, **sections)
+
+    assert found("chat") == found("thoughts") == found("chat", "gspo", forks="forbid") == []
+    (missing,) = found("plain")
+    assert missing.startswith("rollout.harness needs a tokenizer with a chat template, that of ")
+    (forks,) = found("chat", "gspo")
+    assert forks.startswith("rollout.harness.forks needs to be forbid, got allow: algorithm.type: gspo computes")
+    (rewriting,) = found("thoughts", forks="forbid")
+    assert rewriting.startswith("rollout.harness.forks: forbid needs a chat template that only appends")
+    (program,) = found("chat", command=["no-such-program-1"])
+    assert program == "rollout.harness.command: the program 'no-such-program-1' was not found on this node"

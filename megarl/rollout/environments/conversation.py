@@ -54,13 +54,16 @@ class ChatRenderer:
         codes = "".join(chr(PRIVATE_USE + i) for i in range(len(specials)))
         self._code_pattern = re.compile(f"([{codes}])") if codes else re.compile(r"(?!)")
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the tokens of a conversation that the policy continues.
+
+        Args:
+            tools: definitions of tools, as chat templates take them.
 
         Raises:
             AgentError: the template refuses the messages.
         """
-        return self._encode(self._render(messages, generation=True))
+        return self._encode(self._render(messages, tools))
 
     def extension(
         self,
@@ -69,6 +72,7 @@ class ChatRenderer:
         following: Sequence[Message],
         last_token: int | None,
         shown: Message | None,
+        tools: Sequence[Message] = (),
     ) -> Extension:
         """Return the tokens after a sampled reply, up to the policy's next turn.
 
@@ -78,17 +82,16 @@ class ChatRenderer:
             following: messages after the reply.
             last_token: the last sampled token, if known; if the template ends a turn with it, it is not repeated.
             shown: how the conversation shows the reply; None: as its text.
+            tools: definitions of tools, as chat templates take them.
 
         Raises:
             AgentError: the template refuses the messages.
         """
         said = {"role": "assistant", "content": reply}
         now = datetime.now(UTC).astimezone()  # one date in all renderings that are compared
-        before = self._render(messages, generation=True, now=now)
-        with_reply = self._render([*messages, shown or said, *following], generation=True, now=now)
-        stand_in = self._render(
-            [*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], generation=True, now=now
-        )
+        before = self._render(messages, tools, now=now)
+        with_reply = self._render([*messages, shown or said, *following], tools, now=now)
+        stand_in = self._render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
         head, _, tail = stand_in.rpartition(PLACEHOLDER)
         if head != before or not _is_extension(with_reply, before, self._escape(reply), tail):
             return Extension(self._encode(with_reply), is_fork=True)
@@ -109,14 +112,17 @@ class ChatRenderer:
                 return f"rewrites {what}"
         return None
 
-    def _render(self, messages: Sequence[Message], *, generation: bool, now: datetime | None = None) -> str:
-        """Return the text of a conversation, with code points for special tokens that messages have as plain text."""
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, now: datetime | None = None) -> str:
+        """Return the text of a conversation and the head of the policy's turn.
+
+        It has code points for special tokens that messages and tools have as plain text.
+        """
         escaped = [_map_text(message, self._escape) for message in messages]
-        clock = {} if now is None else {"strftime_now": now.strftime}
+        options: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
+        if tools:
+            options["tools"] = [_map_text(tool, self._escape) for tool in tools]
         try:
-            text = self._tokenizer.apply_chat_template(
-                escaped, tokenize=False, add_generation_prompt=generation, **clock
-            )
+            text = self._tokenizer.apply_chat_template(escaped, tokenize=False, add_generation_prompt=True, **options)
         except TemplateError as e:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise AgentError(f"the tokenizer's chat template refuses messages of the roles {roles}: {e}") from e
@@ -139,7 +145,7 @@ class ChatRenderer:
 def require_chat_template(
     tokenizer: PreTrainedTokenizerBase, *, forks: str, refuses_forks: str | None, key: str = ENV
 ) -> None:
-    """Return if the chat template can be used for environments.
+    """Return if the chat template can be used for environments and harnesses.
 
     Args:
         forks: what to do if the template rewrites earlier turns, `forbid` or `allow`.

@@ -7,20 +7,18 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.batch.trajectory import Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.rollout import EnvironmentConfig
-from megarl.data.chat_template import PromptTemplate
-from megarl.data.rows import Row
 from megarl.errors import AgentError
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.calls import EnvironmentFailedError, call_environment
 from megarl.rollout.environments.conversation import ChatRenderer, bounded, require_chat_template
 from megarl.rollout.environments.environment import Environment, Message, Step, Task
 from megarl.rollout.environments.load_environment import ENV, EnvironmentFactory
+from megarl.rollout.environments.tasks import Tasks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,10 +56,7 @@ class EnvironmentAgent:
         require_chat_template(tokenizer, forks=config.forks, refuses_forks=refuses_forks, key=key)
         self._config, self._key, self._factory = config, key, EnvironmentFactory(config, key)
         self._renderer = ChatRenderer(tokenizer)
-        self._templates = {
-            source.name: PromptTemplate(source.config, tokenizer, key=source.key) for source in data.resolved_sources
-        }
-        self._shared: dict[str, Any] = {}
+        self._tasks = Tasks(data, tokenizer)
 
     async def __call__(self, episode: Episode) -> list[Trajectory]:
         """Run one episode and return its trajectories.
@@ -79,19 +74,13 @@ class EnvironmentAgent:
         except Exception as e:  # the user's code may raise anything
             raise EnvironmentFailedError(f"{run.label} raised {type(e).__name__} when it was created: {e}") from e
         try:
-            await run.play(environment, self._task(episode))
+            await run.play(environment, self._tasks.of(episode))
         except BaseException:
             with suppress(EnvironmentFailedError):  # the first error counts
                 await run.close(environment)
             raise
         await run.close(environment)
         return episode.trajectories()
-
-    def _task(self, episode: Episode) -> Task:
-        prompt = episode.prompt
-        name, _, line = prompt.prompt_id.rpartition(":")
-        messages = self._templates[prompt.source].conversation(Row(Path(name), int(line), prompt.row))
-        return Task(prompt=prompt, messages=messages, seed=episode.seed, shared=self._shared)
 
 
 @dataclass

@@ -194,6 +194,7 @@ def journal_fingerprint(config: RunConfig) -> str:
         "max_new_tokens": config.rollout.max_new_tokens,
         "agent": config.rollout.agent.model_dump(mode="json"),
         "env": None if config.rollout.env is None else config.rollout.env.model_dump(mode="json"),
+        **({} if config.rollout.harness is None else {"harness": config.rollout.harness.model_dump(mode="json")}),
         "optimizer": optimizer,
         # the policy versions that sample a group are those of the schedule's log, if there is one
         **({} if config.schedule.type == "sync" else {"schedule": config.schedule.type}),

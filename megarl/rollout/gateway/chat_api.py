@@ -1,0 +1,197 @@
+"""The API `/v1/chat/completions`: its requests as `TurnRequest`, and turns as its responses and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.rollout.environments.environment import Message
+from megarl.rollout.gateway.chat_messages import make_message
+from megarl.rollout.gateway.turn_request import (
+    RefusedRequestError,
+    TurnRequest,
+    find_overruled,
+    read_functions,
+    read_limit,
+    read_stop,
+)
+from megarl.rollout.gateway.turns import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK_CHARACTERS = 64
+"""Length of the texts that a stream sends at once. A reply is streamed after it was sampled."""
+
+
+def read_chat_request(body: Mapping[str, Any]) -> TurnRequest:
+    """Return the conversation of a request, and what of it does not apply.
+
+    Raises:
+        RefusedRequestError: the request is not valid, or asks for what the gateway does not do.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedRequestError(f"messages needs to be a list of messages, got {messages!r}", param="messages")
+    overruled = find_overruled(body)
+    response_format = body.get("response_format")
+    if response_format is not None and response_format != {"type": "text"}:
+        overruled.append("response_format")
+    if body.get("top_logprobs"):
+        overruled.append("top_logprobs")
+    return TurnRequest(
+        messages=tuple(map(_read_message, messages)),
+        tools=() if body.get("tool_choice") == "none" else read_functions(body.get("tools") or ()),
+        max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+        stop=read_stop(body),
+        model=str(body.get("model", "policy")),
+        overruled=tuple(overruled),
+    )
+
+
+def chat_response(turn: Turn, request: TurnRequest, *, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Return the response.
+
+    Args:
+        tokenizer: to return the log-probabilities of the sampled tokens; None: they are not asked for.
+    """
+    choice = {"index": 0, "message": _message(turn), "finish_reason": _finish_reason(turn)}
+    if tokenizer is not None:
+        choice["logprobs"] = {"content": _logprobs(turn, tokenizer), "refusal": None}
+    return {
+        **_head(turn, request, "chat.completion"),
+        "choices": [choice],
+        "usage": count_tokens(turn),
+        "overruled_options": list(request.overruled),
+    }
+
+
+def chat_chunks(
+    turn: Turn, request: TurnRequest, *, usage: bool, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a streamed response.
+
+    Args:
+        usage: end with a chunk that has the numbers of tokens.
+        tokenizer: as for `chat_response`; the log-probabilities are in the first chunk.
+    """
+    head = _head(turn, request, "chat.completion.chunk")
+    message = _message(turn)
+
+    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
+
+    first = chunk({"role": "assistant", "content": ""})
+    if tokenizer is not None:
+        first["choices"][0]["logprobs"] = {"content": _logprobs(turn, tokenizer), "refusal": None}
+    yield first
+    for name in ("reasoning_content", "content"):
+        for part in split_text(message.get(name) or ""):
+            yield chunk({name: part})
+    for index, call in enumerate(message.get("tool_calls", ())):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, _finish_reason(turn))
+    if usage:
+        yield {**head, "choices": [], "usage": count_tokens(turn)}
+
+
+def split_text(text: str) -> Iterator[str]:
+    """Yield the text in the pieces of a stream."""
+    for start in range(0, len(text), CHUNK_CHARACTERS):
+        yield text[start : start + CHUNK_CHARACTERS]
+
+
+def count_tokens(turn: Turn) -> dict[str, int]:
+    """Return the numbers of tokens of prompt and reply."""
+    assert turn.generation is not None
+    prompt, reply = len(turn.prompt_ids), len(turn.generation.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
+
+
+def call_id(turn: Turn, index: int) -> str:
+    """Return the id of a call, unique in its session; nine characters, which some chat templates require."""
+    return f"c{turn.number:05d}{index:03d}"
+
+
+def read_text(content: Any) -> str:
+    """Return the text of a message's content, which may be text, a list of parts, or null.
+
+    Raises:
+        RefusedRequestError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RefusedRequestError(f"content needs to be a text or a list of parts, got {content!r}", param="messages")
+    texts = []
+    for part in content:
+        text = part.get("text", part.get("refusal")) if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RefusedRequestError(f"content needs parts of text, got one of type {kind!r}", param="messages")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_message(message: Any) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RefusedRequestError(f"a message needs a role, got {message!r}", param="messages")
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RefusedRequestError(f"tool_calls need functions with names, got {call!r}", param="messages")
+        calls.append((str(call.get("id", "")), function["name"], str(function.get("arguments") or "{}")))
+    return make_message(
+        message["role"],
+        read_text(message.get("content")),
+        calls=calls,
+        tool_call_id=message.get("tool_call_id"),
+        name=message.get("name"),
+    )
+
+
+def _head(turn: Turn, request: TurnRequest, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{turn.number}", "object": kind, "created": 0, "model": request.model}
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    reply = turn.reply
+    assert reply is not None
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {
+                "id": call_id(turn, index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(reply.calls)
+        ]
+    return message
+
+
+def _finish_reason(turn: Turn) -> str:
+    assert turn.generation is not None
+    assert turn.reply is not None
+    return "tool_calls" if turn.reply.calls else turn.generation.finish_reason
+
+
+def _logprobs(turn: Turn, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the sampled tokens, each as text and bytes, with its id and log-probability."""
+    assert turn.generation is not None
+    found = []
+    for token_id, logprob in zip(turn.generation.token_ids.tolist(), turn.generation.logprobs.tolist(), strict=True):
+        text = str(tokenizer.decode([token_id]))
+        found.append(
+            {
+                "token": text,
+                "token_id": token_id,
+                "logprob": logprob,
+                "bytes": list(text.encode()),
+                "top_logprobs": [],
+            }
+        )
+    return found

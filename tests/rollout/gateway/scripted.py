@@ -1,0 +1,127 @@
+"""An engine whose samples depend on prompt and seed alone, and workers that run a harness or sample directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megarl.batch.trajectory import Prompt, Trajectory
+from megarl.config.data import DataConfig
+from megarl.config.harness import HarnessConfig
+from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.gateway.harness_agent import HarnessAgent
+from megarl.rollout.gateway.reply_parser import ReplyParser
+from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
+from tests.rollout.environments.scripted import TurnScorer
+from tests.rollout.whole_batches import WholeBatches
+
+
+@dataclass
+class SeededEngine(WholeBatches):
+    """Samples random tokens and the stop token, or `reply(prompt text)`; keeps a log of all requests and completions.
+
+    Random tokens of a byte-level tokenizer are seldom UTF-8: their text is encoded to other tokens.
+    """
+
+    tokenizer: Any
+    reply: Callable[[str], str] | None = None
+    seconds: float = 0.0
+    log: list[tuple[GenerationRequest, Generation]] = field(default_factory=list)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        await asyncio.sleep(self.seconds)
+        rng = np.random.default_rng([*request.token_ids, request.sampling.seed or 0])
+        if self.reply is None:
+            ids = rng.integers(2, len(self.tokenizer) - 1, size=rng.integers(1, 13)).tolist()
+            ids = [token for token in ids if token not in self.tokenizer.all_special_ids] or [5]
+        else:
+            text = self.reply(self.tokenizer.decode(request.token_ids))
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = [*ids, self.tokenizer.eos_token_id]
+        taken = ids[: request.sampling.max_new_tokens]
+        generation = Generation(
+            token_ids=np.array(taken, np.int32),
+            logprobs=-rng.random(len(taken), np.float32),
+            policy_versions=rng.integers(0, 3, len(taken), np.int32),
+            finish_reason="stop" if len(taken) == len(ids) else "length",
+        )
+        self.log.append((request, generation))
+        return generation
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        return list(await asyncio.gather(*map(self.generate, requests)))
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError(request_id)
+
+
+def make_agent(
+    tokenizer: Any, function: Callable[..., Any] | None = None, *, parser: ReplyParser | None = None, **config: Any
+) -> HarnessAgent:
+    """Return an agent that runs the function, which needs to be importable, or `command`."""
+    if function is not None:
+        config["path"] = f"{function.__module__}:{function.__qualname__}"
+    needs_reward = config.pop("needs_reward", False)
+    section = HarnessConfig(**{"max_seconds": 60.0, **config})
+    data = DataConfig.model_validate({"path": "d.jsonl", "fields": {"answer": "answer"}})
+    return HarnessAgent(section, data, tokenizer, needs_reward=needs_reward, parser=parser)
+
+
+def run_groups(
+    engine: Any, agent: Any, prompts: Sequence[Prompt], *, num_samples: int = 1, max_new_tokens: int = 1000
+) -> list[tuple[GroupSummary, list[Trajectory]]]:
+    """Return the groups of all prompts, which run at the same time, each with the seed of its number."""
+
+    async def main() -> list[tuple[GroupSummary, list[Trajectory]]]:
+        spec = RolloutWorkerSpec(request_timeout_seconds=600.0, agent=agent, agent_path="the agent")
+        worker = RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
+        jobs = [
+            GroupJob(
+                prompt=each,
+                group_id=number,
+                num_samples=num_samples,
+                sampling=Sampling(temperature=1.0, max_new_tokens=max_new_tokens),
+                seed=(0, 1),
+                request_id=f"step-1-{number}",
+            )
+            for number, each in enumerate(prompts)
+        ]
+        try:
+            return list(await asyncio.gather(*map(worker.rollout_group, jobs)))
+        finally:
+            if isinstance(agent, HarnessAgent):
+                await agent.close()
+
+    return asyncio.run(main())
+
+
+def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:
+    """Return the prompt of a row; `row` has further fields."""
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+    )
+    return Prompt(
+        prompt_id=f"d.jsonl:{number}",
+        text=rendered,
+        token_ids=tuple(tokenizer.encode(rendered)),
+        row={"prompt": text, "answer": "7", **row},
+        answer="7",
+    )
+
+
+def sampled_ids(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """Return the runs of trained tokens of all trajectories, sorted."""
+    runs = []
+    for each in trajectories:
+        edges = np.flatnonzero(np.diff(each.loss_mask, prepend=False, append=False))
+        runs += [each.token_ids[start:end].tolist() for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return sorted(runs)
+
+
+def logged_ids(engine: SeededEngine) -> list[list[int]]:
+    """Return the completions of the engine, sorted."""
+    return sorted(generation.token_ids.tolist() for _, generation in engine.log)
