@@ -18,6 +18,7 @@ from megarl.rollout.engine import Generation, GenerationRequest, Sampling
 from megarl.rollout.environments.environment import Step, Task
 from megarl.rollout.environments.environment_agent import EnvironmentAgent
 from megarl.rollout.rollout_worker import GroupJob, RolloutWorker, RolloutWorkerSpec
+from megarl.rollout.scorer import Scorer
 from tests.rollout.whole_batches import WholeBatches
 
 
@@ -102,14 +103,14 @@ def prompt(tokenizer: Any, text: str = "is it?", number: int = 1) -> Prompt:
     )
 
 
-def make_worker(engine: TextEngine, environment: type, **config: Any) -> RolloutWorker:
-    """Return a worker whose agent runs the environment, with further fields of `rollout.env`."""
+def make_worker(engine: TextEngine, environment: type, *, scorer: Scorer | None = None, **config: Any) -> RolloutWorker:
+    """Return a worker whose agent runs the environment, with further fields of `rollout.env`; see `TurnScorer`."""
     section = EnvironmentConfig(path=f"{environment.__module__}:{environment.__name__}", **config)
     agent = EnvironmentAgent(section, DataConfig(path="d.jsonl"), engine.tokenizer)
     spec = RolloutWorkerSpec(
         request_timeout_seconds=1e6, agent=agent, agent_path=section.path, agent_key="rollout.env.path"
     )
-    return RolloutWorker(spec, [engine], TurnScorer(), tokenizer=engine.tokenizer)
+    return RolloutWorker(spec, [engine], scorer or TurnScorer(), tokenizer=engine.tokenizer)
 
 
 def make_job(tokenizer: Any, *, num_samples: int = 2, max_new_tokens: int = 200, number: int = 1) -> GroupJob:

@@ -1,19 +1,22 @@
-"""Environments that fail, hang or die in a tenth of their calls, without effect on baselines, rewards and limits."""
+"""Environments and a reward that fail, hang or die in a tenth of their calls: baselines, rewards and limits."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from dataclasses import replace
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.batch.trajectory import Trajectory
+from megarl.config.reward import RewardsConfig
 from megarl.functional import group_advantages
 from megarl.groups.group_stream import FinishedGroup
+from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.environments.environment import Step, Task
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.payload import LocalPayload
@@ -30,6 +33,22 @@ waits: list[float] = []
 
 class DeadEnvironmentError(Exception):
     """The process of the environment is gone."""
+
+
+async def quality(trajectory: Trajectory, text: str, row: Any) -> float:
+    """Return 10, or fail, hang for ever, or lose its process in a tenth of the calls, each for a random completion."""
+    scorer_faults = random.Random(state["scored"])
+    state["scored"] += 1
+    kind = scorer_faults.choice(["fail", "hang", "die"])
+    if scorer_faults.random() < SHARE:
+        state[f"score {kind}"] += 1
+        if kind == "hang":
+            await asyncio.sleep(1e9)
+        raise BrokenProcessPool(kind) if kind == "die" else OSError(kind)
+    return 10.0
+
+
+QUALITY = {"type": "python", "path": f"{__name__}:quality", "on_error": "drop", "timeout_seconds": LIMIT}
 
 
 class Faulty:
@@ -79,7 +98,13 @@ def finished() -> list[FinishedGroup]:
     state.clear()
     waits.clear()
     tokenizer = chat_tokenizer(APPEND)
-    worker = make_worker(TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0), Faulty, max_seconds=LIMIT)
+    rewards = RewardsConfig.model_validate({"terms": {"game": {"type": "environment"}, "quality": QUALITY}})
+    worker = make_worker(
+        TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0),
+        Faulty,
+        scorer=RewardScorer(rewards, tokenizer.decode),
+        max_seconds=LIMIT,
+    )
 
     async def main() -> list[FinishedGroup]:
         jobs = [make_job(tokenizer, num_samples=GROUP_SIZE, number=n) for n in range(1, NUM_GROUPS + 1)]
@@ -92,7 +117,7 @@ def finished() -> list[FinishedGroup]:
 
 
 def test_all_kinds_of_faults_were_injected(finished: list[FinishedGroup]) -> None:
-    kinds = {f"{name} {kind}" for name in ("reset", "step", "close") for kind in ("fail", "hang", "die")}
+    kinds = {f"{name} {kind}" for name in ("reset", "step", "close", "score") for kind in ("fail", "hang", "die")}
     assert kinds <= state.keys()
 
 
@@ -109,12 +134,15 @@ def test_every_environment_is_closed_and_no_task_is_left(finished: list[Finished
 def test_failed_episodes_are_repeated_once_then_left_out(finished: list[FinishedGroup]) -> None:
     summaries = [each for group in finished for each in group.summary.trajectories]
     dropped = [each for each in summaries if each.is_dropped]
-    retried = sum(group.summary.terms["environment"].num_retried for group in finished if group.summary.terms)
-    assert 0 < len(dropped) < retried < len(summaries)
-    assert state["created"] == len(summaries) + retried
-    assert all(each.reward_errors.keys() == {"environment"} for each in dropped)
-    assert all("test_faults:Faulty" in each.reward_errors["environment"] for each in dropped)
-    assert {each.reward for each in summaries if not each.is_dropped} == {1.0, 2.0, 3.0}  # no zero
+    terms = [group.summary.terms for group in finished if group.summary.terms]
+    retried = {name: sum(t[name].num_retried for t in terms if name in t) for name in ("environment", "quality")}
+    assert 0 < len(dropped) < sum(retried.values()) < len(summaries)
+    assert state["created"] == len(summaries) + retried["environment"]
+    without_environment = [each for each in dropped if "environment" in each.reward_errors]
+    assert all("test_faults:Faulty" in each.reward_errors["environment"] for each in without_environment)
+    assert state["scored"] == len(summaries) - len(without_environment) + retried["quality"]
+    assert {name for each in dropped for name in each.reward_errors} == {"environment", "quality"}
+    assert {each.reward for each in summaries if not each.is_dropped} == {11.0, 12.0, 13.0}  # no zero
 
 
 def test_baselines_are_those_without_the_failed_episodes(finished: list[FinishedGroup]) -> None:
@@ -132,13 +160,14 @@ def test_baselines_are_those_without_the_failed_episodes(finished: list[Finished
     np.testing.assert_allclose(exact.numpy(), centred, rtol=0, atol=1e-7)
 
 
-def test_an_episode_is_the_same_in_every_run(finished: list[FinishedGroup]) -> None:
+def test_an_episode_is_the_same_in_every_run() -> None:
     """A second attempt has another seed: otherwise it would fail again."""
     tokenizer = chat_tokenizer(APPEND)
     engine = TextEngine(tokenizer, lambda text, request_id: "yes", seconds=1.0)
     job = make_job(tokenizer, num_samples=GROUP_SIZE, number=1)
-    worker = make_worker(engine, Faulty, max_seconds=LIMIT)
-    summary, _ = run_in_virtual_time(worker.rollout_group(job))
-    assert replace(summary.trajectories[0]) == finished[0].summary.trajectories[0]
+    first, second = (
+        run_in_virtual_time(make_worker(engine, Faulty, max_seconds=LIMIT).rollout_group(job)) for _ in range(2)
+    )
+    assert first[0].trajectories == second[0].trajectories
     seeds = {request.request_id: request.sampling.seed for request in engine.requests}
     assert len(set(seeds.values())) == len(seeds)
