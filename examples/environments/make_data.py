@@ -17,6 +17,9 @@ CALLS = 0.25
 
 GUESSES = range(1, 8)
 
+FOLLOWED = 0.5
+"""Share of the demonstrated games in which the player follows the hints; in the others any number is guessed."""
+
 RULES = "Guess a number from 1 to 7."
 
 
@@ -57,13 +60,14 @@ def calculator(rng: random.Random) -> dict[str, list[dict[str, Any]]]:
 
 
 def guess(rng: random.Random) -> dict[str, list[dict[str, Any]]]:
-    """Return games, and demonstrations of a player who guesses any number that the hints allow."""
+    """Return games, and demonstrations of a player who follows the hints in half of the games."""
     demonstrations = []
     for _ in range(NUM_TRAIN):
         number, low, high = rng.choice(GUESSES), GUESSES[0], GUESSES[-1]
+        follows = rng.random() < FOLLOWED
         talk = [user(RULES)]
         for _turn in range(3):
-            guessed = rng.randint(low, high)
+            guessed = rng.randint(low, high) if follows else rng.choice(GUESSES)
             demonstrations.append({"prompt": [*talk], "response": str(guessed)})
             if guessed == number:
                 break

@@ -118,7 +118,7 @@ class RunAssembly:
             self._processes = list(models.processes)
             starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
             # these import torch, which the processes that are starting need not wait for
-            from megarl.groups.weight_sync import WeightSync
+            from megarl.groups.engine_weights import EngineWeights
             from megarl.run.rl_run import RLRun
 
             if is_first_start and engines.waits_for_memory:
@@ -145,7 +145,7 @@ class RunAssembly:
             trained = {POLICY: trainer, **models.trained}
             state = self._load_checkpoint(resume, trained) if resume is not None else RunState() if restarted else None
         with startup.phase("weight sync plan"):
-            weights = WeightSync(config, trainer, engines, pool)
+            weights = EngineWeights(config, trainer, models, engines, pool)
         saved = self._monitor.heartbeat.saved
         checkpoints = Checkpointer(config, trained, self._notify, on_saved=saved) if config.checkpoint.every else None
         return RLRun(

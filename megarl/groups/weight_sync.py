@@ -90,6 +90,11 @@ class WeightSync:
         if self._trainer.offload_config.is_enabled:
             self._trainer.offload()
 
+    def release_engines(self) -> None:
+        """Note that another model's weights are pushed next: a later push connects the engines again, and sends all."""
+        self._connections.drop(trainer=False)
+        self._base.clear()
+
     def _retry_on_engine_loss(self, work: Callable[[Sequence[int]], T]) -> T:
         """Return `work(ready replicas)`; retry it if it fails because an engine was lost."""
         supervisor = self._engines.supervisor

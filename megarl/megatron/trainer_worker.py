@@ -201,7 +201,9 @@ class TrainerWorker(ForwardWorker):
         """Push the current weights to the engines as planned by `prepare_sync`; return this rank's result."""
         assert self._weight_sync_worker is not None, "push_weights needs prepare_sync first"
         self._ensure_onloaded()
-        return self._weight_sync_worker.push(request or PushRequest())
+        result = self._weight_sync_worker.push(request or PushRequest())
+        self._offload_if_idle()
+        return result
 
     def digest_samples(self, samples: Sequence[SampledBox]) -> list[PartDigests]:
         """Return the digests of the parts of the samples that this rank holds, as the only element of a list."""

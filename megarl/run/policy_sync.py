@@ -1,22 +1,22 @@
-"""Pushes the policy's weights to the engines, and moves device memory between its trainer and them between phases."""
+"""Pushes weights to the engines, and moves device memory between the trainer and them between phases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
-from megarl.groups.weight_sync import WeightSync
+from megarl.groups.engine_weights import EngineWeights
 from megarl.run.run_totals import RunTotals
 from megarl.run.step_memory import Phase, StepMemory
 from megarl.supervision.run_monitor import RunMonitor
 
 
 class PolicySync:
-    """The policy's weights on the engines, and the device memory that trainer and engines share."""
+    """The weights on the engines, those of the policy if nothing else is asked, and the memory that both share."""
 
     def __init__(
         self,
-        weights: WeightSync,
+        weights: EngineWeights,
         memory: StepMemory,
         phase: Phase,
         totals: RunTotals,
@@ -39,8 +39,22 @@ class PolicySync:
         """Version of the weights that the engines hold, or were pushed last."""
         return self._weights.policy_version
 
-    def push(self, policy_version: int) -> None:
-        """Push the trainer's weights to the engines, and record the time and bytes of the sync."""
+    def push_policy(self, policy_version: int) -> None:
+        """Push the policy's weights to the engines."""
+        self._weights.select(None)
+        self._push(policy_version)
+
+    def serve(self, model: str | None) -> None:
+        """Push the weights of a trained model, None: of the policy, if the engines hold another one's.
+
+        Raises:
+            ConfigError: engines cannot serve the model.
+        """
+        if self._weights.select(model):
+            self._push(self._weights.policy_version)
+
+    def _push(self, policy_version: int) -> None:
+        """Push the weights of the selected model, and record the time and bytes of the sync."""
         self._memory.begin_push()
         with self._phase("weight_sync"):
             report = self._weights.push(policy_version)
@@ -61,7 +75,7 @@ class PolicySync:
         Engines that have released their weights for an update of another model receive the same version again.
         """
         if self._memory.needs_push:
-            self.push(self._weights.policy_version)
+            self._push(self._weights.policy_version)
         return self._memory.begin_sampling()
 
     def begin_scoring(self, model: str = "") -> None:
@@ -71,10 +85,12 @@ class PolicySync:
 
     def begin_update(self, model: str = "") -> None:
         """Free device memory for an update of an auxiliary model, or for a save of the policy."""
+        if model:
+            self._weights.mark_outdated(model)
         if model not in self._dedicated:
             self._memory.begin_update()
 
     def begin_training(self) -> None:
         """Free device memory for an update of the policy, after which the engines are outdated."""
-        self._weights.is_outdated = True
+        self._weights.mark_outdated(None)
         self._memory.begin_training()

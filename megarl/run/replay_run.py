@@ -22,10 +22,18 @@ from megarl.schedule.schedule import Schedule
 
 
 class NoWeights:
-    """Stands in for `WeightSync` where no engine receives weights: counts the versions."""
+    """Stands in for `EngineWeights` where no engine receives weights: counts the versions."""
 
     def __init__(self) -> None:
         self.policy_version = -1
+
+    def select(self, model: str | None) -> bool:
+        """Return False: no model needs to be pushed."""
+        del model
+        return False
+
+    def mark_outdated(self, model: str | None) -> None:
+        """Do nothing."""
 
     def push(self, policy_version: int) -> PushReport:
         """Record the version."""

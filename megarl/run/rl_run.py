@@ -23,9 +23,9 @@ from megarl.config.algorithms.model_sections import CriticConfig
 from megarl.data.run_prompts import RunPrompts
 from megarl.errors import LimitError, OutdatedEngineError
 from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.groups.engine_weights import EngineWeights
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
-from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.losses.loss import Loss, TokenLoss
 from megarl.megatron.losses.policy import PolicyLoss
 from megarl.megatron.losses.supervised import ValueLoss
@@ -67,7 +67,7 @@ class RLRun(ScoringRun):
         trainer: TrainerGroup,
         models: AuxiliaryModels,
         rollout: RolloutGroup,
-        weights: WeightSync,
+        weights: EngineWeights,
         prompts: RunPrompts,
         dtype: str = "float32",
         engines: ReleasingEngines | None = None,
@@ -147,7 +147,7 @@ class RLRun(ScoringRun):
     def begin(self) -> None:
         """Push the initial weights to the engines; evaluate once if the run starts from step 0."""
         with self._startup.phase("first weight sync"):
-            self._sync.push(self._resumed.policy_version)
+            self._sync.push_policy(self._resumed.policy_version)
         self._begin_sampling()
         if self.step == 0 and not self.should_stop():
             self._evaluate()
@@ -194,18 +194,22 @@ class RLRun(ScoringRun):
             return None
         if self._skips_update("estimated", self._step_metrics):
             return None
-        loss = PolicyLoss(
-            token_loss=token_loss,
-            algorithm=algorithm,
-            length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens,
-            nll=nll,
-        )
-        request = batch.train_request(self.config, loss)
+        request = batch.train_request(self.config, self.policy_loss(token_loss, nll=nll))
         if request.versions is not None and not request.versions.num_current_tokens and self._probe_skips_update():
             return None
         self._sync.begin_training()
         with self.phase("train"), self._with_step_in_limit_errors():
             return self.trainer.train_step(self.with_profile(self.with_update_guard(request), self.step))
+
+    def policy_loss(self, token_loss: TokenLoss, *, nll: float = 0.0) -> PolicyLoss:
+        """Return the loss of `train_policy`, with which `train_model` trains another policy; arguments as there."""
+        algorithm = self.config.algorithm
+        return PolicyLoss(
+            token_loss=token_loss,
+            algorithm=algorithm,
+            length_norm=algorithm.length_norm or self.config.rollout.max_new_tokens,
+            nll=nll,
+        )
 
     def _probe_skips_update(self) -> bool:
         """Compare a short completion of each engine with the trainer; return whether to skip the policy update.
@@ -307,7 +311,9 @@ class RLRun(ScoringRun):
         scheduled = self._scheduled
         if scheduled is None:
             if trained:
-                self._sync.push(self.step)
+                self._sync.push_policy(self.step)
+            else:
+                self._sync.serve(None)
             return
         drained = True
         try:
@@ -318,7 +324,7 @@ class RLRun(ScoringRun):
             drained = False
         if trained:
             self.rollout.pause_clocks()
-            self._sync.push(self.step)
+            self._sync.push_policy(self.step)
         scheduled.finish_push(self._sync.policy_version, drained=drained)
         self._begin_sampling()
         self.rollout.resume_clocks()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, chain, count, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +130,20 @@ class RolloutBatch:
     def num_dropped(self) -> int:
         """Number of sampled completions that are not in the batch."""
         return sum(len(group.summary.trajectories) for group in self.all_groups) - len(self.keys)
+
+    def fetch_sampled_tokens(self) -> list[NDArray[np.int32]]:
+        """Fetch N arrays: the token ids that the policy has sampled in each completion, from all of its segments.
+
+        For loops that read completions, such as to make the next prompts of them; the others leave tokens where they
+        are.
+        """
+        sampled: list[NDArray[np.int32]] = []
+        for group, own_keys in groupby(self.segment_keys, key=lambda keys: keys[0][0]):
+            trajectories = self.groups[group].payload.fetch()
+            for keys in own_keys:
+                segments = [trajectories[s] for _, s in keys]
+                sampled.append(np.concatenate([t.token_ids[t.loss_mask] for t in segments]))
+        return sampled
 
     def drop_groups(self, dropped: Sequence[FinishedGroup]) -> None:
         """Move these groups to the dropped ones; call it before adding scalars or columns."""

@@ -16,13 +16,13 @@ from megarl.config import RunConfig
 from megarl.data.run_prompts import RunPrompts
 from megarl.errors import ConfigError, DataError, RewardError
 from megarl.groups.auxiliary_models import AuxiliaryModels
+from megarl.groups.engine_weights import EngineWeights
 from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup
-from megarl.groups.weight_sync import WeightSync
 from megarl.rollout.engine import Sampling
 from megarl.rollout.journal.journal_folder import journal_folder, remove_steps_from
-from megarl.run.checkpointer import Checkpointer
+from megarl.run.checkpointer import POLICY, Checkpointer
 from megarl.run.difficulty import DifficultyGate
 from megarl.run.evaluation import evaluate
 from megarl.run.events import EventLog
@@ -62,7 +62,7 @@ class SamplingRun(StageRun):
         trainer: TrainerGroup,
         models: AuxiliaryModels,
         rollout: RolloutGroup,
-        weights: WeightSync,
+        weights: EngineWeights,
         prompts: RunPrompts,
         engines: ReleasingEngines | None,
         checkpoints: Checkpointer | None,
@@ -187,6 +187,19 @@ class SamplingRun(StageRun):
             first=self._first_row,
             sampling=self.sampling,
         )
+
+    def serve(self, model: str = POLICY) -> None:
+        """Let the engines sample with the weights of `policy`, or of a trained auxiliary model, until the step's end.
+
+        Raises:
+            ConfigError: engines cannot serve the model, or the schedule samples ahead with the policy.
+        """
+        if self._scheduled is not None and model != POLICY:
+            raise ConfigError(
+                f"schedule.type: needs sync, because {self.config.algorithm.type} lets engines serve the model "
+                f"{model!r}, got {self.config.schedule.type}, which samples ahead with the policy"
+            )
+        self._sync.serve(None if model == POLICY else model)
 
     def sample(self, prompts: Sequence[Prompt], *, attempt: int = 0, greedy: bool = False) -> RolloutBatch:
         """Generate and score completions: `group_size` per prompt, or one with temperature 0 if `greedy`.

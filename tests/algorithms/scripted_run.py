@@ -278,9 +278,18 @@ class FakeWeightSync:
     log: list[Call]
     policy_version: int = -1
 
+    selected: str | None = None
+
+    def select(self, model: str | None) -> bool:
+        before, self.selected = self.selected, model
+        return before != model
+
+    def mark_outdated(self, model: str | None) -> None:
+        pass
+
     def push(self, policy_version: int) -> PushReport:
         self.policy_version = policy_version
-        self.log.append(Call(target="weights", method="push", argument=policy_version))
+        self.log.append(Call(target="weights", method=f"push {self.selected or ''}".strip(), argument=policy_version))
         stats = SyncStats(bytes_sent=1, bytes_received=1, bytes_delivered=0, buckets=1, peak_extra_bytes=0)
         return PushReport(stats=stats, seconds={}, bytes_moved=1)
 

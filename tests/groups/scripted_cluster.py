@@ -79,6 +79,8 @@ class Cluster:
     heartbeats: list[RankHeartbeat] = field(default_factory=list)
     ready: list[int] = field(default_factory=lambda: [0, 1])
     engines: list[StartedEngine] = field(default_factory=list)
+    config: Any = None
+    """Of the run."""
 
     def name(self, replica: int) -> str:
         return f"engine {replica}"
@@ -206,6 +208,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             }
         )
         clusters.append(cluster)
+        cluster.config = config
         return cluster, WeightSync(config, cluster, cluster, cluster.pool)
 
     clusters: list[Cluster] = []
