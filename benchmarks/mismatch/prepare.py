@@ -28,9 +28,14 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None)
             (folder / name).symlink_to(target)
     if not (folder / "runs/demo/data").exists():
         run_megarl_demo(folder)
-    if real_model is not None:
-        script = ROOT / "examples/real-model/make_data.py"
-        subprocess.run([sys.executable, script, folder / "runs/real-model/data"], check=True)
+    for example, *arguments in (
+        ("two-policies", "runs/two-policies/data"),
+        ("environments", "calculator", "runs/calculator/data"),
+        ("environments", "guess", "runs/guess/data"),
+        *([("real-model", "runs/real-model/data")] if real_model is not None else []),
+    ):
+        script = ROOT / "examples" / example / "make_data.py"
+        subprocess.run([sys.executable, script, *arguments], cwd=folder, check=True)
 
 
 def run_megarl_demo(folder: Path) -> None:

@@ -70,6 +70,12 @@ RECIPES = (
         overrides=FROM_DEMO | SMALL_STEPS,
         difference="the model of demo-sft.yaml, 8 prompts of 4 samples",
     ),
+    Recipe(file="examples/two-policies/sft.yaml", command="sft", steps=None),
+    Recipe(file="examples/two-policies/train.yaml", steps=None),
+    Recipe(file="yaml/agents/calculator-sft.yaml", command="sft", steps=None),
+    Recipe(file="yaml/agents/calculator.yaml", overrides=NO_EVALUATION, steps=10),
+    Recipe(file="yaml/agents/guess-sft.yaml", command="sft", steps=None),
+    Recipe(file="yaml/agents/guess.yaml", overrides=NO_EVALUATION, steps=10),
     Recipe(
         file="examples/gsm8k-grpo/laptop-sft.yaml",
         command="sft",

@@ -23,13 +23,15 @@ def make_report(name: str, *, kl: list[float], **fields: object) -> MismatchRepo
 
 
 def test_every_recipe_is_run_and_its_overrides_are_valid() -> None:
-    files = [*ROOT.glob("yaml/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
+    files = [*ROOT.glob("yaml/**/*.yaml"), *ROOT.glob("examples/*/*.yaml")]
     assert sorted(recipe.file for recipe in RECIPES) == sorted(str(file.relative_to(ROOT)) for file in files)
     for recipe in RECIPES:
-        if "custom-algorithm" in recipe.file:
+        tree = read_tree(ROOT / recipe.file)
+        algorithm = tree.get("algorithm")
+        if isinstance(algorithm, dict) and ":" in algorithm["type"]:
             continue  # the module that it names imports Ray, which changes this process
         overrides = [f"{key}={value}" for key, value in recipe.overrides.items()]
-        make_config(STAGES[recipe.command], read_tree(ROOT / recipe.file), overrides)
+        make_config(STAGES[recipe.command], tree, overrides)
 
 
 def test_every_family_has_a_model() -> None:
