@@ -26,10 +26,10 @@ INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 # A CPU environment gets Triton for its interpreter, in a folder that only tests of kernels read.
 INTERPRETER := $(if $(wildcard $(VENV)/.gpu),,$(VENV)/.installed-triton)
 
-LAUNCH_PACKAGES := slurm-wlm munge shellcheck iproute2
+TEST_PACKAGES := slurm-wlm munge shellcheck iproute2 bubblewrap
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-gpu packages-gpu setup-slurm demo test coverage test-slow test-gpu lint format format-check types imports docs check bench clean help
+.PHONY: setup setup-gpu packages-gpu setup-test-tools demo test coverage test-slow test-gpu lint format format-check types imports docs check bench clean help
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
@@ -84,10 +84,10 @@ $(PACKAGES_GPU): requirements/gpu.txt requirements/gpu-build.txt requirements/de
 		$(PIP) install --no-deps --no-build-isolation -r requirements/gpu-build.txt
 	@touch $@
 
-setup-slurm: ## Install the tools for the tests of launch/, as root: Slurm, munge, shellcheck, ip
-	@dpkg -s $(LAUNCH_PACKAGES) >/dev/null 2>&1 || { \
-		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "make setup-slurm needs root and apt-get; it installs $(LAUNCH_PACKAGES)" >&2; exit 1; }; \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(LAUNCH_PACKAGES) >/dev/null; }
+setup-test-tools: ## Install the tools for the tests of launch/ and sandbox/, as root: Slurm, munge, shellcheck, ip, bubblewrap
+	@dpkg -s $(TEST_PACKAGES) >/dev/null 2>&1 || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null || { echo "make setup-test-tools needs root and apt-get; it installs $(TEST_PACKAGES)" >&2; exit 1; }; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(TEST_PACKAGES) >/dev/null; }
 
 demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 	$(BIN)/megarl demo
@@ -156,10 +156,11 @@ bench: setup ## Run the benchmarks that need no GPU and no network; writes bench
 	$(BIN)/python -m benchmarks.staleness --toy --write benchmarks/results/staleness.md
 	$(BIN)/python -m benchmarks.mismatch --folder runs/mismatch $(if $(GSM8K),--gsm8k $(GSM8K)) --write benchmarks/results/bf16-mismatch.md
 	$(BIN)/python -m benchmarks.controller --write benchmarks/results/controller.md
+	$(BIN)/python -m benchmarks.sandbox --write benchmarks/results/sandbox.md
 
 clean: ## Remove .venv, caches and build outputs; keeps runs/
 	rm -rf $(VENV) build dist site *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 help: ## Show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  %-12s %s\n' "$$name" "$$text"; done
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done

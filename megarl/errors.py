@@ -5,6 +5,7 @@
     |-- DataError (ValueError)     a data file, model folder or tokenizer cannot be used; exit code 2
     |-- RewardError                a reward function raised, timed out or returned no finite number; exit code 2
     |-- AgentError                 an agent raised an exception or returned no valid trajectory; exit code 2
+    |-- SandboxError               a sandbox for untrusted programs could not be started or was lost; exit code 1
     |-- WorkerError                a trainer worker or rollout engine died or failed; exit code 1
     |   |-- LostWorkerError        a process has ended
     |   |-- LostEngineError        a rollout engine has ended or hangs; its requests can be retried on another
@@ -54,6 +55,10 @@ class AgentError(MegarlError):
     """An agent raised an exception or returned no valid trajectory."""
 
     exit_code = 2
+
+
+class SandboxError(MegarlError):
+    """A sandbox could not be started, or was lost for a reason that is not the program's in it."""
 
 
 class WorkerError(MegarlError):

@@ -19,6 +19,7 @@ from megarl.cli.options import add_overrides
 from megarl.cli.output import console
 from megarl.errors import ConfigError
 from megarl.placement.hardware import free_shared_memory, package_version, visible_gpu_names
+from megarl.sandbox.tiers import find_local_tiers
 
 if TYPE_CHECKING:
     from megarl.config import StageConfig
@@ -207,6 +208,18 @@ def _choose_components(packages: dict[str, str | None], gpu: bool) -> tuple[Choi
             uses="Triton" if gpu and packages["triton"] else "torch",
             otherwise="Triton, with a GPU and triton",
         ),
+        _describe_sandboxes(),
+    )
+
+
+def _describe_sandboxes() -> Choice:
+    """Return the sandbox for programs of the policy, found by trying each on this machine."""
+    found = find_local_tiers()
+    lacking = [f"{tier}: {reason}" for tier, reason in found.items() if reason is not None]
+    return Choice(
+        what="sandbox for programs",
+        uses=next((tier for tier, reason in found.items() if reason is None), "none"),
+        otherwise="; ".join(lacking) or "launcher, if bubblewrap is not installed",
     )
 
 

@@ -19,6 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(gpus: tuple[str, ...] = (), shared: int | None = 2**33, **packages: str | None) -> None:
         real = doctor.package_version
         named = {name.replace("_", "-"): version for name, version in packages.items()}
+        monkeypatch.setattr(doctor, "find_local_tiers", lambda: {"bubblewrap": "not installed", "launcher": None})
         monkeypatch.setattr(doctor, "visible_gpu_names", lambda: list(gpus))
         monkeypatch.setattr(doctor, "_find_compiler", lambda: "/usr/bin/cc")
         monkeypatch.setattr(doctor, "free_shared_memory", lambda: shared)
@@ -80,6 +81,7 @@ def test_choices_without_a_gpu(machine: Callable[..., None]) -> None:
         "collectives": "gloo",
         "rollout engine": "SGLang's CPU engine, stand-ins for its GPU packages",
         "kernels": "torch",
+        "sandbox for programs": "launcher",
     }
 
 
@@ -91,6 +93,7 @@ def test_choices_with_a_gpu(machine: Callable[..., None]) -> None:
         "collectives": "nccl",
         "rollout engine": "SGLang on CUDA",
         "kernels": "Triton",
+        "sandbox for programs": "launcher",
     }
     machine(gpus=("H200",), transformer_engine=None, apex="0.1")
     assert uses()["optimizer"] == "apex's FusedAdam"

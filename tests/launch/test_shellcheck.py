@@ -15,7 +15,7 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-slurm")
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: make setup-test-tools")
 def test_shellcheck_finds_no_problems():
     assert SCRIPTS
     done = subprocess.run(

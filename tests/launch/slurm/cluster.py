@@ -57,7 +57,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "Slurm's daemons run jobs as their users only as root"
     lacking = [program for program in PROGRAMS if shutil.which(program) is None]
-    return f"needs the programs {', '.join(lacking)}: make setup-slurm" if lacking else None
+    return f"needs the programs {', '.join(lacking)}: make setup-test-tools" if lacking else None
 
 
 class SlurmCluster:

@@ -1,0 +1,1 @@
+"""Measures the time of a program in a sandbox, and what is left afterwards."""

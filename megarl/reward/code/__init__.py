@@ -1,0 +1,1 @@
+"""Rewards of generated programs by test cases: programs run in a sandbox, their outputs are compared here."""

@@ -1,0 +1,1 @@
+"""Runs untrusted Python programs where they reach neither files, network, processes nor hidden answers of the host."""

@@ -1,0 +1,348 @@
+"""The first process of a sandbox: forks a process for each program, collects its output and ends what is left of it.
+
+host  -- requests -->  runner  -- source, input -->  program
+      <-- outcomes --          <-- stdout, stderr, value: data
+
+Programs have no file descriptor of the host: the runner alone reports how a program ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+
+from megarl.sandbox.guest.channel import MessageBuffer, encode, read_message, write_message
+from megarl.sandbox.guest.confine import FOLDER, confine, limit_cpu
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.program import run_call, run_interpreter, run_program
+from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, prctl
+
+TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+POLL_SECONDS = 0.02
+"""Time between two checks of the memory of all processes."""
+
+PAGE = resource.getpagesize()
+INPUT_BYTES = 64 * 1024
+
+
+class _Process:
+    """A program that runs, with the ends of its pipes that belong to the runner."""
+
+    def __init__(self, pid: int, stdin: int, text: str, outputs: dict[int, str]) -> None:
+        """Open a file descriptor of the process.
+
+        Args:
+            pid: its process id.
+            stdin: where its input is written to.
+            text: its input.
+            outputs: file descriptor -> name of the output that is read from it.
+        """
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.stdin: int | None = stdin
+        self.pending = memoryview(text.encode())
+        self.outputs = outputs
+        self.collected = {name: bytearray() for name in outputs.values()}
+        self.open_fds = {stdin, self.pidfd, *outputs}
+
+
+class Runner:
+    """Answers the requests of a host."""
+
+    def __init__(self, channel: int, limits: Limits, *, is_init: bool) -> None:
+        """`is_init`: this process is the first of a pid namespace, and may signal all others in it."""
+        self._channel, self._limits, self._is_init = channel, limits, is_init
+        self._interpreter: _Process | None = None
+        self._cells = self._ends = -1
+
+    def serve(self) -> None:
+        """Answer requests until the host closes the channel; then end this process, and with it the sandbox."""
+        with contextlib.suppress(OSError):  # the host has closed the channel
+            write_message(self._channel, {"ready": True})
+            while (request := read_message(self._channel)) is not None:
+                if request["kind"] == "cell":
+                    write_message(self._channel, self._run_cell(request["source"]))
+                    continue
+                self._end_interpreter()
+                for case in request["cases"]:
+                    write_message(self._channel, self._run_case(request, case))
+        os._exit(0)  # the kernel ends all processes of the namespace
+
+    def _run_case(self, request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+        """Return the outcome of a program on one case, which has `stdin` or `call`."""
+        call = case.get("call")
+
+        def execute(value_fd: int) -> None:
+            limit_cpu(self._limits.cpu_seconds)
+            if call is None:
+                run_program(request["source"])
+            assert isinstance(call, str)
+            run_call(request["source"], request.get("setup", ""), call, value_fd)
+
+        process = self._start(execute, case.get("stdin", ""))
+        reason = self._watch(process, stop_at_limit=True)
+        return self._finish(process, reason)
+
+    def _run_cell(self, source: str) -> dict[str, Any]:
+        """Return the outcome of a cell; an interpreter that has ended or was killed is replaced for the next cell."""
+        if self._interpreter is None:
+            cells, self._cells = os.pipe()
+            self._ends, ends = os.pipe()
+            self._interpreter = self._start(lambda _: run_interpreter(cells, ends), "", keep=(cells, ends))
+            os.close(cells)
+            os.close(ends)
+        process = self._interpreter
+        self._signal_all(signal.SIGCONT, process.pid)
+        data = encode({"source": source})
+        ended = MessageBuffer(max_bytes=1024)
+        reason = self._watch(process, stop_at_limit=False, cell=data, ended=ended)
+        if reason in ("ok", "error"):
+            self._signal_all(signal.SIGSTOP, process.pid)  # nothing runs between two cells
+            outputs = {name: bytes(collected) for name, collected in process.collected.items()}
+            process.collected = {name: bytearray() for name in process.collected}
+            return _outcome(reason, outputs)
+        return self._end_interpreter(reason)
+
+    def _end_interpreter(self, reason: str = "killed") -> dict[str, Any]:
+        """End the interpreter, if there is one, and return its outcome."""
+        if self._interpreter is None:
+            return {}
+        process, self._interpreter = self._interpreter, None
+        os.close(self._cells)
+        os.close(self._ends)
+        return self._finish(process, reason)
+
+    def _start(self, execute: Callable[[int], None], stdin: str, *, keep: tuple[int, ...] = ()) -> _Process:
+        """Fork a process that calls `execute(fd)` with the file descriptor that a value may be written to."""
+        input_read, input_write = os.pipe()
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "value")}
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                fds = [input_read, *(write for _, write in pipes.values()), *keep]
+                self._enter_program(fds, execute)
+            finally:
+                os._exit(1)
+        os.close(input_read)
+        for _, write in pipes.values():
+            os.close(write)
+        os.set_blocking(input_write, False)
+        return _Process(pid, input_write, stdin, {read: name for name, (read, _) in pipes.items()})
+
+    def _enter_program(self, fds: list[int], execute: Callable[[int], None]) -> None:
+        """Turn this forked process into the program's: its pipes are 0 to 3, and it has no others of the runner."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the kernel ends programs before the runner
+        high = 1 + max(*fds, 16)
+        for i, fd in enumerate(fds[:4]):
+            os.dup2(fd, high + i)
+        for i in range(4):
+            os.dup2(high + i, i)
+        kept = sorted(fds[4:])
+        start = 4
+        for fd in kept:
+            os.closerange(start, fd)
+            start = fd + 1
+        os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115 -- of this process until it ends
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+        os.environ.clear()
+        os.environ.update(PATH="/usr/bin:/bin", HOME=FOLDER, TMPDIR=FOLDER, LANG="C.UTF-8")
+        execute(3)
+
+    def _watch(
+        self, process: _Process, *, stop_at_limit: bool, cell: bytes = b"", ended: MessageBuffer | None = None
+    ) -> str:
+        """Feed and read a process until it ends, a limit is reached, or its cell has ended; return which.
+
+        Args:
+            process: the process.
+            stop_at_limit: end a process at the limit of its output; otherwise further output is dropped.
+            cell: message to an interpreter.
+            ended: collects an interpreter's message at the end of a cell.
+        """
+        limits = self._limits
+        deadline = time.monotonic() + limits.wall_seconds
+        next_check = 0.0
+        baseline = _resident(os.getpid())
+        to_write = memoryview(cell)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.pidfd, selectors.EVENT_READ)
+            selector.register(self._channel, selectors.EVENT_READ)
+            for fd in process.outputs:
+                if fd in process.open_fds:
+                    selector.register(fd, selectors.EVENT_READ)
+            if process.stdin is not None:
+                selector.register(process.stdin, selectors.EVENT_WRITE)
+            if ended is not None:
+                os.set_blocking(self._cells, False)
+                selector.register(self._ends, selectors.EVENT_READ)
+                selector.register(self._cells, selectors.EVENT_WRITE)
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return "timeout"
+                for key, _ in selector.select(min(left, POLL_SECONDS)):
+                    fd = int(key.fd)
+                    if fd == self._channel:
+                        os._exit(0)  # the host has closed it: it sends nothing before it has an answer
+                    if fd == process.pidfd:
+                        return "exit"
+                    if fd == process.stdin:
+                        self._feed(process, selector)
+                    elif ended is not None and fd == self._cells:
+                        to_write = self._write(fd, to_write)
+                        if not to_write:
+                            selector.unregister(fd)
+                    elif ended is not None and fd == self._ends:
+                        if (reason := self._read_end(fd, ended)) is not None:
+                            self._drain(process)
+                            return reason
+                    elif not self._read(process, fd):
+                        selector.unregister(fd)
+                    elif stop_at_limit and len(process.collected[process.outputs[fd]]) > limits.output_bytes:
+                        return "output"
+                if self._is_init and time.monotonic() > next_check:
+                    if _resident_of_others(baseline) > limits.memory_bytes:
+                        return "memory"
+                    next_check = time.monotonic() + POLL_SECONDS
+
+    def _feed(self, process: _Process, selector: selectors.BaseSelector) -> None:
+        """Write what the process takes of its input; close it at its end."""
+        assert process.stdin is not None
+        process.pending = self._write(process.stdin, process.pending)
+        if not process.pending:
+            selector.unregister(process.stdin)
+            self._close(process, process.stdin)
+            process.stdin = None
+
+    def _write(self, fd: int, data: memoryview) -> memoryview:
+        """Return what is left to write; nothing where the reader is gone."""
+        try:
+            return data[os.write(fd, data[:INPUT_BYTES]) :] if data else data
+        except BlockingIOError:
+            return data
+        except OSError:
+            return memoryview(b"")
+
+    def _read(self, process: _Process, fd: int) -> bool:
+        """Read an output once and keep what is within the limit, and a byte more; return whether it goes on."""
+        data = os.read(fd, 64 * 1024)
+        collected = process.collected[process.outputs[fd]]
+        collected += data[: self._limits.output_bytes + 1 - len(collected)]
+        if not data:
+            self._close(process, fd)
+        return bool(data)
+
+    def _drain(self, process: _Process) -> None:
+        """Read what is in the outputs, without waiting for more."""
+        with selectors.DefaultSelector() as selector:
+            for fd in process.outputs.keys() & process.open_fds:
+                selector.register(fd, selectors.EVENT_READ)
+            for _ in range(64):  # a program that keeps writing does not hold up the runner
+                ready = selector.select(0)
+                if not ready:
+                    return
+                for key, _ in ready:
+                    if not self._read(process, int(key.fd)):
+                        selector.unregister(key.fd)
+
+    def _read_end(self, fd: int, ended: MessageBuffer) -> str | None:
+        """Return how a cell has ended; None where its message has not arrived. A forged message ends the cell."""
+        data = os.read(fd, 1024)
+        ended.add(data)
+        try:
+            message = ended.next()
+        except ValueError:
+            return "error"
+        if message is None:
+            return None if data else "exit"
+        return "error" if message.get("failed") else "ok"
+
+    def _finish(self, process: _Process, reason: str) -> dict[str, Any]:
+        """End what is left of a process and its children, and return the outcome."""
+        self._signal_all(signal.SIGKILL, process.pid)
+        status, usage = self._reap(process.pid)
+        self._drain(process)
+        for fd in [*process.open_fds]:
+            self._close(process, fd)
+        outputs = {name: bytes(collected) for name, collected in process.collected.items()}
+        code = os.waitstatus_to_exitcode(status)
+        cpu_seconds = usage.ru_utime + usage.ru_stime
+        if reason == "exit":
+            late = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds >= self._limits.cpu_seconds)
+            reason = "timeout" if late else "killed" if code < 0 else "error" if code else "ok"
+        return _outcome(reason, outputs) | {"exit_code": code, "cpu_seconds": round(cpu_seconds, 4)}
+
+    def _reap(self, pid: int) -> tuple[int, resource.struct_rusage]:
+        """Wait for all processes of the namespace, which have been killed; return status and usage of one of them."""
+        if not self._is_init:
+            return os.wait4(pid, 0)[1:]
+        found = None
+        while True:
+            try:
+                ended, status, usage = os.wait4(-1, 0)
+            except ChildProcessError:
+                break
+            if ended == pid:
+                found = status, usage
+        assert found is not None
+        return found
+
+    def _close(self, process: _Process, fd: int) -> None:
+        process.open_fds.discard(fd)
+        os.close(fd)
+
+    def _signal_all(self, number: signal.Signals, session: int) -> None:
+        """Send a signal to all other processes of the namespace; without a namespace, to a session's first group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._is_init:
+                os.kill(-1, number)
+            else:
+                os.killpg(session, number)
+
+
+def _outcome(reason: str, outputs: dict[str, bytes]) -> dict[str, Any]:
+    return {"status": reason} | {name: data.decode("utf-8", "replace") for name, data in outputs.items()}
+
+
+def _resident(pid: int) -> int:
+    """Return the resident bytes of a process; 0 where it has ended or there is no /proc."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _resident_of_others(baseline: int) -> int:
+    """Return the resident bytes of all other processes, less `baseline` for each, which it shares with this one."""
+    try:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    except OSError:
+        return 0
+    return sum(max(0, _resident(pid) - baseline) for pid in pids if pid != os.getpid())
+
+
+def main() -> None:
+    """Run as the first process of a sandbox that another program has set up; argument: its settings in JSON."""
+    settings = json.loads(sys.argv[1])
+    limits = Limits(**settings["limits"])
+    os.chdir(FOLDER)
+    confine(limits, readable=settings["readable"], become_nobody=settings["become_nobody"])
+    Runner(settings["channel"], limits, is_init=True).serve()

@@ -1,0 +1,140 @@
+"""The process outside of a sandbox that starts its first process, ends it at the host's request, and cleans up."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megarl.sandbox.guest.channel import write_message
+from megarl.sandbox.guest.confine import confine, limit_resources
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.runner import Runner
+from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, prctl
+from megarl.sandbox.launcher.bubblewrap import bubblewrap_command
+from megarl.sandbox.launcher.cgroup import ControlGroup
+from megarl.sandbox.launcher.namespaces import enter_namespaces, enter_root, enter_user_namespace
+
+CHANNEL = 3
+"""File descriptor of the connection to the host, in a runner."""
+
+ERRORS = 2
+MAX_ERROR_BYTES = 4096
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def supervise(
+    tier: str, limits: Limits, readable: Sequence[str], bwrap: str | None, channel: int, lifeline: int
+) -> NoReturn:
+    """Run one sandbox in a forked process, until the host closes `lifeline` or the sandbox ends; then end this process.
+
+    Args:
+        tier: `bubblewrap`, `launcher`, or `unsafe`, which has no sandbox and only limits resources.
+        limits: limits of the sandbox.
+        readable: files and folders of the host that programs may read.
+        bwrap: path of bubblewrap.
+        channel: socket of the connection between host and runner.
+        lifeline: socket to the host, which gets one message with what the first process wrote about a failure.
+    """
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    os.setsid()
+    errors, errors_write = os.pipe()
+    first, group = 0, None
+    has_users = False
+    folder = tempfile.mkdtemp(prefix="megarl-unsafe-") if tier == "unsafe" else "/"
+    try:
+        try:
+            os.chdir(folder)
+            if tier != "unsafe":
+                group = ControlGroup.create(limits)
+                has_users = enter_user_namespace()
+                if tier == "launcher":
+                    enter_namespaces()
+            first = os.fork()
+            if first == 0:
+                _be_first(tier, limits, readable, bwrap, channel, errors_write, group, has_users)
+        except OSError as e:
+            os.write(errors_write, f"{e}\n".encode())
+        os.close(channel)
+        os.close(errors_write)
+        if first:
+            _wait(first, lifeline)
+    finally:
+        if group is not None:
+            group.remove()
+        if tier == "unsafe":
+            shutil.rmtree(folder, ignore_errors=True)
+    text = os.read(errors, MAX_ERROR_BYTES).decode("utf-8", "replace")
+    with contextlib.suppress(OSError):  # the host has closed its end
+        write_message(lifeline, {"errors": text.strip(), "cpu_seconds": sum(os.times()[:4])})
+    os._exit(0)
+
+
+def _be_first(
+    tier: str,
+    limits: Limits,
+    readable: Sequence[str],
+    bwrap: str | None,
+    channel: int,
+    errors: int,
+    group: ControlGroup | None,
+    has_users: bool,
+) -> NoReturn:
+    """Become the first process of the sandbox; a failure is written to `errors`."""
+    try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if group is not None:
+            group.join()
+        os.dup2(errors, ERRORS)
+        os.dup2(channel, CHANNEL)
+        os.closerange(CHANNEL + 1, 1024)
+        if tier == "bubblewrap":
+            assert bwrap is not None
+            command = bubblewrap_command(bwrap, readable, limits, channel=CHANNEL, become_nobody=has_users)
+            os.set_inheritable(CHANNEL, True)
+            os.execve(bwrap, command, {})  # noqa: S606
+        if tier == "launcher":
+            enter_root(readable, limits)
+            confine(limits, readable=readable, become_nobody=has_users)
+        else:
+            limit_resources(limits)
+        gc.freeze()
+        Runner(CHANNEL, limits, is_init=tier == "launcher").serve()
+    except Exception as e:  # noqa: BLE001 -- reported to the host
+        os.write(ERRORS, f"{e}\n".encode())
+    finally:
+        os._exit(1)
+    raise AssertionError
+
+
+def _wait(first: int, lifeline: int) -> None:
+    """Wait until the first process ends, or kill it when the host closes its end; then end all that is left of it.
+
+    Of bubblewrap, the first process's child outlives it for a moment; without a pid namespace, programs do.
+    """
+    pidfd = os.pidfd_open(first)
+    ready, _, _ = select.select([pidfd, lifeline], [], [])
+    if pidfd not in ready:
+        os.kill(first, signal.SIGKILL)
+    os.close(pidfd)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    """Return the children of this process, which adopts all orphans of its sandbox."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+                found.append(int(name))
+    return found

@@ -1,0 +1,109 @@
+"""The host's end of the connection to a sandbox."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+from megarl.errors import SandboxError
+from megarl.sandbox.guest.channel import MessageBuffer, encode
+
+CLOSE_SECONDS = 10.0
+"""Time in which all processes of a sandbox that has been killed end."""
+
+
+class Session:
+    """A sandbox that is running. Its requests block; one thread uses it at a time."""
+
+    def __init__(self, channel: socket.socket, lifeline: socket.socket, *, max_reply_bytes: int) -> None:
+        self._channel, self._lifeline = channel, lifeline
+        self._replies = MessageBuffer(max_reply_bytes)
+        self._errors: str | None = None
+        self._is_closed = False
+        self.cpu_seconds = 0.0
+        """CPU time of all processes of the sandbox, in seconds; known when it is closed."""
+
+    def send(self, message: dict[str, Any], *, seconds: float) -> None:
+        """Send a request; see `Runner` for their kinds.
+
+        Raises:
+            TimeoutError: the sandbox did not take it in time.
+            EOFError: the sandbox has ended.
+        """
+        self._channel.settimeout(seconds)
+        try:
+            self._channel.sendall(encode(message))
+        except TimeoutError:
+            raise
+        except OSError as e:
+            raise EOFError from e
+
+    def receive(self, *, seconds: float) -> dict[str, Any]:
+        """Return the next reply.
+
+        Raises:
+            TimeoutError: it did not arrive in time.
+            EOFError: the sandbox has ended.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                reply = self._replies.next()
+            except ValueError as e:
+                raise EOFError from e
+            if reply is not None:
+                return reply
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._channel.settimeout(left)
+            try:
+                data = self._channel.recv(64 * 1024)
+            except ConnectionError:
+                data = b""
+            if not data:
+                raise EOFError
+            self._replies.add(data)
+
+    def close(self) -> str | None:
+        """Kill the sandbox, wait until nothing of it is left, and return what it wrote about a failure.
+
+        Empty: there was no failure. None: its supervisor was lost, so that the reason of its end is not known.
+
+        Raises:
+            SandboxError: its processes have not ended in time.
+        """
+        if self._is_closed:
+            return self._errors
+        self._is_closed = True
+        self._channel.close()
+        try:
+            self._lifeline.shutdown(socket.SHUT_WR)
+            self._lifeline.settimeout(CLOSE_SECONDS)
+            message = _read_message(self._lifeline)
+            if message is not None:
+                self._errors, self.cpu_seconds = str(message["errors"]), float(message["cpu_seconds"])
+        except TimeoutError as e:
+            raise SandboxError(f"the processes of a sandbox did not end within {CLOSE_SECONDS:g} s") from e
+        except OSError:
+            pass  # as if it had ended without a message
+        finally:
+            self._lifeline.close()
+        return self._errors
+
+
+def _read_message(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the only message of a connection that has a timeout; None if it ends without one.
+
+    Raises:
+        TimeoutError: it did not arrive in time.
+    """
+    buffer = MessageBuffer(max_bytes=64 * 1024)
+    while True:
+        if (message := buffer.next()) is not None:
+            return message
+        data = connection.recv(4096)
+        if not data:
+            return None
+        buffer.add(data)

@@ -1,0 +1,185 @@
+"""Programs, calls and interpreters in sandboxes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.errors import SandboxError
+from megarl.sandbox.fork_server_client import ForkServer
+from megarl.sandbox.guest.limits import MIB, Limits
+from megarl.sandbox.guest.program import _plain
+from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.sandbox import Case, Outcome, Program
+from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
+from tests.sandbox.corpus.check import descendants, find_leftovers, parent
+
+LIMITS = Limits(wall_seconds=2.0, cpu_seconds=1, memory_bytes=128 * MIB, output_bytes=1000)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=[*LOCAL_TIERS, "unsafe"])
+def sandbox(request, server) -> LocalSandbox:
+    reason = find_local_tiers().get(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param} does not work on this machine: {reason}")
+    return LocalSandbox(request.param, LIMITS, server)
+
+
+def run(sandbox: LocalSandbox, source: str, stdin: str = "") -> Outcome:
+    return sandbox.run(Program(source=source, cases=[Case(stdin=stdin)]))[0]
+
+
+def test_programs_read_stdin_and_print(sandbox):
+    text = "line\n" * 50_000  # more than a pipe holds
+    outcome = run(sandbox, "import sys\nprint(len(sys.stdin.read()), __name__)", text)
+    assert outcome == Outcome(status="ok", stdout=f"{len(text)} __main__\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "text"),
+    [
+        ("import sys; sys.exit(3)", "error", ""),
+        ("1 / 0", "error", 'last):\n  File "<program>", line 1, in <module>\n    1 / 0\n'),
+        ("x = = 1", "error", "SyntaxError"),
+        ("while True: pass", "timeout", ""),
+        ("import time; time.sleep(100)", "timeout", ""),
+        ("x = bytearray(1 << 30)", "error", "MemoryError"),
+        ("print('x' * 2000)", "output", ""),
+        ("import os; os.kill(os.getpid(), 9)", "killed", ""),
+        ("import atexit; atexit.register(print, 'end', flush=True)", "ok", ""),
+    ],
+)
+def test_reports_how_a_program_ended(server, source, status, text):
+    tier = next((tier for tier, reason in find_local_tiers().items() if reason is None), "unsafe")
+    outcome = run(LocalSandbox(tier, LIMITS, server), source)
+    assert outcome.status == status
+    assert text in outcome.stderr
+    assert len(outcome.stdout) <= LIMITS.output_bytes + 1
+
+
+def test_programs_import_the_standard_library(sandbox):
+    outcome = run(sandbox, "import wave, sqlite3, asyncio\nasyncio.run(asyncio.sleep(0))\nprint(wave.__name__)")
+    assert outcome == Outcome(status="ok", stdout="wave\n")
+
+
+def test_calls_return_literals(sandbox):
+    source = "from collections import Counter\ndef f(x): return Counter(x)\ndef g(): return [float('inf'), (1,), {2}]"
+    calls = ["f('aab')", "g()", "f(1)", "undefined", "f"]
+    outcomes = sandbox.run(
+        Program(source=source, setup="import math\nZERO = 0", cases=[Case(call=call) for call in calls])
+    )
+    assert [outcome.value for outcome in outcomes] == ["{'a': 2, 'b': 1}", "[1e999, (1,), {2}]", "", "", ""]
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok", "error", "error", "error"]
+
+
+def test_values_become_built_in_types():
+    point = namedtuple("point", "x y")
+    value = [Counter("aa"), OrderedDict(b=point(1, 2.5)), frozenset({1}), True, None, b"x", 1j]
+    assert repr(_plain(value)) == "[{'a': 2}, {'b': (1, 2.5)}, {1}, True, None, b'x', 1j]"
+    with pytest.raises(TypeError, match="built-in types, got range"):
+        _plain(range(3))
+
+
+def test_programs_see_nothing_of_each_other(sandbox):
+    first = "import os\nopen('left', 'w').write('x')\nprint(sorted(os.listdir('.')))"
+    assert run(sandbox, first).stdout == "['left']\n"
+    assert run(sandbox, "import os; print(os.listdir('.'))").stdout == "[]\n"
+
+
+def test_programs_get_the_same_random_numbers(sandbox):
+    source = "import random\nprint(random.random(), hash('text'))"
+    assert run(sandbox, source) == run(sandbox, source)
+
+
+def test_interpreters_keep_variables(sandbox):
+    interpreter = sandbox.open_interpreter()
+    try:
+        assert interpreter.run("x = 20\nprint('set')").stdout == "set\n"
+        assert interpreter.run("x + 22").stdout == "42\n"
+        failed = interpreter.run("def f():\n    return x / 0\nf()")
+        assert failed.status == "error"
+        assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+        assert "runner" not in failed.stderr
+        long = interpreter.run("print('x' * 5000)\nx += 1")
+        assert long.status == "ok"
+        assert len(long.stdout) <= LIMITS.output_bytes + 1
+        assert interpreter.run("x").stdout == "21\n"
+        assert interpreter.run("import time; time.sleep(100)").status == "timeout"
+        assert "NameError" in interpreter.run("x").stderr
+        assert interpreter.run("import os; os._exit(0)").status in ("exit", "ok")
+        assert interpreter.run("1").stdout == "1\n"
+    finally:
+        interpreter.close()
+
+
+def test_nothing_runs_between_cells(server):
+    tier = next((tier for tier, reason in find_local_tiers().items() if reason is None), None)
+    if tier is None:
+        pytest.skip(f"no sandbox works on this machine: {find_local_tiers()}")
+    interpreter = LocalSandbox(tier, LIMITS, server).open_interpreter()
+    try:
+        count = "n = 0\ndef count():\n    global n\n    while True:\n        n += 1\n        time.sleep(0.001)\n"
+        interpreter.run(f"import threading, time\n{count}threading.Thread(target=count, daemon=True).start()")
+        before = int(interpreter.run("n").stdout)
+        time.sleep(0.5)
+        assert int(interpreter.run("n").stdout) - before < 250  # 0.5 s are about 500
+    finally:
+        interpreter.close()
+
+
+def test_a_lost_fork_server_does_not_end_its_sandboxes(sandbox):
+    own = ForkServer()
+    lost = LocalSandbox(sandbox.tier, LIMITS, own)
+    interpreter = lost.open_interpreter()
+    interpreter.run("x = 1")
+    assert own.pid is not None
+    os.kill(own.pid, signal.SIGKILL)
+    os.waitpid(own.pid, 0)
+    assert interpreter.run("x").stdout == "1\n"
+    assert run(lost, "print(1)").stdout == "1\n"  # by a new fork server
+    interpreter.close()
+    own.close()
+
+
+def test_a_lost_supervisor_is_no_result_of_the_program(server):
+    tier = "launcher" if find_local_tiers()["launcher"] is None else "unsafe"
+    before = set(descendants(server.pid))
+    interpreter = LocalSandbox(tier, LIMITS, server).open_interpreter()
+    (supervisor,) = (pid for pid in descendants(server.pid) if pid not in before and parent(pid) == server.pid)
+    os.kill(supervisor, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="was lost: its supervisor has ended"):
+        interpreter.run("import time; time.sleep(1)")
+
+
+def test_sandboxes_end_with_their_host(server):
+    tier = next((tier for tier, reason in find_local_tiers().items() if reason is None), "unsafe")
+    source = f"""
+import os, signal
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.local_sandbox import LocalSandbox, shared_fork_server
+interpreter = LocalSandbox({tier!r}, Limits()).open_interpreter()
+interpreter.run("x = 1")
+print(shared_fork_server().pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    found = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    pid = int(found.stdout)
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert find_leftovers(server) == []

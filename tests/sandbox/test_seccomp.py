@@ -1,0 +1,92 @@
+"""The filter of system calls, by an interpreter of its instructions, and its numbers, by the kernel's headers."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from megarl.sandbox.guest.seccomp import ALLOW, AUDIT_ARCH, ENOSYS, EPERM, KILL, build_filter
+from megarl.sandbox.guest.syscalls import allowed_calls, other_calls
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+MACHINES = sorted(HEADERS)
+
+
+def decide(program: bytes, number: int, arguments: tuple[int, ...] = (), *, arch: int) -> int:
+    """Return what the kernel would: the classic BPF instructions that <linux/filter.h> defines, on `seccomp_data`."""
+    data = struct.pack("=iIQ6Q", number, arch, 0, *arguments, *(0,) * (6 - len(arguments)))
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    position, register = 0, 0
+    while True:
+        code, if_true, if_false, constant = instructions[position]
+        position += 1
+        match code:
+            case 0x20:
+                register = struct.unpack_from("=I", data, constant)[0]
+            case 0x15:
+                position += if_true if register == constant else if_false
+            case 0x35:
+                position += if_true if register >= constant else if_false
+            case 0x45:
+                position += if_true if register & constant else if_false
+            case 0x06:
+                return constant
+            case _:
+                raise AssertionError(code)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_allows_its_calls_and_no_others(machine):
+    program, arch = build_filter(machine), AUDIT_ARCH[machine]
+    conditional = {allowed_calls(machine)[name] for name in ("clone", "prctl", "ioctl", "socketpair")}
+    allowed = set(allowed_calls(machine).values())
+    for number in range(1000):
+        if number == other_calls(machine)["clone3"]:
+            assert decide(program, number, arch=arch) == ENOSYS
+        elif number not in conditional:
+            assert decide(program, number, arch=arch) == (ALLOW if number in allowed else EPERM)
+    assert decide(program, 0, arch=0x40000003) == KILL  # calls of 32-bit x86
+    if machine == "x86_64":
+        assert decide(program, 0x40000000 | 39, arch=arch) == KILL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_looks_at_arguments(machine):
+    program, arch, calls = build_filter(machine), AUDIT_ARCH[machine], allowed_calls(machine)
+
+    def of(name: str, *arguments: int) -> int:
+        return decide(program, calls[name], arguments, arch=arch)
+
+    assert of("clone", 0x01200011) == ALLOW  # fork
+    assert of("clone", 0x003D0F00) == ALLOW  # a thread
+    for namespace in (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
+        assert of("clone", namespace | 17) == EPERM
+    assert of("socketpair", 1) == ALLOW
+    assert of("socketpair", 2) == EPERM
+    assert of("ioctl", 0, 0x5401) == ALLOW
+    assert of("ioctl", 0, 0x5412) == EPERM  # TIOCSTI
+    assert of("prctl", 15) == ALLOW
+    assert of("prctl", 22) == EPERM  # SET_SECCOMP
+    assert of("prctl", 4) == EPERM  # SET_DUMPABLE
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_numbers_are_those_of_the_kernel(machine):
+    if not HEADERS[machine].exists():
+        pytest.skip(f"{HEADERS[machine]} is not installed")
+    text = HEADERS[machine].read_text()
+    found = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    found.setdefault("newfstatat", found.get("fstatat", -1))
+    for name, number in (allowed_calls(machine) | other_calls(machine)).items():
+        assert found.get(name, number) == number, name
+
+
+def test_needs_a_known_architecture():
+    with pytest.raises(OSError, match="needs one of x86_64, aarch64, got riscv64"):
+        build_filter("riscv64")

@@ -1,0 +1,104 @@
+"""The client of a sandbox service, with a service of this process that uses a sandbox of this machine."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.errors import SandboxError
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.local_sandbox import LocalSandbox
+from megarl.sandbox.sandbox import Case, Interpreter, Outcome, Program
+from megarl.sandbox.service import ServiceSandbox
+
+
+class Service(ThreadingHTTPServer):
+    interpreters: dict[str, Interpreter]
+    broken: tuple[int, bytes] | None = None
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.broken is not None:
+            self.answer(*self.server.broken)
+        elif self.path == "/run":
+            sandbox = LocalSandbox("unsafe", Limits(**body["limits"]))
+            cases = [Case(**case) for case in body["cases"]]
+            outcomes = sandbox.run(Program(source=body["source"], setup=body["setup"], cases=cases))
+            self.answer(200, json.dumps({"outcomes": [asdict(outcome) for outcome in outcomes]}).encode())
+        elif self.path == "/interpreters":
+            number = f"a/{len(self.server.interpreters)}"
+            self.server.interpreters[number] = LocalSandbox("unsafe", Limits(**body["limits"])).open_interpreter()
+            self.answer(200, json.dumps({"id": number}).encode())
+        else:
+            outcome = self.server.interpreters[self.number()].run(body["source"])
+            self.answer(200, json.dumps(asdict(outcome)).encode())
+
+    def do_DELETE(self) -> None:
+        self.server.interpreters.pop(self.number()).close()
+        self.answer(200, b"{}")
+
+    def number(self) -> str:
+        return self.path.removeprefix("/interpreters/").replace("%2F", "/")
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    server = Service(("127.0.0.1", 0), Handler)
+    server.interpreters = {}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_runs_programs_and_interpreters(service):
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}/", Limits())
+    program = Program(source="def f(x): return x + 1", cases=[Case(call="f(1)"), Case(stdin="")])
+    assert sandbox.run(program) == [Outcome(status="ok", value="2"), Outcome(status="ok")]
+    interpreter = sandbox.open_interpreter()
+    assert interpreter.run("x = 3").status == "ok"
+    assert interpreter.run("x").stdout == "3\n"
+    interpreter.close()
+    assert service.interpreters == {}
+    sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ((500, b"{}"), "returned status 500, needs 200"),
+        ((302, b"{}"), "returned status 302, needs 200"),
+        ((200, b"no"), "needs to return JSON, got 'no'"),
+        ((200, b"[]"), "needs to return an object"),
+        ((200, b'{"outcomes": []}'), "needs to return 1 outcomes"),
+        ((200, b'{"outcomes": [{"status": "passed"}]}'), "needs to return outcomes with a status"),
+    ],
+)
+def test_a_failing_service_is_no_result_of_the_program(service, broken, message):
+    service.broken = broken
+    sandbox = ServiceSandbox(f"http://127.0.0.1:{service.server_port}", Limits())
+    with pytest.raises(SandboxError, match=message):
+        sandbox.run(Program(source="", cases=[Case()]))
+
+
+def test_a_service_that_is_not_there(service):
+    service.server_close()
+    with pytest.raises(SandboxError, match="interpreters failed: "):
+        ServiceSandbox(f"http://127.0.0.1:{service.server_port}", Limits()).open_interpreter()
