@@ -58,9 +58,9 @@ def message_digest(message: Message) -> bytes:
         "role": message["role"],
         "content": content.strip() if is_reply else content,
         "name": message.get("name"),
-        "calls": [call["function"] for call in message.get("tool_calls", ())],
+        "calls": [_without_nulls(call["function"]) for call in message.get("tool_calls", ())],
     }
-    return hashlib.sha256(json.dumps(_without_nulls(compared), sort_keys=True).encode()).digest()
+    return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()
 
 
 def _without_nulls(value: Any) -> Any:

@@ -132,7 +132,7 @@ class Session:
         return turn
 
     def _continue(self, request: TurnRequest) -> Turn:
-        keys = request.prefix_keys()
+        keys = request.prefix_keys
         for length in range(len(request.messages), 0, -1):
             parent = self._by_conversation.get(keys[length])
             if parent is None:
@@ -173,7 +173,7 @@ class Session:
         turn.generation, turn.reply = generation, reply
         self._num_calls += len(reply.calls)
         said = make_message("assistant", reply.content, calls=[("", call.name, call.arguments) for call in reply.calls])
-        self._by_conversation[request.prefix_keys(said)[-1]] = turn
+        self._by_conversation[request.key_after(said)] = turn
         return turn
 
     def _cut_at_stop(self, generation: Generation, stop: Sequence[str]) -> tuple[Generation, str | None]:
@@ -182,6 +182,8 @@ class Session:
         Returns:
             The generation, and the text before the stop text; None: there is none.
         """
+        if not stop:
+            return generation, None
         token_ids = generation.token_ids
         text = self._episode.decode(token_ids)
         positions = [(text.index(each), each) for each in stop if each in text]

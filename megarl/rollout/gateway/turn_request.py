@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
@@ -39,7 +40,7 @@ class RefusedRequestError(Exception):
         self.code, self.param = code, param
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TurnRequest:
     """A conversation that the policy is to continue."""
 
@@ -56,18 +57,27 @@ class TurnRequest:
     overruled: tuple[str, ...] = ()
     """Names of the client's options that do not apply."""
 
+    @cached_property
+    def prefix_keys(self) -> list[bytes]:
+        """A hash of the first 0, 1, 2, ... messages, each with the tools."""
+        keys = [hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).digest()]
+        for message in self.messages:
+            keys.append(_extend(keys[-1], message))
+        return keys
+
     @property
     def key(self) -> bytes:
         """Hash that is equal for requests of the same turn: a client sends one again if it has lost the answer."""
         limits = json.dumps([self.max_tokens, self.stop]).encode()
-        return hashlib.sha256(self.prefix_keys()[-1] + limits).digest()
+        return hashlib.sha256(self.prefix_keys[-1] + limits).digest()
 
-    def prefix_keys(self, reply: Message | None = None) -> list[bytes]:
-        """Return a hash for the first 0, 1, 2, ... messages, and with `reply` one for all of them and the reply."""
-        keys = [hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).digest()]
-        for message in (*self.messages, *([] if reply is None else [reply])):
-            keys.append(hashlib.sha256(keys[-1] + message_digest(message)).digest())
-        return keys
+    def key_after(self, reply: Message) -> bytes:
+        """Return the entry of `prefix_keys` of requests that continue this one's messages and the reply."""
+        return _extend(self.prefix_keys[-1], reply)
+
+
+def _extend(key: bytes, message: Message) -> bytes:
+    return hashlib.sha256(key + message_digest(message)).digest()
 
 
 def find_overruled(body: Mapping[str, Any]) -> list[str]:

@@ -12,9 +12,12 @@ import numpy as np
 from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config.data import DataConfig
 from megarl.config.harness import HarnessConfig
+from megarl.rollout.agents.episode import Episode
 from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.gateway.harness_agent import HarnessAgent
-from megarl.rollout.gateway.reply_parser import ReplyParser
+from megarl.rollout.gateway.reply_parser import PlainTextParser, ReplyParser
+from megarl.rollout.gateway.session import Session
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec
 from tests.rollout.environments.scripted import TurnScorer
 from tests.rollout.whole_batches import WholeBatches
@@ -29,6 +32,8 @@ class SeededEngine(WholeBatches):
 
     tokenizer: Any
     reply: Callable[[str], str] | None = None
+    in_letters: bool = False
+    """Whether a reply consists of the tokens of its letters, which its text is not encoded to."""
     seconds: float = 0.0
     log: list[tuple[GenerationRequest, Generation]] = field(default_factory=list)
 
@@ -40,7 +45,8 @@ class SeededEngine(WholeBatches):
             ids = [token for token in ids if token not in self.tokenizer.all_special_ids] or [5]
         else:
             text = self.reply(self.tokenizer.decode(request.token_ids))
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            parts = text if self.in_letters else [text]
+            ids = [token for part in parts for token in self.tokenizer.encode(part, add_special_tokens=False)]
         ids = [*ids, self.tokenizer.eos_token_id]
         taken = ids[: request.sampling.max_new_tokens]
         generation = Generation(
@@ -97,6 +103,15 @@ def run_groups(
                 await agent.close()
 
     return asyncio.run(main())
+
+
+def make_session(engine: SeededEngine, number: int) -> Session:
+    """Return the session of an episode that no server serves."""
+    tokenizer = engine.tokenizer
+    sampling = Sampling(temperature=1.0, max_new_tokens=1000, seed=number)
+    episode = Episode(make_prompt(tokenizer), tokenizer, engine, sampling, request_id=f"r-{number}", group_id=0)
+    config = HarnessConfig(path="a:b", max_seconds=1e6)
+    return Session(episode, config, ChatRenderer(tokenizer), PlainTextParser(), can_call=False)
 
 
 def make_prompt(tokenizer: Any, number: int = 1, text: str = "is it?", **row: Any) -> Prompt:

@@ -17,7 +17,9 @@ import pytest
 from megarl.rollout.agents.episode import Episode
 from megarl.rollout.environments.conversation import ChatRenderer
 from megarl.rollout.environments.environment import Message, Task
+from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.reply_parser import ParsedReply, ToolCall
+from megarl.rollout.gateway.turn_request import TurnRequest
 from tests.rollout.environments.chat_templates import APPEND, STABLE, STRIPS_THOUGHTS, chat_tokenizer
 from tests.rollout.gateway.clients import KINDS, talk
 from tests.rollout.gateway.scripted import (
@@ -25,6 +27,7 @@ from tests.rollout.gateway.scripted import (
     logged_ids,
     make_agent,
     make_prompt,
+    make_session,
     run_groups,
     sampled_ids,
 )
@@ -35,7 +38,7 @@ async def sample_directly(episode: Episode) -> Any:
     renderer, row = ChatRenderer(episode.tokenizer), episode.prompt.row
     messages: list[Message] = [{"role": "user", "content": row["prompt"]}]
     for turn in range(row["turns"]):
-        generation = await episode.generate()
+        generation = await episode.generate(max_new_tokens=row.get("turn_tokens"))
         if turn + 1 < row["turns"]:
             reply, asked = episode.decode(generation.token_ids), {"role": "user", "content": f"why {turn}?"}
             found = renderer.extension(messages, reply, [asked], int(generation.token_ids[-1]), None)
@@ -88,16 +91,27 @@ def test_prompts_begin_with_the_prompt_and_output_before(name: str) -> None:
 
 def test_outputs_that_do_not_survive_decoding_are_trained_as_sampled() -> None:
     tokenizer = chat_tokenizer(APPEND)
-    engine = SeededEngine(tokenizer)
-    groups = run_groups(engine, make_agent(tokenizer, talk), [make_prompt(tokenizer, n, turns=6) for n in range(250)])
+    engine, sessions = SeededEngine(tokenizer), []
+
+    async def talk_in_sessions() -> None:
+        for number in range(200):
+            session = make_session(engine, number)
+            messages: tuple[Message, ...] = ({"role": "user", "content": "is it?"},)
+            for turn in range(6):
+                reply = (await session.answer(TurnRequest(messages=messages))).reply
+                assert reply is not None
+                messages += (make_message("assistant", reply.content), {"role": "user", "content": f"why {turn}?"})
+            sessions.append(session)
+
+    asyncio.run(talk_in_sessions())
     drifting = 0
     for _, generation in engine.log:
         ids = generation.token_ids[:-1].tolist()
         drifting += tokenizer.encode(tokenizer.decode(ids), add_special_tokens=False) != ids
-    assert len(engine.log) == 1500
+    assert len(engine.log) == 1200
     assert drifting >= 1000
-    trajectories = [each for _, group in groups for each in group]
-    assert len(trajectories) == 250
+    trajectories = [each for session in sessions for each in session.trajectories(None)]
+    assert len(trajectories) == 200
     assert sampled_ids(trajectories) == logged_ids(engine)
 
 

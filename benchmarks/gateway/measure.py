@@ -1,0 +1,119 @@
+"""Sessions that a client in another process runs against a gateway, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from megarl.batch.trajectory import Prompt
+from megarl.config.harness import HarnessConfig
+from megarl.data.tiny_checkpoint import CHAT_TEMPLATE, train_tokenizer
+from megarl.rollout.agents.episode import Episode
+from megarl.rollout.engine import Generation, GenerationRequest, Sampling
+from megarl.rollout.environments.conversation import ChatRenderer
+from megarl.rollout.gateway.reply_parser import PlainTextParser
+from megarl.rollout.gateway.server import GatewayServer
+from megarl.rollout.gateway.session import Session
+
+CLIENT = Path(__file__).with_name("client.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sessions that run at the same time."""
+
+    num_sessions: int
+    num_turns: int
+    engine_seconds: float
+    """Time that the engine takes for a turn, in which it does nothing."""
+    reply_tokens: int = 100
+
+
+@dataclass
+class WaitingEngine:
+    """Waits, and returns the same tokens each time; knows when each turn was sampled."""
+
+    load: Load
+    spent: list[float] = field(default_factory=list)
+    """Duration of each request."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Return tokens after a wait."""
+        start = time.perf_counter()
+        await asyncio.sleep(self.load.engine_seconds)
+        count = self.load.reply_tokens
+        self.spent.append(time.perf_counter() - start)
+        return Generation(
+            token_ids=np.full(count, 40, np.int32),
+            logprobs=np.full(count, -0.5, np.float32),
+            policy_versions=np.zeros(count, np.int32),
+            finish_reason="stop",
+        )
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing."""
+
+
+async def measure(load: Load) -> dict[str, Any]:
+    """Return the milliseconds that turns take longer than the engine, CPU time of this process, and memory."""
+    tokenizer = train_tokenizer(["some text to talk about"] * 3, 330, 1 << 20)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    engine, server = WaitingEngine(load), GatewayServer(tokenizer)
+    await server.start()
+    renderer, parser = ChatRenderer(tokenizer), PlainTextParser()
+    process = psutil.Process()
+    await _run(Load(num_sessions=4, num_turns=2, engine_seconds=0.01), engine, server, renderer, parser, tokenizer)
+    engine.spent.clear()
+    memory, cpu = process.memory_info().rss, time.process_time()
+    sessions, seconds = await _run(load, engine, server, renderer, parser, tokenizer)
+    cpu, memory = time.process_time() - cpu, process.memory_info().rss - memory
+    added = 1e3 * (np.array(seconds) - np.mean(engine.spent))
+    await server.close()
+    assert sum(session.num_turns for session in sessions) == load.num_sessions * load.num_turns
+    return {
+        **asdict(load),
+        "added_ms_p50": float(np.percentile(added, 50)),
+        "added_ms_p99": float(np.percentile(added, 99)),
+        "cpu_ms_per_turn": 1e3 * cpu / (load.num_sessions * load.num_turns),
+        "rss_growth_mib": memory / 2**20,
+    }
+
+
+async def _run(
+    load: Load,
+    engine: WaitingEngine,
+    server: GatewayServer,
+    renderer: ChatRenderer,
+    parser: PlainTextParser,
+    tokenizer: Any,
+) -> tuple[Sequence[Session], list[float]]:
+    """Return the sessions, and the seconds of each turn as the client measures them."""
+    prompt = Prompt(prompt_id="d.jsonl:1", text="", token_ids=(40,) * 20, row={})
+    sampling = Sampling(temperature=1.0, max_new_tokens=1 << 20)
+    sessions, urls, stack = [], [], []
+    for number in range(load.num_sessions):
+        episode = Episode(prompt, tokenizer, engine, sampling, request_id=f"r-{number}", group_id=0)
+        config = HarnessConfig(path="a:b", max_turns=load.num_turns, max_seconds=1e6)
+        session = Session(episode, config, renderer, parser, can_call=False)
+        served = server.serve(session)
+        urls.append(served.__enter__()[0])
+        sessions.append(session)
+        stack.append(served)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(CLIENT), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    sent = {"urls": urls, "turns": load.num_turns, "spread": load.engine_seconds}
+    output, _ = await child.communicate(json.dumps(sent).encode())
+    assert child.returncode == 0
+    for served in stack:
+        served.__exit__(None, None, None)
+    return sessions, json.loads(output)

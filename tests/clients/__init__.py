@@ -1,0 +1,1 @@
+"""Scripts for other people's frameworks, and a command that runs them against the gateway."""

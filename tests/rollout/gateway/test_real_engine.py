@@ -1,0 +1,72 @@
+"""Conversations through the gateway with an SGLang engine: bitwise those of direct sampling with the same seeds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.tiny_checkpoint import write_tiny_model
+from megarl.data.tokenizer import load_tokenizer
+from megarl.rollout.engine import Generation, GenerationRequest
+from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
+from tests.rollout.gateway.clients import KINDS, talk
+from tests.rollout.gateway.scripted import make_agent, make_prompt, run_groups
+from tests.rollout.gateway.test_tokens import sample_directly
+from tests.rollout.remote import RemoteEngine
+from tests.rollout.whole_batches import WholeBatches
+
+TURN_TOKENS = 16
+
+
+class Engine(WholeBatches):
+    """Calls the engine's process from threads, one request at a time."""
+
+    def __init__(self, remote: RemoteEngine, tokenizer: Any) -> None:
+        self.remote, self.tokenizer = remote, tokenizer
+        self.lock = asyncio.Lock()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        async with self.lock:
+            found: Generation = await asyncio.to_thread(self.remote.call, "generate", request)
+        return found
+
+    async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        return [await self.generate(request) for request in requests]
+
+    async def abort(self, request_id: str) -> None:
+        await asyncio.to_thread(self.remote.call, "abort", request_id)
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RemoteEngine, Path]]:
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    write_tiny_model(folder, ["some text"] * 3, seed=0, chat=True)
+    stop = read_stop_token_ids(str(folder))
+    engine = RemoteEngine(
+        EngineSpec(model_path=str(folder), max_total_tokens=8192, deterministic=True, stop_token_ids=stop)
+    )
+    try:
+        engine.call("start")
+        yield engine, folder
+    finally:
+        engine.close()
+
+
+def test_the_gateway_samples_as_direct_sampling(remote: tuple[RemoteEngine, Path]) -> None:
+    engine, folder = remote
+    tokenizer = load_tokenizer(str(folder))
+    kinds = list(KINDS)
+    prompts = [make_prompt(tokenizer, n, turns=1 + n % 4, turn_tokens=TURN_TOKENS) for n in range(len(kinds))]
+    expected = run_groups(Engine(engine, tokenizer), sample_directly, prompts, max_new_tokens=300)
+    agent = make_agent(tokenizer, talk, kwargs={"kinds": kinds}, max_turn_tokens=TURN_TOKENS)
+    served = run_groups(Engine(engine, tokenizer), agent, prompts, max_new_tokens=300)
+    for (_, (direct,)), (_, (got,)) in zip(expected, served, strict=True):
+        np.testing.assert_array_equal(got.token_ids, direct.token_ids)
+        np.testing.assert_array_equal(got.loss_mask, direct.loss_mask)
+        assert got.logprobs.tobytes() == direct.logprobs.tobytes()
+        assert got.logprobs[got.loss_mask].min() < -1.0
