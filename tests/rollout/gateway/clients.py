@@ -93,7 +93,7 @@ async def ask_responses_stream(base_url: str, api_key: str, messages: Messages) 
         async for event in stream:
             if event.type == "response.output_text.delta":
                 text += event.delta
-            if event.type == "response.completed":
+            if event.type in ("response.completed", "response.incomplete"):
                 last = event.response.output_text
     assert text == last
     return text
