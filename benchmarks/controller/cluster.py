@@ -6,10 +6,8 @@ own. What a rank receives, and what it returns, has the sizes of a run; nothing 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +16,12 @@ import numpy as np
 import ray
 
 from megarl.batch.balance import QWEN2_5_7B
+from megarl.batch.packed_trajectories import PackedTrajectories
 from megarl.batch.sample_table import SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.config.trainer import OffloadConfig
+from megarl.groups.rollout_actor import RolloutActor
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.rollout_workers import RolloutWorkers
 from megarl.groups.sync_update import PushReport
@@ -64,7 +64,7 @@ class FakeTrainer:
 class FakeRolloutWorker:
     """Stands in for a rollout worker: returns groups of random lengths; estimates as the product's worker does."""
 
-    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, PackedTrajectories]:
         """Return a group whose arrays have the sizes of a run, so that they go to the object store."""
         rng = np.random.default_rng([*job.seed, job.group_id])
         lengths = rng.integers(MAX_RESPONSE_TOKENS // 2, MAX_RESPONSE_TOKENS, job.num_samples)
@@ -79,14 +79,9 @@ class FakeRolloutWorker:
             generation_seconds=1.0,
             scoring_seconds=0.1,
         )
-        return summary, trajectories
+        return summary, PackedTrajectories.of(trajectories)
 
-    async def estimate(self, job: Any, *groups: Sequence[Trajectory]) -> Any:
-        """Run the product's estimator."""
-        from megarl.groups.estimation import estimate
-
-        summary, columns = await asyncio.to_thread(estimate, job, groups)
-        return (summary, *columns) if columns else summary
+    estimate = RolloutActor.estimate
 
     async def record(self, *arguments: object) -> None:
         """Receive the rollouts that a worker writes to disk."""
@@ -207,7 +202,8 @@ class FakeCluster:
         hosts = [ray.remote(WorkerHost).options(num_cpus=0).remote({}) for _ in range(NUM_PROCESSES)]
         building = [host.build.remote("trainer", FakeTrainer, (), {}, time.time()) for host in hosts]
         wait_all(building, what="start", names=dict.fromkeys(building, "trainer"))
-        processes: Any = FakeProcesses([hosts[rank % NUM_PROCESSES] for rank in range(grid.size)])
+        # consecutive ranks share a process, as they share a node: the first ranks of replicas are in all processes
+        processes: Any = FakeProcesses([hosts[rank * NUM_PROCESSES // grid.size] for rank in range(grid.size)])
         offload = OffloadConfig(optimizer=False, gradients=False, weights=False)
         engines: Any = FakeEngines(config)
         rollout = RolloutGroup(config, engines, FakeRolloutWorkers(config, engines))
@@ -238,12 +234,13 @@ class FakeCluster:
 
 
 def fetched_per_used(request: TrainRequest, grid: RankGrid) -> float:
-    """Return the tokens of the groups that the replicas fetch over the tokens that they train on."""
-    tokens_by_group: Counter[int] = Counter()
+    """Return the tokens of the objects that the replicas fetch over the tokens that they train on."""
+    tokens_by_object: Counter[Any] = Counter()
+    payloads = payloads_by_index(request)
     for batch in request.mini_batches:
         table = SampleTable.of(batch.samples)
         for number, num_tokens in zip(table.keys_N2[:, 0].tolist(), table.num_tokens_N.tolist(), strict=True):
-            tokens_by_group[number] += num_tokens
+            tokens_by_object[payloads[number].refs] += num_tokens
     by_replica = split_by_dp(request, grid)[:: grid.size // grid.dp]
-    fetched = sum(tokens_by_group[number] for replica in by_replica for number in payloads_by_index(replica))
-    return fetched / tokens_by_group.total()
+    objects = [{payload.refs for payload in payloads_by_index(replica).values()} for replica in by_replica]
+    return sum(tokens_by_object[refs] for of_replica in objects for refs in of_replica) / tokens_by_object.total()

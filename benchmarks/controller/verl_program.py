@@ -63,7 +63,7 @@ def main() -> None:
     )
     processes = [ray.remote(Process).options(num_cpus=0).remote() for _ in range(spec["processes"])]
     ranks, replicas, per_replica = spec["ranks"], spec["replicas"], spec["trajectories_per_replica"]
-    group = SharedProcesses([processes[rank % len(processes)] for rank in range(ranks)])
+    group = SharedProcesses([processes[rank * len(processes) // ranks] for rank in range(ranks)])
     dp_ranks = [rank * replicas // ranks for rank in range(ranks)]
     seconds = []
     for _ in range(spec["repetitions"] + 1):  # the first one starts threads and imports

@@ -1,6 +1,7 @@
 """Micro-batches of data-parallel ranks that train on whole groups, as far as the balance of the ranks allows.
 
-A rank fetches a group's trajectories as one object, and each object that a rank needs costs the controller a reference.
+A rank fetches a group's trajectories in one object, which may hold further groups, and each object that a rank needs
+costs the controller a reference. "Group" stands below for the sequences of one group, or of one object.
 Balanced without regard to groups, ranks need most groups for one of their samples only.
 
 1. Groups go to ranks, most expensive first, each to the rank with the lowest cost so far.
@@ -65,13 +66,11 @@ def plan_whole_groups(
     rounds = max(len(best_fit(lengths_N, own_n, max_tokens)) for own_n in ranks)
     targets = cost_targets(np.sort(costs_N)[::-1], rounds, dp)
     plan = [_fill_rank(lengths_N, costs_N, own_n, targets, max_tokens) for own_n in ranks]
-    loads_RK = np.array([[costs_N[members].sum() for members in batches] for batches in plan if batches is not None])
-    if len(loads_RK) < dp:
-        return None
+    loads_RK = np.array([[costs_N[members].sum() for members in batches] for batches in plan])
     slowest = loads_RK.max(axis=0).sum() if exchanges else loads_RK.sum(axis=1).max()
     if slowest > MAX_IMBALANCE * loads_RK.sum() / dp:
         return None
-    return [[sorted(members) for members in batches] for batches in plan if batches is not None]
+    return [[sorted(members) for members in batches] for batches in plan]
 
 
 def _assign_groups(
@@ -102,17 +101,18 @@ def _fill_rank(
     own_n: NDArray[np.intp],
     targets: Sequence[float],
     max_tokens: int,
-) -> list[list[int]] | None:
-    """Return the micro-batches of one rank, most expensive first; None if a sequence does not fit.
+) -> list[list[int]]:
+    """Return the micro-batches of one rank, most expensive first.
 
     Args:
         own_n: the rank's sequences, longest first.
-        targets: cost of each round.
+        targets: cost of each round, of which there are enough for best-fit packing.
     """
     scale = float(costs_N[own_n].sum()) / sum(targets)
     filled = fill_to_targets(lengths_N, costs_N, own_n, scale * np.array(targets), max_tokens)
-    if filled is None:
-        return None
+    if filled is None:  # the micro-batches have too little room to be filled evenly
+        filled = best_fit(lengths_N, own_n, max_tokens)
+        filled += [[] for _ in range(len(targets) - len(filled))]
     long = sum(target > targets[-1] for target in targets)
     batches = [members[::-1] for members in filled[:long]]
     batches += _balance([members[::-1] for members in filled[long:]], lengths_N, costs_N, max_tokens)

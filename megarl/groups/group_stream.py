@@ -20,10 +20,10 @@ from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS
 from megarl.workers.completions import Completions
 from megarl.workers.failures import to_megarl_error
-from megarl.workers.payload import StoredPayload
+from megarl.workers.payload import StoredItem
 
-GROUPS_PER_CALL = 16
-"""Largest number of groups that return in one call."""
+GROUPS_PER_CALL = 8
+"""Largest number of groups that return in one call, and as one object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class FinishedGroup:
     """The scored samples of one prompt."""
 
     summary: GroupSummary
-    payload: StoredPayload[list[Trajectory]]
+    payload: StoredItem[Sequence[Trajectory]]
+    """Groups that a worker has returned in one call share an object, which is freed after the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ class GroupStream:
     def __init__(self, workers: RolloutWorkers, timeout: float) -> None:
         """`timeout`: longest time, in seconds, without a finished group while engines serve."""
         self._workers, self._timeout = workers, timeout
-        self._calls: dict[ray.ObjectRef, tuple[_JobBatch, list[ray.ObjectRef]]] = {}
-        """The call in progress of each batch, by the reference to its summaries, with the references to its groups."""
+        self._calls: dict[ray.ObjectRef, tuple[_JobBatch, ray.ObjectRef]] = {}
+        """The call in progress of each batch, by the reference to its summaries, with the reference to its groups."""
         self._completions = Completions()
         self._ended: deque[tuple[ray.ObjectRef, Future[Any]]] = deque()
         """Calls that have ended and were not looked at: groups are returned before the error of a later call."""
@@ -133,38 +134,38 @@ class GroupStream:
     def _send(self, jobs: Sequence[GroupJob], worker: int) -> None:
         batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(jobs)))
         limit = min(len(jobs), GROUPS_PER_CALL)
-        call = batch.actor.begin_calls.options(num_returns=1 + limit)
-        self._watch(batch, call.remote(str(batch.number), "rollout_group", list(jobs), limit))
+        call = batch.actor.begin_calls.options(num_returns=2)
+        self._watch(batch, call.remote(str(batch.number), "rollout_group", tuple(jobs), limit))
 
     def _watch(self, batch: _JobBatch, refs: Sequence[ray.ObjectRef]) -> None:
-        summaries, *payloads = refs
-        self._calls[summaries] = batch, payloads
+        summaries, groups = refs
+        self._calls[summaries] = batch, groups
         self._completions.add(summaries)
 
     def _take(self, ref: ray.ObjectRef, ended: Future[Any]) -> list[tuple[GroupJob, FinishedGroup]]:
         """Return the finished groups of a call; none if its worker has died, whose jobs are then submitted again."""
         if ref not in self._calls:
             return []  # an engine's, or one whose jobs were canceled, or submitted again as its worker had died
-        batch, payloads = self._calls[ref]
+        batch, groups = self._calls[ref]
         try:
-            outcomes: list[tuple[int, GroupSummary | MegarlError]] = ended.result()
+            outcomes: tuple[tuple[int, GroupSummary | MegarlError], ...] = ended.result()
         except WORKER_DEATHS:
             self._replace(batch, ref)
             return []
         except RayError as error:
             raise to_megarl_error(error, what="rollout", name=f"rollout worker {batch.worker}") from error
         finished: list[tuple[GroupJob, FinishedGroup]] = []
-        for (index, outcome), payload in zip(outcomes, payloads, strict=False):
+        for position, (index, outcome) in enumerate(outcomes):
             if index not in batch.jobs:
                 continue  # it was canceled
             if isinstance(outcome, MegarlError):
                 self._error = outcome
                 return finished
-            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, StoredPayload(payload))))
+            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, StoredItem(groups, position))))
         del self._calls[ref]
         if batch.jobs:
             limit = min(len(batch.jobs), GROUPS_PER_CALL)
-            call = batch.actor.collect_calls.options(num_returns=1 + limit)
+            call = batch.actor.collect_calls.options(num_returns=2)
             self._watch(batch, call.remote(str(batch.number), limit))
         return finished
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from megarl.batch.packed_trajectories import PackedTrajectories
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.config import RunConfig
@@ -68,7 +69,7 @@ class RolloutActor(RolloutWorker):
         self._run_dir, self._folder = config.run_dir, Path(config.run_dir) / "rollouts"
         self._replay = Replay(open_journal(config))
 
-    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, PackedTrajectories]:
         """Return the journal entry for this job if any process has finished it; otherwise generate and append it.
 
         Raises:
@@ -78,12 +79,13 @@ class RolloutActor(RolloutWorker):
         """
         step = parse_step(job.request_id)
         if step is None:
-            return await super().rollout_group(job)
+            summary, trajectories = await super().rollout_group(job)
+            return summary, PackedTrajectories.of(trajectories)
         group = await self._replay.lookup(step, job)
         if group is not None:
-            return replace(group.summary, replayed=True), group.trajectories
+            return replace(group.summary, replayed=True), PackedTrajectories.of(group.trajectories)
         group = await self._replay.append(step, job, *await super().rollout_group(job))
-        return group.summary, group.trajectories
+        return group.summary, PackedTrajectories.of(group.trajectories)
 
     @override
     async def shutdown(self) -> None:
@@ -97,7 +99,8 @@ class RolloutActor(RolloutWorker):
         step: int,
         rewards: Sequence[tuple[float, Mapping[str, float]]],
         advantages: Sequence[float | None],
-        *groups: Sequence[Trajectory],
+        places: Sequence[tuple[int, int]],
+        *stored: Sequence[Sequence[Trajectory]],
     ) -> None:
         """Write the trajectories of the groups to `rollouts/step-<step>.parquet`.
 
@@ -105,12 +108,17 @@ class RolloutActor(RolloutWorker):
             rewards: final rewards, one per trajectory: the weighted sum and each term, also those added after
                 generation.
             advantages: one per trajectory; None for one that was not trained on.
+            places: for each group, its index in `stored` and its index there.
 
         Raises:
             LostLockError: another run has taken over the run folder; nothing is written.
         """
         # group ids are unique within one sampling call only; a step may combine several
-        trajectories = [replace(trajectory, group_id=g) for g, group in enumerate(groups) for trajectory in group]
+        trajectories = [
+            replace(trajectory, group_id=g)
+            for g, (object_index, index) in enumerate(places)
+            for trajectory in stored[object_index][index]
+        ]
         known = [
             replace(t, reward=total, rewards=terms) for t, (total, terms) in zip(trajectories, rewards, strict=True)
         ]
@@ -119,11 +127,16 @@ class RolloutActor(RolloutWorker):
         await asyncio.to_thread(write_rollouts, path, known, advantages, step=step, decode=self._decode)
 
     async def estimate(
-        self, job: EstimateJob, *groups: Sequence[Trajectory]
+        self, job: EstimateJob, places: Sequence[tuple[int, int]], *stored: Sequence[Sequence[Trajectory]]
     ) -> EstimateSummary | tuple[EstimateSummary | TokenColumn, ...]:
-        """Run the estimator; return its `EstimateSummary`, followed by one value for each column of `job.outputs`."""
+        """Run the estimator; return its `EstimateSummary`, followed by one value for each column of `job.outputs`.
+
+        Args:
+            places: as `record`.
+        """
         from megarl.groups.estimation import estimate  # imports torch, which the estimator of `job` needs, too
 
+        groups = [stored[object_index][index] for object_index, index in places]
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary
 
@@ -150,7 +163,7 @@ class ReplayActor(RolloutActor):
     """Has no engine: every group is one of the journal."""
 
     @override
-    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, PackedTrajectories]:
         """Return the journal entry for this job.
 
         Raises:
@@ -160,4 +173,4 @@ class ReplayActor(RolloutActor):
         group = None if step is None else await self._replay.lookup(step, job)
         if group is None:
             raise WorkerError(f"{job.request_id}: the rollout journal lacks this group, prompt {job.prompt.prompt_id}")
-        return replace(group.summary, replayed=True), group.trajectories
+        return replace(group.summary, replayed=True), PackedTrajectories.of(group.trajectories)

@@ -22,7 +22,7 @@ from megarl.process.startup_trace import StartupTiming
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
 from megarl.workers.failures import raise_failure, wait_all
-from megarl.workers.payload import StoredPayload
+from megarl.workers.payload import StoredPayload, distinct_refs
 
 if TYPE_CHECKING:
     from megarl.groups.estimation import EstimateJob, EstimateSummary
@@ -158,9 +158,10 @@ class RolloutGroup:
         self, job: EstimateJob, groups: Sequence[FinishedGroup]
     ) -> tuple[EstimateSummary, dict[ColumnName, StoredPayload[TokenColumn]]]:
         """Run `job` on the trajectories of the groups in a worker; its columns stay in the object store."""
+        stored, places = distinct_refs([group.payload for group in groups])
         while True:
             call = self._workers[0].invoke.options(num_returns=1 + len(job.outputs))
-            refs = call.remote("estimate", job, *[group.payload.ref for group in groups])
+            refs = call.remote("estimate", job, places, *stored)
             summary_ref, *columns = refs if job.outputs else [refs]
             self._workers.wait_for(summary_ref, 0)
             if not self._workers.is_dead(summary_ref):
@@ -178,10 +179,10 @@ class RolloutGroup:
             advantages: one per sequence; None for one that was not trained on.
         """
         self.flush_records()
-        refs = [group.payload.ref for group in groups]
+        stored, places = distinct_refs([group.payload for group in groups])
         summaries = [summary for group in groups for summary in group.summary.trajectories]
         rewards = [(summary.reward, summary.rewards) for summary in summaries for _ in range(summary.num_segments)]
-        self._record(step % len(self._workers), (step, rewards, list(advantages), *refs))
+        self._record(step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *stored))
 
     def flush_records(self) -> None:
         """Block until the rollouts of all `record` calls are on disk."""

@@ -32,7 +32,7 @@ from megarl.megatron.requests import (
 from megarl.megatron.token_column import ComputedColumn, select_samples, select_values
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import Dispatch, from_output_rank
-from megarl.workers.payload import LocalPayload, Payload, RemoteResults
+from megarl.workers.payload import LocalPayload, Payload, RemoteResults, StoredItem
 
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ def plan_replica_micro_batches(
 ) -> list[MicroBatches]:
     """Plan the micro-batches of each data-parallel replica, as indices into `lengths`, in tokens."""
     padded_N = _padded(np.array(lengths, np.int64), grid.cp)
-    return plan_replicas(padded_N.tobytes(), None, grid, max_tokens, cost)
+    return plan_replicas(padded_N.tobytes(), (), grid, max_tokens, cost)
 
 
 def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B) -> list[TrainRequest]:
@@ -55,8 +55,11 @@ def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = Q
     """
     per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
     tables = [SampleTable.of(batch.samples) for batch in request.mini_batches]
+    objects = _objects(request.payloads)
     for batch, samples in zip(request.mini_batches, tables, strict=True):
-        plan = _plan_samples(samples, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit)
+        plan = _plan_samples(
+            samples, objects, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit
+        )
         for batches, (own, micro_batches) in zip(per_replica, plan, strict=True):
             batches.append(replace(batch, samples=own, micro_batches=micro_batches))
     totals = RequestTotals(
@@ -80,7 +83,8 @@ def split_forward_by_dp(
     request: ForwardRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B
 ) -> list[ForwardRequest]:
     """Return one request per rank, with its replica's micro-batches; ranks of one replica get the same object."""
-    plan = _plan_samples(SampleTable.of(request.samples), grid, request.max_tokens_per_micro_batch, cost)
+    samples, objects = SampleTable.of(request.samples), _objects(request.payloads)
+    plan = _plan_samples(samples, objects, grid, request.max_tokens_per_micro_batch, cost)
     requests = [
         replace(
             request, samples=own, micro_batches=micro_batches, payloads=_select_payloads(request.payloads, own.keys_N2)
@@ -119,24 +123,45 @@ def computed_column(
     """
     if not isinstance(results, RemoteResults):
         return results
-    plan = _plan_samples(SampleTable.of(request.samples), grid, request.max_tokens_per_micro_batch, cost)
+    samples, objects = SampleTable.of(request.samples), _objects(request.payloads)
+    plan = _plan_samples(samples, objects, grid, request.max_tokens_per_micro_batch, cost)
     return ComputedColumn.of(results.refs, [own.keys_N2 for own, _ in plan])
 
 
+def _objects(payloads: Payloads) -> Mapping[int, int]:
+    """Return the number of the stored object that holds each payload; those in other storage have one each."""
+    numbers: dict[Any, int] = {}
+    return {
+        number: numbers.setdefault(payload.ref if isinstance(payload, StoredItem) else number, len(numbers))
+        for number, payload in (payloads.items() if isinstance(payloads, Mapping) else enumerate(payloads))
+    }
+
+
 def _plan_samples(
-    samples: SampleTable, grid: RankGrid, max_tokens: int, cost: SequenceCost, sequences_per_unit: int = 1
+    samples: SampleTable,
+    objects: Mapping[int, int],
+    grid: RankGrid,
+    max_tokens: int,
+    cost: SequenceCost,
+    sequences_per_unit: int = 1,
 ) -> list[tuple[SampleTable, MicroBatches]]:
     """Return the samples of each replica in their order, and its micro-batches as indices into them.
 
     Units of consecutive samples share a micro-batch.
+
+    Args:
+        objects: of the payloads, as `_objects` returns them.
     """
     assert len(samples) % sequences_per_unit == 0, f"{len(samples)} % {sequences_per_unit} != 0"
     padded_N = _padded(samples.num_tokens_N, grid.cp)
     lengths_U = padded_N.reshape(-1, sequences_per_unit).sum(axis=1)
     payloads_U = np.ascontiguousarray(samples.keys_N2[::sequences_per_unit, 0])
+    numbers_P, inverse_U = np.unique(payloads_U, return_inverse=True)
+    objects_U = np.array([objects[number] for number in numbers_P.tolist()], np.int64)[inverse_U]
+    holders = tuple(dict.fromkeys((objects_U.tobytes(), payloads_U.tobytes())))
     return [
         _take_micro_batches(samples, units, sequences_per_unit)
-        for units in plan_replicas(lengths_U.tobytes(), payloads_U.tobytes(), grid, max_tokens, cost)
+        for units in plan_replicas(lengths_U.tobytes(), holders, grid, max_tokens, cost)
     ]
 
 
@@ -157,18 +182,19 @@ def _padded(lengths_N: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=16)
 def plan_replicas(
-    lengths: bytes, payloads: bytes | None, grid: RankGrid, max_tokens: int, cost: SequenceCost
+    lengths: bytes, holders: tuple[bytes, ...], grid: RankGrid, max_tokens: int, cost: SequenceCost
 ) -> list[MicroBatches]:
     """Plan micro-batches of int64 `lengths`; kept, because critics, references and the policy get the same samples.
 
     Args:
-        payloads: payload of each, int64, of which a replica should need few; None: they have none.
+        holders: what a replica should need few of: for each length its stored object, int64, and its group. They are
+            tried in this order; the plan splits both if replicas would not be balanced otherwise.
     """
     lengths_N, plan = np.frombuffer(lengths, np.int64), None
-    if payloads is not None:
-        payloads_N, exchanges = np.frombuffer(payloads, np.int64), grid.ep > 1
-        plan = plan_whole_groups(
-            lengths_N, payloads_N, dp=grid.dp, max_tokens=max_tokens, exchanges=exchanges, cost=cost
+    for numbers in holders:
+        groups_N, exchanges = np.frombuffer(numbers, np.int64), grid.ep > 1
+        plan = plan or plan_whole_groups(
+            lengths_N, groups_N, dp=grid.dp, max_tokens=max_tokens, exchanges=exchanges, cost=cost
         )
     plan = plan or plan_micro_batches(lengths_N, dp=grid.dp, max_tokens=max_tokens, cost=cost)
     return [tuple(map(tuple, micro_batches)) for micro_batches in plan]

@@ -9,20 +9,20 @@ from __future__ import annotations
 from megarl.errors import LostEngineError
 from megarl.rollout.continuation import continue_after, join, no_tokens
 from megarl.rollout.engine import Generation, GenerationRequest
-from megarl.rollout.engine_pool import EngineLease, EnginePool
+from megarl.rollout.engine_pool import EngineLease
 from megarl.rollout.request_clock import RequestTimeout
 
 
 class ContinuingEngine:
     """A `CompletionEngine` that continues a request on another engine if its own is lost."""
 
-    def __init__(self, pool: EnginePool, lease: EngineLease, timeout: RequestTimeout) -> None:
+    def __init__(self, lease: EngineLease, timeout: RequestTimeout) -> None:
         """Use the engine of a lease.
 
         Args:
             timeout: of the episode; it does not run while no engine is live, and starts again after a loss.
         """
-        self._pool, self._lease, self._timeout = pool, lease, timeout
+        self._lease, self._timeout = lease, timeout
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Return one completion of the request; raises as the engine does, but never because it was lost."""
@@ -37,8 +37,7 @@ class ContinuingEngine:
                 engine.mark_lost(error)
                 reported = engine.partial_outputs.pop(request.request_id)
                 part = join(part, reported)
-                self._pool.num_retried += 1
-                self._pool.num_kept_tokens += len(reported.token_ids)
+                self._lease.count_retry(len(reported.token_ids))
 
     async def abort(self, request_id: str) -> None:
         """Abort a request on the engine of the lease."""

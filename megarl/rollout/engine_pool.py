@@ -92,6 +92,16 @@ class EngineLease:
         self._pool, self._num_samples, self._preferred = pool, num_samples, preferred
         self._slot: EngineSlot | None = None
         self._lock = asyncio.Lock()
+        self.num_retried = 0
+        """Number of the group's requests that were sent again because their engine was lost."""
+        self.num_kept_tokens = 0
+        """Number of tokens that these requests had sampled and continued from."""
+
+    def count_retry(self, kept_tokens: int) -> None:
+        """Count a request that is sent again, and the tokens that it continues from."""
+        for counts in (self, self._pool):
+            counts.num_retried += 1
+            counts.num_kept_tokens += kept_tokens
 
     async def engine(self) -> BatchingEngine:
         """Return the group's engine; if it is lost, lease another one. Waits only if no engine is live."""

@@ -164,12 +164,16 @@ class GroupSummary:
     """Whether the group was read from the journal and not generated."""
     has_baseline: bool = False
     """Whether the last trajectory is the greedy one, which is not trained on."""
+    num_retried: int = 0
+    """Number of requests that were sent again because their engine was lost; 0 if the group was replayed."""
+    num_kept_tokens: int = 0
+    """Number of tokens that these requests had sampled and continued from."""
 
     @property
     def kept(self) -> tuple[int, ...]:
         """Indices of the episodes that are trained on: not the dropped ones, nor the greedy one."""
         sampled = self.trajectories[:-1] if self.has_baseline else self.trajectories
-        return tuple(i for i, trajectory in enumerate(sampled) if not trajectory.is_dropped)
+        return tuple([i for i, trajectory in enumerate(sampled) if not trajectory.reward_errors])
 
     @property
     def baseline(self) -> float | None:
@@ -236,7 +240,7 @@ class RolloutWorker:
             num_stale_replies=self._pool.num_stale_replies,
         )
 
-    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, list[Trajectory]]:
+    async def rollout_group(self, job: GroupJob) -> tuple[GroupSummary, Sequence[Trajectory]]:
         """Generate and score `num_samples` trajectories of the job's prompt.
 
         If an engine is lost, its requests are continued on another one as soon as one is live.
@@ -270,6 +274,8 @@ class RolloutWorker:
             terms=terms,
             has_baseline=job.has_baseline,
             source=job.prompt.source,
+            num_retried=lease.num_retried,
+            num_kept_tokens=lease.num_kept_tokens,
         )
         return summary, [trajectory for segments in episodes for trajectory in segments]
 
@@ -317,7 +323,7 @@ class RolloutWorker:
         seconds = self._spec.request_timeout_seconds  # pauses of the engines do not count
         try:
             async with self._clock.timeout(seconds) as timeout:
-                engine = ContinuingEngine(self._pool, lease, timeout)
+                engine = ContinuingEngine(lease, timeout)
                 episode = Episode(
                     job.prompt,
                     self._tokenizer,

@@ -22,6 +22,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/generation_seconds_mean": sum(seconds) / len(seconds),
         "rollout/generation_seconds_max": max(seconds),
         "rollout/scoring_seconds_max": max(group.summary.scoring_seconds for group in batch.all_groups),
+        **_retry_metrics(batch),
     }
     if not summaries:
         return metrics
@@ -40,6 +41,18 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     if (advantages := batch.scalars.get("advantages")) is not None:
         metrics["advantage/abs_mean"] = sum(map(abs, advantages)) / num
     return metrics | _episode_metrics(summaries)
+
+
+def _retry_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Return the numbers of requests of lost engines and of tokens that they continued from; none without losses."""
+    summaries = [group.summary for group in batch.all_groups]
+    num_retried = sum(summary.num_retried for summary in summaries)
+    if not num_retried:
+        return {}
+    return {
+        "rollout/retried_requests": float(num_retried),
+        "rollout/kept_tokens": float(sum(summary.num_kept_tokens for summary in summaries)),
+    }
 
 
 def _episode_metrics(summaries: Sequence[TrajectorySummary]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
 from megarl.rollout.rollout_worker import TrajectorySummary
-from megarl.workers.payload import Payload, StoredPayload
+from megarl.workers.payload import Payload, StoredItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,9 @@ class RolloutBatch:
         """Keys of the sequences of each of the N completions: (index of the group, index within its payload)."""
         keys = []
         for p, group in enumerate(self.groups):
+            if not any(summary.segment_tokens for summary in group.summary.trajectories):
+                keys += [[(p, i)] for i in group.summary.kept]
+                continue
             first = [0, *accumulate(summary.num_segments for summary in group.summary.trajectories)]
             keys += [[(p, s) for s in range(first[i], first[i + 1])] for i in group.summary.kept]
         return keys
@@ -296,7 +299,7 @@ class RolloutBatch:
         return columns
 
     @property
-    def _payloads(self) -> tuple[StoredPayload[list[Trajectory]], ...]:
+    def _payloads(self) -> tuple[StoredItem[Sequence[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
     def _table(

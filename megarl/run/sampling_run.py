@@ -338,11 +338,11 @@ class SamplingRun(StageRun):
 
         Rollout workers sum up by the weights of the configuration; the group may also be from an earlier step.
         """
-        weights = self._weights.current
-        found = tuple(
-            each if each.is_dropped else replace(each, reward=weighted_sum(each.rewards, weights))
-            for each in group.summary.trajectories
-        )
+        weights, summaries = self._weights.current, group.summary.trajectories
+        rewards = [each.reward if each.is_dropped else weighted_sum(each.rewards, weights) for each in summaries]
+        if all(each.reward == reward for each, reward in zip(summaries, rewards, strict=True)):
+            return group
+        found = tuple(replace(each, reward=reward) for each, reward in zip(summaries, rewards, strict=True))
         return replace(group, summary=replace(group.summary, trajectories=found))
 
     def _check_failures(self) -> None:

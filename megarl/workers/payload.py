@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
@@ -54,6 +53,28 @@ class StoredPayload(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class StoredItem(Generic[T]):
+    """An item of a sequence in Ray's object store: small values that were produced together share an object."""
+
+    ref: Any
+    """The ray.ObjectRef of a sequence of T."""
+    index: int
+
+    @property
+    def refs(self) -> tuple[Any, ...]:
+        """The reference to the sequence."""
+        return (self.ref,)
+
+    def load(self, values: Sequence[Sequence[T]]) -> T:
+        """Return the item of the only value."""
+        return values[0][self.index]
+
+    def fetch(self) -> T:
+        """Return the item; NumPy arrays in it are read-only."""
+        return fetch_all([self])[0]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoteResults(Generic[T]):
     """The results of a call on several ranks, each stored on the node of the rank that produced it."""
 
@@ -90,11 +111,21 @@ class LocalPayload(Generic[T]):
 
 
 def fetch_all(payloads: Iterable[Payload[T]]) -> list[T]:
-    """Return the values of the payloads, all fetched in one call; NumPy arrays in them are read-only."""
+    """Return the values of the payloads, all fetched in one call, and an object of several payloads once.
+
+    NumPy arrays in them are read-only.
+    """
     payloads = list(payloads)
-    refs = [ref for payload in payloads for ref in payload.refs]
-    values = iter(_get(refs) if refs else ())
-    return [payload.load(list(islice(values, len(payload.refs)))) for payload in payloads]
+    refs = list(dict.fromkeys(ref for payload in payloads for ref in payload.refs))
+    values = dict(zip(refs, _get(refs), strict=True)) if refs else {}
+    return [payload.load([values[ref] for ref in payload.refs]) for payload in payloads]
+
+
+def distinct_refs(items: Sequence[StoredItem[T]]) -> tuple[list[Any], tuple[tuple[int, int], ...]]:
+    """Return the references to the objects of the items, and the position of each item: (reference, index)."""
+    positions: dict[Any, int] = {}
+    places = [(positions.setdefault(item.ref, len(positions)), item.index) for item in items]
+    return list(positions), tuple(places)  # a tuple: Ray pickles each item of a list by itself
 
 
 def _get(refs: list[Any]) -> list[Any]:

@@ -140,7 +140,9 @@ class AsyncWorkerHost:
         """Return `await method(*arguments)` of the worker; Ray has replaced references by values."""
         return await getattr(self._worker, method)(*arguments)
 
-    async def begin_calls(self, batch_id: str, method: str, arguments: Sequence[Any], limit: int) -> tuple[Any, ...]:
+    async def begin_calls(
+        self, batch_id: str, method: str, arguments: Sequence[Any], limit: int
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Begin `method(argument)` for each argument; the method returns a small result and a large value.
 
         Returns:
@@ -150,19 +152,19 @@ class AsyncWorkerHost:
             batch_id: name of these calls, unique in this process.
         """
         calls = [(method, argument) for argument in arguments]
-        return _separate_values(await self._batches.begin(batch_id, calls, limit), limit)
+        return _separate_values(await self._batches.begin(batch_id, calls, limit))
 
-    async def collect_calls(self, batch_id: str, limit: int) -> tuple[Any, ...]:
+    async def collect_calls(self, batch_id: str, limit: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Wait for a result of a batch that `begin_calls` has begun; return up to `limit` results that have finished.
 
         Returns:
-            A list with the index of each of these calls and its small result or error; and `limit` values, of which the
-            last ones are None if fewer calls have finished.
+            For two object references: a tuple with the index of each of these calls and its small result or error, and
+            the tuple of their values, None for an error. Ray would pickle each item of a list by itself.
 
         Raises:
             Exception: a call raised an error that is not of megarl; the batch is over.
         """
-        return _separate_values(await self._batches.collect(batch_id, limit), limit)
+        return _separate_values(await self._batches.collect(batch_id, limit))
 
     async def cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
         """Cancel these calls of a batch, whose results are not returned."""
@@ -182,7 +184,8 @@ class AsyncWorkerHost:
             await asyncio.wait([self._building])
 
 
-def _separate_values(finished: Sequence[tuple[int, tuple[Any, Any] | MegarlError]], limit: int) -> tuple[Any, ...]:
-    results = [(i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished]
-    values = [None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished]
-    return results, *values, *[None] * (limit - len(values))
+def _separate_values(
+    finished: Sequence[tuple[int, tuple[Any, Any] | MegarlError]],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    results = tuple((i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished)
+    return results, tuple(None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished)

@@ -185,5 +185,5 @@ def test_an_actor_of_a_run_that_lost_its_folder_writes_nothing(make_actor, tmp_p
         assert isinstance(refused, LostLockError)
         rewards = [(t.reward, t.rewards) for t in trajectories]
         with pytest.raises(LostLockError):
-            asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), trajectories))
+            asyncio.run(actor.record(5, rewards, [0.0] * len(rewards), [(0, 0)], [trajectories]))
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == written

@@ -101,8 +101,8 @@ class FakeWorker:
         return self._collect_calls(batch_id, limit)
 
     def _collect_calls(self, batch_id: str, limit: int) -> list[Any]:
-        assert self.collect_calls.options_given == {"num_returns": 1 + limit} or not self.collect_calls.options_given
-        return [CollectRef(self.batches[batch_id], limit), *["payload"] * limit]
+        assert self.collect_calls.options_given == {"num_returns": 2} or not self.collect_calls.options_given
+        return [CollectRef(self.batches[batch_id], limit), "groups"]
 
     def _cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
         for index in indices:

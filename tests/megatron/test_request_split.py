@@ -23,9 +23,9 @@ from megarl.megatron.request_split import (
 )
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TrainRequest, TrainStats
 from megarl.megatron.token_column import ComputedColumn, merge_column
-from megarl.megatron.training.samples import StepSamples
+from megarl.megatron.training.samples import StepSamples, payloads_by_index
 from megarl.placement.rank_grid import RankGrid
-from megarl.workers.payload import LocalPayload, RemoteResults, StoredPayload
+from megarl.workers.payload import LocalPayload, RemoteResults, StoredItem, StoredPayload
 
 GRIDS = [
     RankGrid(),
@@ -38,7 +38,7 @@ GRIDS = [
 MAX_TOKENS = 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FakeRef:
     """Stands in for a ray.ObjectRef; `value` is what is stored."""
 
@@ -137,6 +137,24 @@ def test_ranks_of_one_replica_get_the_same_object(grid: RankGrid) -> None:
         assert requests[rank] is requests[grid.output_rank(grid.coordinates(rank).dp)]
     assert train_dispatch(QWEN2_5_7B).by_reference
     assert forward_dispatch(QWEN2_5_7B).by_reference
+
+
+def test_replicas_need_few_stored_objects() -> None:
+    """64 groups in 16 objects; neighboring payloads are in different ones, as groups finish in any order."""
+    rng, stored = np.random.default_rng(0), [FakeRef(None) for _ in range(16)]
+    samples = tuple(
+        SampleRef(payload=p, index=i, num_tokens=int(rng.integers(1000, 2000))) for p in range(64) for i in range(16)
+    )
+    payloads: Any = tuple(StoredItem(stored[p % 16], p // 16) for p in range(64))
+    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
+    request = TrainRequest(mini_batches=(batch,), payloads=payloads, max_tokens_per_micro_batch=8192)
+    requests = split_by_dp(request, RankGrid(dp=4))
+    num_objects = [len({payload.refs for payload in payloads_by_index(own).values()}) for own in requests]
+    assert all(4 <= num <= 6 for num in num_objects)
+    assert sorted(key for own in requests for key in all_keys(own.mini_batches[0].samples)) == all_keys(samples)
+    separate: Any = tuple(StoredItem(FakeRef(None), 0) for _ in range(64))
+    by_group = split_by_dp(replace(request, payloads=separate), RankGrid(dp=4))
+    assert all(16 <= len(payloads_by_index(own)) <= 18 for own in by_group)
 
 
 def test_totals_count_the_samples_of_all_replicas() -> None:

@@ -102,8 +102,10 @@ def rollout(*engines, restarts=(), num_samples=8, agent=None, seconds=30.0):
             while worker._pool.live(0) is not None:
                 await asyncio.sleep(TOKEN_SECONDS)
             await worker.replace_engine(0, engine)
-        _, trajectories = await group
-        return await worker.retry_counts(), trajectories
+        summary, trajectories = await group
+        counts = await worker.retry_counts()
+        assert (summary.num_retried, summary.num_kept_tokens) == (counts.num_retried, counts.num_kept_tokens)
+        return counts, trajectories
 
     return asyncio.run(main())
 

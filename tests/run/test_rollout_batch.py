@@ -246,6 +246,15 @@ def test_sub_metrics_are_means_over_the_completions_that_have_them() -> None:
     assert (metrics["reward/a"], metrics["reward/a/len"]) == (1.0, 3.0)
 
 
+def test_requests_of_lost_engines_are_counted() -> None:
+    groups = groups_with_rewards([1.0, 0.0], [0.0, 1.0], [0.0, 0.0])
+    assert not [name for name in batch_metrics(RolloutBatch.from_sampled(groups)) if "retried" in name]
+    for n, counts in ((0, {"num_retried": 2, "num_kept_tokens": 30}), (2, {"num_retried": 1, "num_kept_tokens": 7})):
+        groups[n] = replace(groups[n], summary=replace(groups[n].summary, **counts))
+    metrics = batch_metrics(RolloutBatch(groups=groups[:2], dropped_groups=groups[2:]))
+    assert (metrics["rollout/retried_requests"], metrics["rollout/kept_tokens"]) == (3.0, 37.0)
+
+
 def test_metrics_of_each_source() -> None:
     groups = [
         replace(group, summary=replace(group.summary, source=source))

@@ -39,7 +39,7 @@ from megarl.workers.dispatch import BROADCAST, Dispatch
 from megarl.workers.failures import find_losses, interruptible, wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
-from megarl.workers.payload import LocalPayload, Payload, StoredPayload
+from megarl.workers.payload import LocalPayload, Payload, StoredItem, StoredPayload, distinct_refs, fetch_all
 from megarl.workers.stack_collector import collect_stacks
 from megarl.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor
 from megarl.workers.worker_host import AsyncWorkerHost
@@ -484,3 +484,11 @@ def test_stop_without_a_worker_does_nothing(host: Any) -> None:
 def test_payloads_return_their_values() -> None:
     assert LocalPayload([1, 2]).fetch() == [1, 2]
     assert StoredPayload(ray.put([1, 2])).fetch() == [1, 2]
+
+
+def test_items_of_one_object_are_fetched_once() -> None:
+    first, second = ray.put(["a", "b", "c"]), ray.put(["d"])
+    items = [StoredItem(first, 2), StoredItem(second, 0), StoredItem(first, 0)]
+    assert fetch_all([*items, LocalPayload("e")]) == ["c", "d", "a", "e"]
+    assert items[0].fetch() == "c"
+    assert distinct_refs(items) == ([first, second], ((0, 2), (1, 0), (0, 0)))

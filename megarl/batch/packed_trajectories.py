@@ -1,0 +1,226 @@
+"""Trajectories in one block of bytes, which processes exchange through shared memory without a copy.
+
+A group of 8 trajectories is 32 arrays and as many Python objects, which take longer to rebuild than their bytes to
+copy. Packed, it is one array:
+
+    section      type     items   content
+    num_tokens   int32    N       tokens of each trajectory
+    num_runs     int32    N       runs of each trajectory
+    batch        int32    N       entry of `details` that describes it ...
+    row          int32    N       ... and its row there
+    run_tokens   int32    R       tokens of each run
+    run_version  int32    R       policy version of its tokens
+    token_ids    int32    T
+    logprobs     float32  T
+    run_sampled  bool     R       whether the policy sampled its tokens
+
+A run is a longest stretch of tokens with the same policy version that were all sampled, or all not.
+Shapes: N trajectories, R runs, T tokens of all trajectories.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.batch.trajectory import Trajectory
+
+SECTIONS: Mapping[str, type[np.generic]] = {
+    "num_tokens": np.int32,
+    "num_runs": np.int32,
+    "batch": np.int32,
+    "row": np.int32,
+    "run_tokens": np.int32,
+    "run_version": np.int32,
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "run_sampled": np.bool_,
+}
+"""Type of each section, in their order; those of one byte come last, so that the others are aligned."""
+
+UNITS: Mapping[str, str] = {
+    "run_tokens": "run",
+    "run_version": "run",
+    "token_ids": "token",
+    "logprobs": "token",
+    "run_sampled": "run",
+}
+"""Unit of the sections that do not have one item per trajectory."""
+
+DETAILS = ("prompt_id", "group_id", "rewards", "reward", "reward_errors", "finish_reason", "segment", "turn_rewards")
+"""Fields of a trajectory that have no value per token."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTrajectories(Sequence[Trajectory]):
+    """A sequence of trajectories in one array; each is made at its access, and its tokens are slices of the array."""
+
+    data: NDArray[np.uint8]
+    """The sections, one after another."""
+    sizes: tuple[int, ...]
+    """Number of items of each section."""
+    details: tuple[bytes, ...]
+    """Pickled lists with the values of `DETAILS` of trajectories that were packed together; unpickled at first use."""
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> PackedTrajectories:
+        """Return a copy of the trajectories; themselves if they are packed."""
+        if isinstance(trajectories, PackedTrajectories):
+            return trajectories
+        num_tokens_N = np.array([trajectory.num_tokens for trajectory in trajectories], np.int32)
+        version_T = _concatenate([trajectory.policy_versions for trajectory in trajectories], np.int32)
+        sampled_T = _concatenate([trajectory.loss_mask for trajectory in trajectories], np.bool_)
+        ends_N = np.cumsum(num_tokens_N)
+        starts_run_T = np.ones(len(version_T), np.bool_)
+        starts_run_T[1:] = (version_T[1:] != version_T[:-1]) | (sampled_T[1:] != sampled_T[:-1])
+        starts_run_T[(ends_N - num_tokens_N)[num_tokens_N > 0]] = True
+        starts_R = np.flatnonzero(starts_run_T)
+        runs_before_N = np.searchsorted(starts_R, np.append(ends_N - num_tokens_N, len(version_T)))
+        sections = {
+            "num_tokens": num_tokens_N,
+            "num_runs": np.diff(runs_before_N),
+            "batch": np.zeros(len(trajectories), np.int32),
+            "row": np.arange(len(trajectories), dtype=np.int32),
+            "run_tokens": np.diff(starts_R, append=len(version_T)),
+            "run_version": version_T[starts_R],
+            "token_ids": _concatenate([trajectory.token_ids for trajectory in trajectories], np.int32),
+            "logprobs": _concatenate([trajectory.logprobs for trajectory in trajectories], np.float32),
+            "run_sampled": sampled_T[starts_R],
+        }
+        values = [tuple(getattr(trajectory, name) for name in DETAILS) for trajectory in trajectories]
+        return _assemble(lambda name: [sections[name]], (pickle.dumps(values, protocol=5),))
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Sequence[Trajectory], Sequence[int]]]) -> PackedTrajectories:
+        """Return a copy of some trajectories of several sequences.
+
+        Args:
+            parts: sequences, each with the ascending indices of its trajectories.
+        """
+        sources: list[PackedTrajectories] = []
+        bounds: list[dict[str, slice]] = []
+        """For each of them, the slices of its sections by unit."""
+        details: list[bytes] = []
+        batches: list[NDArray[np.int32]] = []
+        for trajectories, indices in parts:
+            packed = cls.of(trajectories)
+            for first, stop in _ranges(indices):
+                sources.append(packed)
+                bounds.append(packed._bounds(first, stop))
+                batches.append(packed._section("batch")[first:stop] + len(details))
+            details += packed.details
+
+        def find(name: str) -> list[NDArray[Any]]:
+            if name == "batch":
+                return batches
+            unit = UNITS.get(name, "trajectory")
+            return [packed._section(name)[of[unit]] for packed, of in zip(sources, bounds, strict=True)]
+
+        return _assemble(find, tuple(details))
+
+    def __len__(self) -> int:
+        return self.sizes[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        """Return one trajectory, or a list of them."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        n = range(len(self))[index]
+        bounds = self._bounds(n, n + 1)
+        tokens, runs = bounds["token"], bounds["run"]
+        run_tokens_r = self._section("run_tokens")[runs]
+        values = self._details[self._section("batch")[n]][self._section("row")[n]]
+        return Trajectory(
+            token_ids=self._section("token_ids")[tokens],
+            logprobs=self._section("logprobs")[tokens],
+            loss_mask=np.repeat(self._section("run_sampled")[runs], run_tokens_r),
+            policy_versions=np.repeat(self._section("run_version")[runs], run_tokens_r),
+            **dict(zip(DETAILS, values, strict=True)),
+        )
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return (self[n] for n in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("packed trajectories are compared one by one")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedTrajectories, (self.data, self.sizes, self.details)  # without what was computed from them
+
+    def _bounds(self, first: int, stop: int) -> dict[str, slice]:
+        """Return the part of the sections that belongs to trajectories `first` to `stop - 1`, by unit."""
+        tokens, runs = self._offsets[[first, stop]].tolist(), self._run_offsets[[first, stop]].tolist()
+        return {"trajectory": slice(first, stop), "run": slice(*runs), "token": slice(*tokens)}
+
+    def _section(self, name: str) -> NDArray[Any]:
+        return self._sections[name]
+
+    @cached_property
+    def _sections(self) -> dict[str, NDArray[Any]]:
+        found, start = {}, 0
+        for (name, dtype), size in zip(SECTIONS.items(), self.sizes, strict=True):
+            stop = start + size * np.dtype(dtype).itemsize
+            found[name] = self.data[start:stop].view(dtype)
+            start = stop
+        return found
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        """Offsets of the trajectories in the tokens, [N + 1]."""
+        return _offsets(self._section("num_tokens"))
+
+    @cached_property
+    def _run_offsets(self) -> NDArray[np.int64]:
+        """Offsets of the trajectories in the runs, [N + 1]."""
+        return _offsets(self._section("num_runs"))
+
+    @cached_property
+    def _details(self) -> list[list[tuple[Any, ...]]]:
+        return list(map(pickle.loads, self.details))
+
+
+def _assemble(find: Callable[[str], Sequence[NDArray[Any]]], details: tuple[bytes, ...]) -> PackedTrajectories:
+    """Return the trajectories whose section `name` is the concatenation of `find(name)`."""
+    found = {name: find(name) for name in SECTIONS}
+    sizes = {name: sum(map(len, parts)) for name, parts in found.items()}
+    data = np.empty(sum(sizes[name] * np.dtype(dtype).itemsize for name, dtype in SECTIONS.items()), np.uint8)
+    packed = PackedTrajectories(data, tuple(sizes.values()), details)
+    for name, parts in found.items():
+        if parts:
+            np.concatenate(parts, out=packed._section(name), casting="same_kind")
+    return packed
+
+
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate(arrays, dtype=dtype) if arrays else np.zeros(0, dtype)
+
+
+def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:
+    offsets = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers among ascending ones, each as (first, last + 1)."""
+    found: list[tuple[int, int]] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = found[-1][0], index + 1
+        else:
+            found.append((index, index + 1))
+    return found
