@@ -41,10 +41,12 @@ the controller's process, medians over the steps after the first one.
   all of a step, the train call included. Both without what one call of each rank costs, which is `rank calls`.
 - `memory`: growth of the controller's anonymous memory over its first step. `prompt`: that of loading prompts of 500
   tokens, per prompt.
-- `fetched / used`: tokens of the groups that a replica fetches over those that it trains on; a group is fetched whole.
+- `fetched / used`: tokens of the objects that the replicas fetch over those that they train on. An object has the
+  groups that a worker returned together, here up to 8: fake groups finish at once, those of engines mostly one by one.
 - `dispatch`: wall time of a training request, its plan included, from samples that lie where they were sampled until
-  each rank holds its own. `verl`: the same number of bytes, as DataProto without padding, collected by the controller
-  and dispatched to as many ranks; also without the time to collect. `ratio`: `verl` over `dispatch`.
+  each rank holds its own. `verl`: the same tokens, log-probabilities, masks and versions, 13 bytes a token, as
+  DataProto without padding, collected by the controller and dispatched to as many ranks; also without the time to
+  collect. megarl stores masks and versions as runs, in all 8 bytes a token. `ratio`: `verl` over `dispatch`.
 - Ranks that share a process share references as well: what Ray spends on the references of each process is counted for
   {processes} processes only. With several ranks in a replica, only the first one gets references to groups.
 

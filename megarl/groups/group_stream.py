@@ -14,16 +14,28 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch.trajectory import Trajectory
+from megarl.config import RunConfig
 from megarl.errors import MegarlError, WorkerError
 from megarl.groups.rollout_workers import WORKER_DEATHS, RolloutWorkers
+from megarl.placement.rank_grid import RankGrid
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
 from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS
 from megarl.workers.completions import Completions
 from megarl.workers.failures import to_megarl_error
 from megarl.workers.payload import StoredItem
 
-GROUPS_PER_CALL = 8
+MAX_GROUPS_PER_CALL = 8
 """Largest number of groups that return in one call, and as one object."""
+
+
+def groups_per_call(config: RunConfig) -> int:
+    """Return the largest number of groups of an object: a replica needs at least two in each of its mini-batches.
+
+    Replicas train on whole objects, as far as these can be balanced, and fetch little that they do not train on.
+    """
+    dp = RankGrid.of(config.trainer.parallel, config.placement.slots).dp
+    per_replica = config.algorithm.prompts_per_step // (config.algorithm.num_mini_batches * dp)
+    return max(1, min(MAX_GROUPS_PER_CALL, per_replica // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,14 @@ class GroupStream:
     for each group would be most of the controller's work.
     """
 
-    def __init__(self, workers: RolloutWorkers, timeout: float) -> None:
-        """`timeout`: longest time, in seconds, without a finished group while engines serve."""
-        self._workers, self._timeout = workers, timeout
+    def __init__(self, workers: RolloutWorkers, timeout: float, max_per_call: int = MAX_GROUPS_PER_CALL) -> None:
+        """Create a stream without groups.
+
+        Args:
+            timeout: longest time, in seconds, without a finished group while engines serve.
+            max_per_call: largest number of groups that return in one call, and as one object.
+        """
+        self._workers, self._timeout, self._max_per_call = workers, timeout, max_per_call
         self._calls: dict[ray.ObjectRef, tuple[_JobBatch, ray.ObjectRef]] = {}
         """The call in progress of each batch, by the reference to its summaries, with the reference to its groups."""
         self._completions = Completions()
@@ -133,7 +150,7 @@ class GroupStream:
 
     def _send(self, jobs: Sequence[GroupJob], worker: int) -> None:
         batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(jobs)))
-        limit = min(len(jobs), GROUPS_PER_CALL)
+        limit = min(len(jobs), self._max_per_call)
         call = batch.actor.begin_calls.options(num_returns=2)
         self._watch(batch, call.remote(str(batch.number), "rollout_group", tuple(jobs), limit))
 
@@ -164,7 +181,7 @@ class GroupStream:
             finished.append((batch.jobs.pop(index), FinishedGroup(outcome, StoredItem(groups, position))))
         del self._calls[ref]
         if batch.jobs:
-            limit = min(len(batch.jobs), GROUPS_PER_CALL)
+            limit = min(len(batch.jobs), self._max_per_call)
             call = batch.actor.collect_calls.options(num_returns=2)
             self._watch(batch, call.remote(str(batch.number), limit))
         return finished

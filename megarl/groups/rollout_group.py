@@ -15,7 +15,7 @@ from megarl.batch.pack import ColumnName
 from megarl.batch.trajectory import Prompt
 from megarl.config import RunConfig
 from megarl.groups.engine_group import EngineGroup
-from megarl.groups.group_stream import FinishedGroup, GroupStream
+from megarl.groups.group_stream import FinishedGroup, GroupStream, groups_per_call
 from megarl.groups.rollout_workers import RolloutWorkers
 from megarl.megatron.requests import TokenColumn
 from megarl.process.startup_trace import StartupTiming
@@ -43,6 +43,7 @@ class RolloutGroup:
     def __init__(self, config: RunConfig, engines: EngineGroup, workers: RolloutWorkers | None = None) -> None:
         """`workers`: their processes; None: request them."""
         self._timeout = config.rollout.request_timeout_seconds * 2
+        self._groups_per_call = groups_per_call(config)
         self._engines, self._workers = engines, workers or RolloutWorkers(config, engines)
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
@@ -74,7 +75,7 @@ class RolloutGroup:
 
     def open_stream(self) -> GroupStream:
         """Return a stream for groups that stay in flight while others finish, also from step to step."""
-        return GroupStream(self._workers, self._timeout)
+        return GroupStream(self._workers, self._timeout, self._groups_per_call)
 
     def pause_clocks(self) -> None:
         """Stop the timeouts of the requests in flight: the engines are paused."""

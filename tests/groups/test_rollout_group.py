@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
 from megarl.batch.trajectory import Prompt
 from megarl.config.recovery import RecoveryConfig
+from megarl.config.trainer import ParallelConfig
 from megarl.errors import RestartLimitError, RewardError, WorkerError
 from megarl.groups import group_stream, rollout_group, rollout_workers
 from megarl.groups.rollout_group import RolloutGroup
@@ -224,7 +225,9 @@ def start_group(ray: FakeRay, workers: int = 2, **recovery: Any) -> Run:
         run_dir="run",
         recovery=budget,
         rollout=SimpleNamespace(request_timeout_seconds=600.0, workers=workers),
-        placement=SimpleNamespace(start_timeout_seconds=30.0),
+        placement=SimpleNamespace(start_timeout_seconds=30.0, slots=1),
+        trainer=SimpleNamespace(parallel=ParallelConfig()),
+        algorithm=SimpleNamespace(prompts_per_step=64, num_mini_batches=1),
     )
     supervisor = SimpleNamespace(
         restart_budget=RestartBudget(budget, messages.append), refs=list, poll=lambda: None, serving=[0]
@@ -233,6 +236,22 @@ def start_group(ray: FakeRay, workers: int = 2, **recovery: Any) -> Run:
     group = RolloutGroup(config, engines)
     group.start()
     return Run(group, messages)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mini_batches", "slots", "expected"),
+    [(64, 1, 1, 8), (2048, 2, 512, 8), (1024, 2, 512, 4), (8, 1, 64, 1)],
+)
+def test_objects_are_smaller_than_the_share_of_a_replica(
+    prompts: int, mini_batches: int, slots: int, expected: int
+) -> None:
+    """Ranks of 8 slots are one replica, where there are several."""
+    config: Any = SimpleNamespace(
+        placement=SimpleNamespace(slots=slots),
+        trainer=SimpleNamespace(parallel=ParallelConfig(tp=min(8, slots))),
+        algorithm=SimpleNamespace(prompts_per_step=prompts, num_mini_batches=mini_batches),
+    )
+    assert group_stream.groups_per_call(config) == expected
 
 
 def finish(worker: FakeWorker, *requests: str, replayed: bool = False) -> None:
