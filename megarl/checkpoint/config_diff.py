@@ -28,6 +28,7 @@ ALLOWED = (
     "reward.terms.*.batch_wait_seconds",
     "reward.terms.*.breaker",
     "reward.terms.*.max_batch_size",
+    "reward.terms.*.max_concurrent",
     "reward.terms.*.max_concurrent_requests",
     "reward.terms.*.max_retries",
     "reward.terms.*.parallel",

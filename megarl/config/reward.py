@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, field_validator, model_validator
 
+from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.config.reward_term import RewardTerm, RuleConfig
 from megarl.config.section import Section, discriminate_by_type
@@ -85,6 +86,7 @@ AnyRuleConfig = (
     | FormatRewardConfig
     | PythonRewardConfig
     | EnvironmentRewardConfig
+    | CodeRewardConfig
     | HttpRewardConfig
     | JudgeRewardConfig
 )
@@ -94,6 +96,7 @@ RewardConfig = Annotated[
     | Annotated[FormatRewardConfig, Tag("format")]
     | Annotated[PythonRewardConfig, Tag("python")]
     | Annotated[EnvironmentRewardConfig, Tag("environment")]
+    | Annotated[CodeRewardConfig, Tag("code")]
     | Annotated[HttpRewardConfig, Tag("http")]
     | Annotated[JudgeRewardConfig, Tag("judge")]
     | Annotated[ModelRewardConfig, Tag("model")],

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.reward import FormatRewardConfig, PythonRewardConfig
+from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import JudgeRewardConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.reward.python_function import check_reward
 from megarl.reward.services.judge_term import check_judge_pattern
 from megarl.reward.terms import compile_pattern
+from megarl.sandbox.tiers import choose_tier
 
 
 def find_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Find reward terms whose regular expression or Python function cannot be used."""
+    """Find reward terms whose regular expression, Python function or sandbox cannot be used."""
     for name, term in config.reward.terms.items():
         key = f"reward.terms.{name}"
         try:
@@ -23,6 +25,8 @@ def find_reward_problems(config: RunConfig) -> Iterator[str]:
                     compile_pattern(term.pattern, key=f"{key}.pattern")
                 case PythonRewardConfig():
                     check_reward(term, key=key)
+                case CodeRewardConfig():
+                    choose_tier(term.sandbox, key=f"{key}.sandbox")
                 case JudgeRewardConfig():
                     check_judge_pattern(term, key=key)
         except ConfigError as e:

@@ -19,6 +19,7 @@ from megarl.config.reward import (
     PythonRewardConfig,
     RewardsConfig,
 )
+from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.config.reward_term import RuleConfig
 from megarl.data.tokenizer import load_tokenizer
@@ -128,6 +129,10 @@ def _make_term(name: str, config: AnyRuleConfig) -> Term:
             return PythonTerm(name, config)
         case EnvironmentRewardConfig():
             return EnvironmentTerm()
+        case CodeRewardConfig():
+            from megarl.reward.code.code_term import CodeTerm  # imports httpx
+
+            return CodeTerm(name, config)
         case HttpRewardConfig():
             from megarl.reward.services.http_term import HttpTerm  # imports httpx
 

@@ -1,0 +1,108 @@
+"""The term `code` on rows in the format in which MBPP is published."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from megarl.batch.trajectory import Prompt
+from megarl.config.reward import RewardsConfig
+from megarl.data.rows import read_rows
+from megarl.errors import ConfigError, RewardError, SandboxError
+from megarl.reward.code.code_term import find_program
+from megarl.reward.reward_scorer import RewardScorer
+from megarl.sandbox import tiers
+from megarl.sandbox.local_sandbox import LocalSandbox
+from tests.reward.conftest import decode, make_trajectory
+from tests.sandbox.corpus.forgeries import FORGERIES
+
+MBPP_ROW = {
+    "text": "Write a function to find the longest common prefix of a list of strings.",
+    "code": "import os\ndef common_prefix(words):\n    return os.path.commonprefix(words)",
+    "task_id": 2001,
+    "test_setup_code": "EMPTY = []",
+    "test_list": [
+        "assert common_prefix(['flow', 'flower']) == 'flow'",
+        'assert common_prefix(["a", "b"]) == ""',
+        "assert not common_prefix(EMPTY + ['', 'x'])",
+    ],
+    "challenge_test_list": [],
+}
+
+RIGHT = "Here it is:\n```python\nfrom os.path import commonprefix as common_prefix\n```\nDone."
+HALF = "```\ndef common_prefix(words):\n    return 'flow'\n```"
+
+
+@pytest.fixture
+def prompt(tmp_path) -> Prompt:
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps(MBPP_ROW) + "\n")
+    (row,) = read_rows(str(tmp_path / "mbpp.jsonl"))
+    return Prompt(prompt_id="mbpp.jsonl:1", text="Q?", token_ids=(81,), row=row.fields)
+
+
+def make_scorer(**fields) -> RewardScorer:
+    return RewardScorer(RewardsConfig.model_validate({"terms": {"tests": {"type": "code", **fields}}}), decode)
+
+
+def score(scorer: RewardScorer, prompt: Prompt, *completions: str):
+    group = asyncio.run(scorer.score([make_trajectory(text) for text in completions], prompt))
+    asyncio.run(scorer.close())
+    return group.trajectories
+
+
+def test_runs_the_tests_of_a_row(prompt):
+    texts = (RIGHT, HALF, MBPP_ROW["code"], "no program", "```python\nwhile True: pass\n```")
+    found = score(make_scorer(sandbox={"wall_seconds": 1.0}), prompt, *texts)
+    assert [t.reward for t in found] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [round(t.rewards["tests/passed"], 3) for t in found] == [1.0, 0.333, 1.0, 0.0, 0.0]
+    assert [t.reward for t in score(make_scorer(score="share"), prompt, RIGHT, HALF)] == [1.0, 1 / 3]
+    assert [t.reward for t in score(make_scorer(require_block=True), prompt, MBPP_ROW["code"])] == [0.0]
+
+
+def test_forged_results_score_0(prompt):
+    texts = [
+        source.replace("answer(x)", "common_prefix(words)").replace("(x)", "(words)") for source in FORGERIES.values()
+    ]
+    two = Prompt(
+        prompt_id=prompt.prompt_id, text="", token_ids=(), row={**prompt.row, "test_list": MBPP_ROW["test_list"][:2]}
+    )
+    assert [t.reward for t in score(make_scorer(), two, *texts)] == [0.0] * len(texts)
+
+
+def test_programs_that_read_and_print():
+    row = {"tests": [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]}
+    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row)
+    found = score(make_scorer(tests_field="tests"), prompt, "print(sum(map(int, input().split())))", "print(7)")
+    assert [t.reward for t in found] == [1.0, 0.0]
+
+
+def test_a_lost_sandbox_is_a_failure_and_no_reward(prompt, monkeypatch):
+    calls = []
+
+    def run(self, program):
+        calls.append(program)
+        raise SandboxError("cannot start a sandbox of tier launcher: no memory")
+
+    monkeypatch.setattr(LocalSandbox, "run", run)
+    (found,) = score(make_scorer(), prompt, RIGHT)
+    assert "cannot start a sandbox" in found.reward_errors["tests"]
+    assert "tests" not in found.rewards
+    assert len(calls) == 2  # once more
+    assert not any("== 'flow'" in str(program) for program in calls)
+
+
+def test_refuses_rows_and_machines(prompt, monkeypatch):
+    row = {**prompt.row, "test_list": ["assert f(1) == g(1)"]}
+    with pytest.raises(RewardError, match=r"mbpp.jsonl:1: test_list\[0\] needs an assertion that compares a call"):
+        score(make_scorer(), Prompt(prompt_id="mbpp.jsonl:1", text="", token_ids=(), row=row), RIGHT)
+    monkeypatch.setattr(tiers, "find_local_tiers", lambda: {"bubblewrap": "none", "launcher": "none"})
+    with pytest.raises(ConfigError, match=r"reward.terms.tests.sandbox needs a sandbox that works on this machine"):
+        make_scorer()
+
+
+def test_finds_the_last_block():
+    assert find_program("```py\na\n```\n```Python\nb\n```", require_block=False) == "b\n"
+    assert find_program("a = 1", require_block=False) == "a = 1"
+    assert find_program("a = 1", require_block=True) is None
