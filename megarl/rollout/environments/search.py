@@ -1,0 +1,127 @@
+"""Questions that are answered with a search: the policy writes queries, reads passages, and gives an answer."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.data.rows import read_rows
+from megarl.errors import AgentError
+from megarl.rollout.environments.bm25 import Bm25, words
+from megarl.rollout.environments.environment import Step, Task
+
+QUERY = re.compile(r"search\(([^()\n]*)\)")
+"""The call of a search in a reply."""
+
+ANSWER = re.compile(r"####\s*(.+?)\s*$")
+"""The answer, at the end of a reply."""
+
+PAIR = 2
+
+
+class Passages:
+    """Passages with titles, and their index."""
+
+    def __init__(self, passages: Sequence[tuple[str, str]]) -> None:
+        """`passages`: title and text of each."""
+        self._passages = passages
+        self._index = Bm25([words(f"{title} {text}") for title, text in passages])
+
+    def find(self, query: str, count: int) -> str:
+        """Return the best passages as text, a line for each."""
+        found = [self._passages[i] for i in self._index.top(words(query), count)]
+        return "\n".join(f"{title}: {text}" for title, text in found) or "nothing found"
+
+
+class Search:
+    """Answers the first `search(...)` of a reply with passages, until a reply has none.
+
+    That reply needs to end in `#### <answer>`; the reward is 1 if it equals that of the row (`data.fields.answer`)
+    without case, punctuation and articles, as in HotpotQA's exact match. Passages are those of `index`, or those of the
+    row's field `context` in HotpotQA's published formats.
+    """
+
+    def __init__(self, *, index: str | None = None, num_passages: int = 2, role: str = "tool") -> None:
+        """Choose the passages.
+
+        Args:
+            index: file of rows `{"title", "text"}`; None: the rows have passages of their own.
+            num_passages: largest number of passages that a search finds.
+            role: role of the messages with passages.
+        """
+        if num_passages < 1:
+            raise AgentError(f"rollout.env.kwargs.num_passages needs to be at least 1, got {num_passages}")
+        self._index, self._num_passages, self._role = index, num_passages, role
+        self._passages: Passages | None = None
+        self._answer = ""
+
+    def reset(self, task: Task) -> None:
+        """Begin with the messages of the row.
+
+        Raises:
+            ValueError: the row has no answer, or no passages.
+        """
+        if task.prompt.answer is None:
+            raise ValueError(f"{task.prompt.prompt_id} has no answer (data.fields.answer)")
+        self._answer = normalize(task.prompt.answer)
+        if self._index is None:
+            self._passages = Passages(read_context(task.prompt.row, task.prompt.prompt_id))
+            return
+        key = f"megarl.search:{self._index}"
+        if key not in task.shared:
+            task.shared[key] = read_index(self._index)
+        self._passages = task.shared[key]
+
+    def step(self, reply: str) -> Step:
+        """Return the passages of a search, or the reward of an answer."""
+        query = QUERY.search(reply)
+        if query is None:
+            answer = ANSWER.search(reply)
+            return Step(reward=float(answer is not None and normalize(answer.group(1)) == self._answer), done=True)
+        assert self._passages is not None
+        text = self._passages.find(query.group(1), self._num_passages)
+        return Step(messages=[{"role": self._role, "content": text}], num_calls=1)
+
+    def close(self) -> None:
+        """Do nothing: an episode holds no resources."""
+
+
+def read_index(path: str) -> Passages:
+    """Return the passages of a file of rows `{"title", "text"}`.
+
+    Raises:
+        DataError: the file cannot be read.
+        ValueError: a row has no such texts, or there are no rows.
+    """
+    passages = []
+    for row in read_rows(Path(path)):
+        title, text = row.fields.get("title"), row.fields.get("text")
+        if not isinstance(title, str) or not isinstance(text, str):
+            raise ValueError(f"{path}:{row.line} needs the texts title and text, got {sorted(row.fields)}")  # noqa: TRY004
+        passages.append((title, text))
+    return Passages(passages)
+
+
+def read_context(row: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+    """Return title and text of the passages in a row of HotpotQA.
+
+    Both published formats are read: pairs `[title, [sentence, ...]]`, and `{"title": [...], "sentences": [[...], ...]}`.
+
+    Raises:
+        ValueError: the row has neither; `where` names it.
+    """
+    context = row.get("context")
+    if isinstance(context, Mapping) and {"title", "sentences"} <= context.keys():
+        context = list(zip(context["title"], context["sentences"], strict=True))
+    if not isinstance(context, list) or not context or not all(len(pair) == PAIR for pair in context):
+        raise ValueError(f"{where} needs passages in `context`, as HotpotQA has them, got {str(context)[:100]}")
+    return [(str(title), "".join(map(str, sentences)).strip()) for title, sentences in context]
+
+
+def normalize(answer: str) -> str:
+    """Return an answer in lower case without punctuation, articles and repeated spaces, as in SQuAD."""
+    plain = "".join(character for character in answer.lower() if character not in string.punctuation)
+    return " ".join(word for word in plain.split() if word not in {"a", "an", "the"})

@@ -1,0 +1,155 @@
+"""The environments with a Python interpreter and with a search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from rank_bm25 import BM25Okapi
+
+from megarl.batch.trajectory import Prompt
+from megarl.errors import AgentError, SandboxError
+from megarl.rollout.environments import python_interpreter
+from megarl.rollout.environments.bm25 import Bm25, words
+from megarl.rollout.environments.environment import Step, Task
+from megarl.rollout.environments.python_interpreter import PythonInterpreter
+from megarl.rollout.environments.search import Search, normalize
+from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.local_sandbox import LocalSandbox
+
+CONTEXT = [["Ada Lovelace", ["Ada was a mathematician.", " She wrote notes."]], ["Lund", ["Lund is a city in Sweden."]]]
+HOTPOT_ROW = {
+    "_id": "5a",
+    "question": "In which country is Lund?",
+    "answer": "Sweden",
+    "type": "bridge",
+    "level": "easy",
+    "supporting_facts": [["Lund", 0]],
+    "context": CONTEXT,
+}
+HUB_ROW = HOTPOT_ROW | {
+    "context": {"title": [title for title, _ in CONTEXT], "sentences": [sentences for _, sentences in CONTEXT]},
+    "supporting_facts": {"title": ["Lund"], "sent_id": [0]},
+}
+
+
+def make_task(answer: str | None, row: dict[str, object] | None = None) -> Task:
+    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row or {}, answer=answer)
+    return Task(prompt=prompt, messages=[{"role": "user", "content": "?"}], seed=1, shared={})
+
+
+def content(step: Step) -> str:
+    (message,) = step.messages
+    assert message["role"] == "tool"
+    assert step.num_calls == 1
+    assert not step.done
+    return str(message["content"])
+
+
+def test_python_keeps_variables_and_scores_answers() -> None:
+    env = PythonInterpreter(sandbox={"wall_seconds": 2.0, "output_kib": 1})
+    try:
+        env.reset(make_task("42"))
+        assert content(env.step("I define x.\n```python\nx = 40\n```")) == "(no output)"
+        assert content(env.step("```\nx + 2\n```")) == "42"
+        assert content(env.step("```py\nprint('a')\nx / 0\n```")) == "a\nZeroDivisionError: division by zero"
+        assert len(content(env.step("```\nprint('x' * 100000)\n```"))) <= 1025
+        assert content(env.step("```\nwhile True: pass\n```")) == "error: the code took too long; variables are lost"
+        assert "NameError" in content(env.step("```\nx\n```"))
+        assert env.step("So it is #### 42") == Step(reward=1.0, done=True)
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize("reply", ["#### 41", "42", "no code"])
+def test_python_gives_no_reward_for_other_answers(reply: str) -> None:
+    env = PythonInterpreter(sandbox={"allow_unsafe": True})
+    env.reset(make_task("42"))
+    assert env.step(reply) == Step(reward=0.0, done=True)
+    env.close()
+
+
+def test_python_never_sees_the_answer() -> None:
+    env = PythonInterpreter()
+    env.reset(make_task("48611"))
+    found = "text = repr(sys.modules) + str(vars(sys.modules['__main__'])) + str(dict(os.environ)) + str(sys.argv)"
+    frames = "frame = sys._getframe()\nwhile frame:\n    text += str(frame.f_locals)\n    frame = frame.f_back"
+    code = f"import os, sys\n{found}\n{frames}\nprint(text.count(str(48610 + 1)), len(text) > 1000)"
+    assert content(env.step(f"```\n{code}\n```")) == "0 True"
+    env.close()
+
+
+def test_a_sandbox_that_cannot_start_fails_the_episode(monkeypatch) -> None:
+    class Broken(LocalSandbox):
+        def open_interpreter(self):
+            raise SandboxError("cannot start a sandbox of tier launcher: no memory")
+
+    monkeypatch.setattr(python_interpreter, "open_sandbox", lambda config, key: Broken("launcher", Limits()))
+    env = PythonInterpreter()
+    env.reset(make_task("1"))
+    with pytest.raises(SandboxError, match="cannot start"):
+        env.step("```\n1\n```")
+    env.close()
+    with pytest.raises(AgentError, match=r"rollout.env.kwargs.sandbox.wall: Extra inputs are not permitted"):
+        PythonInterpreter(sandbox={"wall": 1})
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 60])
+def test_scores_are_those_of_rank_bm25(size: int) -> None:
+    rng = random.Random(size)
+    vocabulary = [f"w{i}" for i in range(30)]
+    passages = [rng.choices(vocabulary, weights=range(30, 0, -1), k=rng.randint(1, 40)) for _ in range(size)]
+    index, reference = Bm25(passages), BM25Okapi(passages)
+    for _ in range(50):
+        query = rng.choices([*vocabulary, "unknown"], k=rng.randint(1, 6))
+        expected = reference.get_scores(query)
+        assert index.scores(query) == pytest.approx(list(expected), abs=1e-12)
+        best = index.top(query, 3)
+        sharing = [s for s, passage in zip(expected, passages, strict=True) if set(passage) & set(query)]
+        assert [expected[i] for i in best] == pytest.approx(sorted(sharing, reverse=True)[:3])
+
+
+def test_an_index_needs_passages() -> None:
+    with pytest.raises(ValueError, match="at least one passage, got none"):
+        Bm25([])
+    assert words("Ada's 2 NOTES") == ["ada", "s", "2", "notes"]
+
+
+@pytest.mark.parametrize("row", [HOTPOT_ROW, HUB_ROW])
+def test_search_reads_rows_as_hotpotqa_publishes_them(row: dict[str, object]) -> None:
+    env = Search(num_passages=1)
+    env.reset(make_task("Sweden", row))
+    assert content(env.step("search(notes of Ada)")) == "Ada Lovelace: Ada was a mathematician. She wrote notes."
+    assert content(env.step("search(city Lund)")) == "Lund: Lund is a city in Sweden."
+    assert content(env.step("search(nowhere)")) == "nothing found"
+    assert env.step("It is #### the sweden.") == Step(reward=1.0, done=True)
+    assert env.step("It is #### Norway") == Step(reward=0.0, done=True)
+    env.close()
+
+
+def test_search_shares_an_index_of_a_file(tmp_path) -> None:
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"title": "A", "text": "apples grow"}\n{"title": "B", "text": "bears hunt"}\n')
+    task = make_task("x")
+    first, second = Search(index=str(file)), Search(index=str(file))
+    first.reset(task)
+    file.unlink()
+    second.reset(task)
+    assert content(second.step("search(bears)")) == "B: bears hunt"
+    file.write_text('{"title": "A"}\n')
+    with pytest.raises(ValueError, match=r"passages.jsonl:1 needs the texts title and text, got \['title'\]"):
+        Search(index=str(file)).reset(make_task("x"))
+
+
+def test_search_refuses_rows() -> None:
+    with pytest.raises(ValueError, match="p:1 has no answer"):
+        Search().reset(make_task(None, HOTPOT_ROW))
+    with pytest.raises(ValueError, match="p:1 needs passages in `context`"):
+        Search().reset(make_task("x", {"context": "text"}))
+    with pytest.raises(AgentError, match="num_passages needs to be at least 1, got 0"):
+        Search(num_passages=0)
+
+
+def test_answers_are_compared_as_in_squad() -> None:
+    assert normalize("The  Beatles!") == normalize("beatles")
+    assert normalize("an apple, a day") == "apple day"
