@@ -164,9 +164,14 @@ class FakeRolloutWorkers(RolloutWorkers):
 
 @dataclass
 class FakeWeightSync:
-    """Stands in for weight sync, whose cost `benchmarks.reshard.scale` measures."""
+    """Stands in for the weights on the engines, whose cost `benchmarks.reshard.scale` measures."""
 
     policy_version: int = -1
+
+    def select(self, model: str | None) -> bool:
+        """Return that the engines hold the weights of the policy, the only model."""
+        assert model is None
+        return False
 
     def push(self, policy_version: int) -> PushReport:
         """Return the report of a push that moved one byte."""

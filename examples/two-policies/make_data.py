@@ -35,4 +35,5 @@ def write(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-main()
+if __name__ == "__main__":
+    main()

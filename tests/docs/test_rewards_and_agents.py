@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from megarl.config.reward import FormatRewardConfig, ModelRewardConfig, NumericRewardConfig, PythonRewardConfig
+from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import HttpRewardConfig, JudgeRewardConfig
 from megarl.reward.python_term import MAX_THREADS
 from megarl.rollout.agents.episode import Episode
@@ -17,6 +18,7 @@ TERMS = (
     NumericRewardConfig,
     FormatRewardConfig,
     PythonRewardConfig,
+    CodeRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
     ModelRewardConfig,

@@ -108,7 +108,8 @@ def read_index(path: str) -> Passages:
 def read_context(row: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     """Return title and text of the passages in a row of HotpotQA.
 
-    Both published formats are read: pairs `[title, [sentence, ...]]`, and `{"title": [...], "sentences": [[...], ...]}`.
+    Both published formats are read: pairs `[title, [sentence, ...]]`, and
+    `{"title": [...], "sentences": [[...], ...]}`.
 
     Raises:
         ValueError: the row has neither; `where` names it.

@@ -7,7 +7,7 @@ import sys
 
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
-from tests.sandbox.corpus.check import ATTACKS, can_run_outside, check_tier, works_outside
+from tests.sandbox.corpus.check import ATTACKS, can_run_outside, check_tier, find_fault_outside
 from tests.sandbox.corpus.targets import open_targets
 
 
@@ -49,9 +49,9 @@ def main() -> int:
             num_run = 1
             for attack in attacks:
                 if can_run_outside(attack):
-                    works = works_outside(attack, targets)
-                    failed = failed or not works
-                    out(f"{attack.name}: {'works' if works else 'DOES NOT WORK'} without a sandbox")
+                    fault = find_fault_outside(attack, targets)
+                    failed = failed or fault is not None
+                    out(f"{attack.name} without a sandbox: {'works' if fault is None else f'DOES NOT WORK: {fault}'}")
     if num_run == 0:
         out("the corpus ran in no sandbox")
     return 1 if failed or num_run == 0 else 0

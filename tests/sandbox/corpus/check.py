@@ -155,8 +155,11 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def works_outside(attack: Attack, targets: Targets) -> bool:
-    """Whether a program reaches its target without a sandbox. Only for programs that may be run so."""
+def find_fault_outside(attack: Attack, targets: Targets) -> str | None:
+    """Return why a program does not reach its target without a sandbox; None: it does. Only for those that may run so.
+
+    Text that contains "Error" is that of a Python exception.
+    """
     assert not attack.not_outside
     targets.prepare()
     found = subprocess.run(
@@ -168,7 +171,10 @@ def works_outside(attack: Attack, targets: Targets) -> bool:
         check=False,
     )
     (Path(str(targets.places["folder"])) / "link").unlink(missing_ok=True)
-    return targets.canary.encode() in found.stdout or REACHED.encode() in found.stdout
+    if targets.canary.encode() in found.stdout or REACHED.encode() in found.stdout:
+        return None
+    *_, fault = ["the kernel refuses", *found.stderr.decode(errors="replace").splitlines()]
+    return fault
 
 
 def can_run_outside(attack: Attack) -> bool:
