@@ -35,8 +35,8 @@ def test_every_reward_type_has_a_row_and_an_excerpt() -> None:
 
 def test_numbers_are_those_of_the_code() -> None:
     seconds = {term: term.model_fields["timeout_seconds"].default for term in RULES}
-    assert seconds == dict.fromkeys(RULES, 30.0) | {NumericRewardConfig: 5.0}
-    assert "(default: 30, `numeric`: 5;" in PAGE
+    assert seconds == dict.fromkeys(RULES, 30.0) | {NumericRewardConfig: 5.0, CodeRewardConfig: 120.0}
+    assert "(default: 30, `numeric`: 5, `code`: 120;" in PAGE
     assert PAGE.count(f"{MAX_THREADS} threads") == PAGE.count(f"{MAX_THREADS} such calls") == 1
 
 
