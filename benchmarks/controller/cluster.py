@@ -173,6 +173,9 @@ class FakeWeightSync:
         assert model is None
         return False
 
+    def mark_outdated(self, model: str | None) -> None:
+        """Do nothing: each step pushes."""
+
     def push(self, policy_version: int) -> PushReport:
         """Return the report of a push that moved one byte."""
         self.policy_version = policy_version
