@@ -29,13 +29,13 @@ MAX_GROUPS_PER_CALL = 8
 
 
 def groups_per_call(config: RunConfig) -> int:
-    """Return the largest number of groups of an object: a replica needs at least two in each of its mini-batches.
+    """Return the largest number of groups of an object: a replica needs at least four in each of its mini-batches.
 
     Replicas train on whole objects, as far as these can be balanced, and fetch little that they do not train on.
     """
     dp = RankGrid.of(config.trainer.parallel, config.placement.slots).dp
     per_replica = config.algorithm.prompts_per_step // (config.algorithm.num_mini_batches * dp)
-    return max(1, min(MAX_GROUPS_PER_CALL, per_replica // 2))
+    return max(1, min(MAX_GROUPS_PER_CALL, per_replica // 4))
 
 
 @dataclass(frozen=True, slots=True)

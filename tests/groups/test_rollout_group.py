@@ -240,7 +240,7 @@ def start_group(ray: FakeRay, workers: int = 2, **recovery: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("prompts", "mini_batches", "slots", "expected"),
-    [(64, 1, 1, 8), (2048, 2, 512, 8), (1024, 2, 512, 4), (8, 1, 64, 1)],
+    [(64, 1, 1, 8), (2048, 2, 512, 4), (1024, 2, 512, 2), (8, 1, 64, 1)],
 )
 def test_objects_are_smaller_than_the_share_of_a_replica(
     prompts: int, mini_batches: int, slots: int, expected: int
