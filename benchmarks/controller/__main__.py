@@ -42,7 +42,8 @@ the controller's process, medians over the steps after the first one.
 - `memory`: growth of the controller's anonymous memory over its first step. `prompt`: that of loading prompts of 500
   tokens, per prompt.
 - `fetched / used`: tokens of the objects that the replicas fetch over those that they train on. An object has the
-  groups that a worker returned together, up to a quarter of a replica's mini-batch: fake groups finish at once, those of engines mostly one by one.
+  groups that a worker returned together, up to a quarter of a replica's mini-batch: fake groups finish at once, those
+  of engines mostly one by one.
 - `dispatch`: wall time of a training request, its plan included, from samples that lie where they were sampled until
   each rank holds its own. `verl`: the same tokens, log-probabilities, masks and versions, 13 bytes a token, as
   DataProto without padding, collected by the controller and dispatched to as many ranks; also without the time to
