@@ -175,28 +175,31 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end_processes(process: subprocess.Popen[bytes], api_key: str) -> None:
-    """End the process, its group, and all processes that have inherited its API key."""
+    """End the process, its group, and all processes that have inherited its API key; return when they have ended."""
     deadline = time.monotonic() + GRACE_SECONDS
-    _signal(process, api_key, signal.SIGTERM)
-    while time.monotonic() < deadline and (_find_processes(api_key) or not _has_ended(process)):
+    _send(signal.SIGTERM, _find_processes(process.pid, api_key))
+    while time.monotonic() < deadline and _find_processes(process.pid, api_key):
         time.sleep(POLL_SECONDS)
-    _signal(process, api_key, signal.SIGKILL)
+    while living := _find_processes(process.pid, api_key):  # also those that a process has started meanwhile
+        _send(signal.SIGKILL, living)
+        time.sleep(POLL_SECONDS)
     process.wait()
 
 
-def _signal(process: subprocess.Popen[bytes], api_key: str, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-    for pid in _find_processes(api_key):
+def _send(number: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _find_processes(api_key: str) -> list[int]:
-    """Return the pids of processes with the key in their environment, which also daemons have inherited."""
+def _find_processes(group: int, api_key: str) -> list[int]:
+    """Return the pids of running processes of the group, or with the key in their environment, as daemons have it."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if api_key.encode() in (folder / "environ").read_bytes():
+            state, _, process_group = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:3]
+            if state not in b"ZX" and (
+                int(process_group) == group or api_key.encode() in (folder / "environ").read_bytes()
+            ):
                 found.append(int(folder.name))
     return found
