@@ -32,6 +32,8 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None)
         ("two-policies", "runs/two-policies/data"),
         ("environments", "calculator", "runs/calculator/data"),
         ("environments", "guess", "runs/guess/data"),
+        ("environments", "python", "runs/python/data"),
+        ("environments", "search", "runs/search/data"),
         *([("real-model", "runs/real-model/data")] if real_model is not None else []),
     ):
         script = ROOT / "examples" / example / "make_data.py"

@@ -76,6 +76,10 @@ RECIPES = (
     Recipe(file="yaml/agents/calculator.yaml", overrides=NO_EVALUATION, steps=10),
     Recipe(file="yaml/agents/guess-sft.yaml", command="sft", steps=None),
     Recipe(file="yaml/agents/guess.yaml", overrides=NO_EVALUATION, steps=10),
+    Recipe(file="yaml/agents/python-sft.yaml", command="sft", steps=None),
+    Recipe(file="yaml/agents/python.yaml", overrides=NO_EVALUATION, steps=10),
+    Recipe(file="yaml/agents/search-sft.yaml", command="sft", steps=None),
+    Recipe(file="yaml/agents/search.yaml", overrides=NO_EVALUATION, steps=10),
     Recipe(
         file="examples/gsm8k-grpo/laptop-sft.yaml",
         command="sft",

@@ -1,4 +1,4 @@
-"""Write the data of an environment, fine-tune a tiny model on demonstrations, and train it: `run.py calculator|guess`.
+"""Write the data of an environment, fine-tune a tiny model on demonstrations, and train it: `run.py NAME`.
 
 Further arguments go to `megarl train`. `--control` trains with rewards that do not depend on what the policy did.
 """
@@ -20,7 +20,7 @@ RECIPES = HERE.parents[1] / "yaml" / "agents"
 def main() -> None:
     """Run the stages one after the other, and print the score before and after."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=("calculator", "guess"))
+    parser.add_argument("name", choices=("calculator", "guess", "python", "search"))
     parser.add_argument("--control", action="store_true")
     args, overrides = parser.parse_known_args()
     started, folder = time.perf_counter(), Path("runs") / args.name
