@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> tuple[list[MismatchReport], list[MismatchReport]]:
-    prepare_folder(folder, gsm8k=args.gsm8k, real_model=args.real_model)
+    prepare_folder(folder, gsm8k=args.gsm8k, real_model=args.real_model, openai_agents=args.openai_agents)
     recipes = [recipe for recipe in RECIPES if not recipe.needs or getattr(args, recipe.needs) is not None]
 
     def chosen(name: str) -> bool:
@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gsm8k", type=Path, metavar="FOLDER", help="GSM8K's train.jsonl and test.jsonl")
     parser.add_argument(
         "--real-model", type=Path, metavar="FOLDER", help="what examples/real-model/make_model.py writes"
+    )
+    parser.add_argument(
+        "--openai-agents", type=Path, metavar="FOLDER", help="environment that examples/gateway/README.md installs"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the tables to this file")

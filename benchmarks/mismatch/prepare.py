@@ -14,7 +14,7 @@ from megarl.config.load import read_tree
 ROOT = Path(__file__).parents[2]
 
 
-def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None) -> None:
+def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None, openai_agents: Path | None) -> None:
     """Link the repository's recipes into `folder` and write the data of those that have some; once."""
     folder.mkdir(parents=True, exist_ok=True)
     links = {"yaml": ROOT / "yaml", "examples": ROOT / "examples"}
@@ -22,6 +22,8 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None)
         links["data/gsm8k"] = gsm8k.resolve()
     if real_model is not None:
         links["runs/real-model/model"] = real_model.resolve()
+    if openai_agents is not None:
+        links["runs/gateway/openai-agents"] = openai_agents.resolve()
     for name, target in links.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not (folder / name).is_symlink():
@@ -34,6 +36,7 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None)
         ("environments", "guess", "runs/guess/data"),
         ("environments", "python", "runs/python/data"),
         ("environments", "search", "runs/search/data"),
+        ("environments", "tool-calls", "runs/gateway/data"),
         *([("real-model", "runs/real-model/data")] if real_model is not None else []),
     ):
         script = ROOT / "examples" / example / "make_data.py"

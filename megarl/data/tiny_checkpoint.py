@@ -16,10 +16,18 @@ from megarl.errors import DataError
 PAD, EOS = "<pad>", "<eos>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}\n{{ message.content }}<eos>\n{% endfor %}"
+    "{% if tools %}tools\n{% for tool in tools %}"
+    "{{ tool.function.name }}({{ tool.function.parameters.properties | list | join(', ') }})\n"
+    "{% endfor %}<eos>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}\n{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}assistant\n{% endif %}"
 )
-"""Chat template of a tiny model: it only appends, and ends every message with the stop token."""
+"""Chat template of a tiny model: it only appends, and ends every message with the stop token.
+
+Tools are written as names with parameters, for which few tokens suffice; calls as SGLang's parser qwen25 reads them.
+"""
 
 
 def write_tiny_model(

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__")
 CONFIGURATIONS = sorted(EXAMPLES.glob("*/*.yaml"))
-MODULES = sorted(EXAMPLES.glob("**/*.py"))
+MODULES = sorted(path for path in EXAMPLES.glob("**/*.py") if not path.name.startswith("use_"))
+"""All but programs for frameworks of others, which are installed in environments of their own."""
 
 
 def relative(path: Path) -> str:
