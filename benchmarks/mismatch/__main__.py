@@ -85,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--openai-agents", type=Path, metavar="FOLDER", help="environment that examples/gateway/README.md installs"
     )
+    parser.add_argument(
+        "--http-api", action="store_const", const=True, help="examples/environments/api.py serves the facts of FOLDER"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="also write the tables to this file")
     return parser

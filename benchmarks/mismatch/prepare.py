@@ -37,6 +37,7 @@ def prepare_folder(folder: Path, *, gsm8k: Path | None, real_model: Path | None,
         ("environments", "python", "runs/python/data"),
         ("environments", "search", "runs/search/data"),
         ("environments", "tool-calls", "runs/gateway/data"),
+        ("environments", "http", "runs/http/data"),
         *([("real-model", "runs/real-model/data")] if real_model is not None else []),
     ):
         script = ROOT / "examples" / example / "make_data.py"

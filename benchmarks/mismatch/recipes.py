@@ -80,6 +80,8 @@ RECIPES = (
     Recipe(file="yaml/agents/python.yaml", overrides=NO_EVALUATION, steps=10),
     Recipe(file="yaml/agents/search-sft.yaml", command="sft", steps=None),
     Recipe(file="yaml/agents/search.yaml", overrides=NO_EVALUATION, steps=10),
+    Recipe(file="yaml/agents/http-sft.yaml", command="sft", steps=None),
+    Recipe(file="yaml/agents/http.yaml", overrides=NO_EVALUATION, steps=10, needs="http_api"),
     Recipe(file="examples/gateway/sft.yaml", command="sft", steps=None),
     Recipe(file="examples/gateway/train.yaml", overrides=NO_EVALUATION, steps=10, needs="openai_agents"),
     Recipe(

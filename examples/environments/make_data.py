@@ -34,7 +34,7 @@ Rows = list[dict[str, Any]]
 
 
 def main() -> None:
-    """Write train.jsonl, heldout.jsonl and sft.jsonl; for `search` also passages.jsonl."""
+    """Write train.jsonl, heldout.jsonl and sft.jsonl; for `search` and `http` also the facts that they find."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=MAKERS)
     parser.add_argument("folder", type=Path)
@@ -64,26 +64,36 @@ def python(rng: random.Random) -> dict[str, Rows]:
 
 
 def search(rng: random.Random) -> dict[str, Rows]:
-    """Return questions about invented towns, and the passages that answer them; held-out towns are in passages only."""
+    """Return questions about invented towns, and the passages that answer them."""
+    files = ask_facts(rng, "search({kind} of {town})", "{town}: The {kind} is {answer}.")
+    passages = [{"title": fact["town"], "text": f"The {fact['kind']} is {fact['answer']}."} for fact in files["facts"]]
+    return files | {"passages": passages}
+
+
+def http(rng: random.Random) -> dict[str, Rows]:
+    """Return questions about invented towns, and the facts that `api.py` serves."""
+    return ask_facts(rng, "http GET /{kind}/{town}", "200 {answer}")
+
+
+def ask_facts(rng: random.Random, call: str, result: str) -> dict[str, Rows]:
+    """Return questions about invented towns, demonstrations, and all facts; held-out towns are in the facts only."""
     names = list({draw_name(rng, syllables=2): None for _ in range(3 * NUM_TOWNS)})[:NUM_TOWNS]
-    passages: Rows = []
+    facts: Rows = []
     questions: dict[bool, dict[str, str]] = {True: {}, False: {}}
     demonstrations: Rows = []
     for town in names:
-        trained = is_trained(town)
         for kind in KINDS:
-            answer = draw_name(rng, syllables=3)
-            passages.append({"title": town, "text": f"The {kind} is {answer}."})
-            question = f"{kind} of {town}?"
-            questions[trained][question] = answer
-            if trained:
-                found = f"{town}: The {kind} is {answer}."
-                demonstrations += demonstrate(rng, question, f"search({kind} of {town})", found, f"#### {answer}")
+            fact = {"kind": kind, "town": town, "answer": draw_name(rng, syllables=3)}
+            facts.append(fact)
+            question, answer = f"{kind} of {town}?", f"#### {fact['answer']}"
+            questions[is_trained(town)][question] = fact["answer"]
+            if is_trained(town):
+                demonstrations += demonstrate(rng, question, call.format(**fact), result.format(**fact), answer)
     return {
         "train": to_rows(questions[True]),
         "heldout": to_rows(questions[False]),
         "sft": demonstrations,
-        "passages": passages,
+        "facts": facts,
     }
 
 
@@ -176,7 +186,14 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-MAKERS = {"calculator": calculator, "guess": guess, "python": python, "search": search, "tool-calls": tool_calls}
+MAKERS = {
+    "calculator": calculator,
+    "guess": guess,
+    "http": http,
+    "python": python,
+    "search": search,
+    "tool-calls": tool_calls,
+}
 
 
 if __name__ == "__main__":

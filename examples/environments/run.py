@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -20,7 +22,7 @@ RECIPES = HERE.parents[1] / "yaml" / "agents"
 def main() -> None:
     """Run the stages one after the other, and print the score before and after."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=("calculator", "guess", "python", "search"))
+    parser.add_argument("name", choices=("calculator", "guess", "http", "python", "search"))
     parser.add_argument("--control", action="store_true")
     args, overrides = parser.parse_known_args()
     started, folder = time.perf_counter(), Path("runs") / args.name
@@ -34,13 +36,28 @@ def main() -> None:
         'reward.terms.control={type: python, path: "control:shuffled", per: group}',
     ]
     settings = [f"run_dir={run_dir}", *(control if args.control else [])]
-    call(["-m", "megarl", "train", str(RECIPES / f"{args.name}.yaml"), *overrides, "--set", *settings])
+    with serve_facts(folder / "data" / "facts.jsonl") if args.name == "http" else nullcontext([]) as address:
+        settings += address
+        call(["-m", "megarl", "train", str(RECIPES / f"{args.name}.yaml"), *overrides, "--set", *settings])
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     scores = [(row["step"], row["eval/game"]) for row in rows if "eval/game" in row]
     rewards = " ".join(f"{row['reward/game']:.2f}" for row in rows if "reward/game" in row)
     held_out = "  ".join(f"{step}: {score:.3f}" for step, score in scores)
     seconds = time.perf_counter() - started
     sys.stdout.write(f"held-out score by step: {held_out}\nreward by step: {rewards}\n{seconds:.0f} s in total\n")
+
+
+@contextmanager
+def serve_facts(path: Path) -> Iterator[list[str]]:
+    """Run `api.py`, and yield the settings with its address."""
+    command = [sys.executable, str(HERE / "api.py"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as api:  # noqa: S603
+        assert api.stdout is not None
+        url = api.stdout.readline().strip()
+        try:
+            yield [f"rollout.env.kwargs.base_url={url}", f'rollout.env.kwargs.allow=["{url}"]']
+        finally:
+            api.terminate()
 
 
 def call(arguments: list[str]) -> None:

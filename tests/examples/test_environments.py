@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ from megarl.config.import_path import load_object
 from megarl.rollout.environments.environment import Task
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "environments"
 
 NUM_PLAYED = 20
 
@@ -24,18 +30,33 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def make_environment(name: str, folder: Path) -> Any:
+def make_environment(name: str, folder: Path, **kwargs: Any) -> Any:
     """Return an environment of the recipe, with the data of `folder`."""
     text = (ROOT / "yaml" / "agents" / f"{name}.yaml").read_text().replace(f"runs/{name}/data", str(folder))
     config = yaml.safe_load(text)["rollout"]["env"]
     environment: Any = load_object(config["path"], key="rollout.env.path", kind="class")
-    return environment(**config.get("kwargs", {}))
+    return environment(**config.get("kwargs", {}) | kwargs)
 
 
-@pytest.mark.parametrize("name", ["calculator", "python", "search"])
+async def result_of(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+@contextmanager
+def serve_facts(folder: Path) -> Iterator[str]:
+    """Yield the address of an API with the facts of `folder`."""
+    command = [sys.executable, str(SCRIPTS / "api.py"), str(folder / "facts.jsonl")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as api:
+        assert api.stdout is not None
+        try:
+            yield api.stdout.readline().strip()
+        finally:
+            api.terminate()
+
+
+@pytest.mark.parametrize("name", ["calculator", "http", "python", "search"])
 def test_demonstrated_calls_have_the_results_of_the_environment(name: str, tmp_path: Path) -> None:
-    script = ROOT / "examples" / "environments" / "make_data.py"
-    subprocess.run([sys.executable, str(script), name, str(tmp_path)], check=True)
+    subprocess.run([sys.executable, str(SCRIPTS / "make_data.py"), name, str(tmp_path)], check=True)
     train, held_out = read(tmp_path / "train.jsonl"), read(tmp_path / "heldout.jsonl")
     assert len(train) >= 3900
     assert len(held_out) >= 150
@@ -46,15 +67,21 @@ def test_demonstrated_calls_have_the_results_of_the_environment(name: str, tmp_p
     answers = {row["prompt"]: row["answer"] for row in train}
     played = [row for row in demonstrations if len(row["prompt"]) > 1][:NUM_PLAYED]
     assert len(played) == NUM_PLAYED
+    with serve_facts(tmp_path) if name == "http" else nullcontext() as url:
+        kwargs = {} if url is None else {"allow": [url], "base_url": url}
+        asyncio.run(play(partial(make_environment, name, tmp_path, **kwargs), played, answers))
+
+
+async def play(make: Callable[[], Any], played: Sequence[dict[str, Any]], answers: Mapping[str, str]) -> None:
     shared: dict[str, Any] = {}
     for row in played:
         question, call, result = row["prompt"]
-        env = make_environment(name, tmp_path)
+        env = make()
         prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row={}, answer=answers[question["content"]])
         try:
-            env.reset(Task(prompt=prompt, messages=[question], seed=1, shared=shared))
-            step = env.step(call["content"])
+            await result_of(env.reset(Task(prompt=prompt, messages=[question], seed=1, shared=shared)))
+            step = await result_of(env.step(call["content"]))
             assert list(step.messages) == [result]
-            assert env.step(row["response"]).reward == 1.0
+            assert (await result_of(env.step(row["response"]))).reward == 1.0
         finally:
-            env.close()
+            await result_of(env.close())
