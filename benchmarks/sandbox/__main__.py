@@ -14,12 +14,14 @@ from benchmarks.text_table import markdown_rows
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
 
 MAX_P50_MS, MAX_P95_MS = 60.0, 200.0
+WITHOUT_TARGET = {"runsc": 10}
+"""Tiers that are measured only, and the share of the runs that they get."""
 
 INTRODUCTION = """# Programs in sandboxes
 
 `{command}` on {cores} cores: a program of three lines, each time in a new sandbox, from its start until nothing
 of it is left. CPU time is that of all of its processes. Targets: at most {p50:.0f} ms for half of the programs,
-{p95:.0f} ms for 95 of 100.
+{p95:.0f} ms for 95 of 100; runsc, which starts a kernel for each sandbox, has none.
 
 """
 
@@ -31,12 +33,13 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a table in Markdown")
     args = parser.parse_args()
     found = find_local_tiers()
-    results = [measure(tier, args.runs) for tier in LOCAL_TIERS if found[tier] is None]
+    results = [
+        measure(tier, max(1, args.runs // WITHOUT_TARGET.get(tier, 1))) for tier in LOCAL_TIERS if found[tier] is None
+    ]
     missed = [
         result.tier
         for result in results
-        if result.wall_p50_ms > MAX_P50_MS
-        or result.wall_p95_ms > MAX_P95_MS
+        if (result.tier not in WITHOUT_TARGET and (result.wall_p50_ms > MAX_P50_MS or result.wall_p95_ms > MAX_P95_MS))
         or result.processes_left + result.mounts_left + result.files_left
     ]
     lacking = {tier: reason for tier, reason in found.items() if reason is not None}

@@ -72,7 +72,8 @@ def _processes() -> set[str]:
     found = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if b"megarl.sandbox" in Path(f"/proc/{name}/cmdline").read_bytes():
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            if b"megarl.sandbox" in command or b"megarl-runsc-" in command:
                 found.add(name)
     return found
 
@@ -83,5 +84,5 @@ def _mounts() -> set[str]:
 
 def _files() -> set[str]:
     """Return the control groups and files of sandboxes."""
-    folders = [*Path("/sys/fs/cgroup").glob("**/megarl-sandbox-*"), *Path("/tmp").glob("megarl-unsafe-*")]
+    folders = [*Path("/sys/fs/cgroup").glob("**/megarl-sandbox-*"), *Path("/tmp").glob("megarl-runsc-*")]
     return set(map(str, folders))

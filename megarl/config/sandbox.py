@@ -12,9 +12,10 @@ from megarl.config.section import Section
 class SandboxConfig(Section):
     """Where programs of the policy run, and what they may use; `megarl doctor` names the tiers of a machine."""
 
-    tier: Literal["auto", "bubblewrap", "launcher", "service"] = "auto"
+    tier: Literal["auto", "bubblewrap", "launcher", "runsc", "service"] = "auto"
     """`bubblewrap`: the program of that name. `launcher`: megarl's own, by namespaces, Landlock and seccomp.
-    `service`: one that runs elsewhere. `auto`: the first of bubblewrap and launcher that works on the machine."""
+    `runsc`: gVisor, whose kernel runs between programs and that of the machine; a program takes about 0.2 CPU seconds
+    more. `service`: one that runs elsewhere. `auto`: the first of bubblewrap, launcher and runsc that works here."""
 
     url: str | None = None
     """Address of the service of the tier `service`."""

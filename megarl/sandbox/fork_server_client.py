@@ -24,6 +24,9 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """Folder with the package `megarl`."""
 
 LIBRARY_FOLDERS = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+PROGRAMS = {"bubblewrap": "bwrap", "runsc": "runsc"}
+"""Tier -> program that it needs."""
+
 MESSAGE_OVERHEAD = 4096
 BYTES_OF_ESCAPE = 6
 """Bytes of a character in JSON, at most."""
@@ -46,7 +49,7 @@ class ForkServer:
         """Start a sandbox and return its session, which is ready for requests.
 
         Args:
-            tier: `bubblewrap`, `launcher` or `unsafe`.
+            tier: `bubblewrap`, `launcher`, `runsc` or `unsafe`.
             limits: limits of the sandbox.
 
         Raises:
@@ -56,7 +59,7 @@ class ForkServer:
             "tier": tier,
             "limits": limits.as_dict(),
             "readable": readable_paths(),
-            "bwrap": shutil.which("bwrap"),
+            "program": shutil.which(PROGRAMS[tier]) if tier in PROGRAMS else None,
         }
         host_channel, channel = socket.socketpair()
         host_lifeline, lifeline = socket.socketpair()

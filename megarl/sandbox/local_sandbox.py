@@ -30,7 +30,7 @@ class LocalSandbox:
         """Create a sandbox.
 
         Args:
-            tier: `bubblewrap`, `launcher` or `unsafe`.
+            tier: `bubblewrap`, `launcher`, `runsc` or `unsafe`.
             limits: limits of each program or interpreter.
             server: fork server; None: the shared one.
         """

@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from typing import Any
 
 from megarl.errors import SandboxError
-from megarl.sandbox.guest.channel import MessageBuffer, encode
+from megarl.sandbox.guest.channel import LENGTH, encode_request
 
 CLOSE_SECONDS = 10.0
 """Time in which all processes of a sandbox that has been killed end."""
+
+
+class ReplyBuffer:
+    """Splits bytes that arrive in pieces into replies."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: longest reply."""
+        self._data, self._max_bytes = bytearray(), max_bytes
+
+    def add(self, data: bytes) -> None:
+        """Append bytes that have arrived."""
+        self._data += data
+
+    def next(self) -> dict[str, Any] | None:
+        """Return the next whole reply; None where more bytes are needed.
+
+        Raises:
+            ValueError: the reply is too long, or no JSON object.
+        """
+        if len(self._data) < LENGTH.size:
+            return None
+        length = LENGTH.unpack_from(self._data)[0]
+        if length > self._max_bytes:
+            raise ValueError(f"a reply needs to have at most {self._max_bytes} bytes, got {length}")
+        if len(self._data) < LENGTH.size + length:
+            return None
+        body = bytes(self._data[LENGTH.size : LENGTH.size + length])
+        del self._data[: LENGTH.size + length]
+        reply = json.loads(body)
+        if not isinstance(reply, dict):
+            raise ValueError(f"a reply needs to be a JSON object, got {type(reply).__name__}")  # noqa: TRY004
+        return reply
 
 
 class Session:
@@ -18,13 +51,13 @@ class Session:
 
     def __init__(self, channel: socket.socket, lifeline: socket.socket, *, max_reply_bytes: int) -> None:
         self._channel, self._lifeline = channel, lifeline
-        self._replies = MessageBuffer(max_reply_bytes)
+        self._replies = ReplyBuffer(max_reply_bytes)
         self._errors: str | None = None
         self._is_closed = False
         self.cpu_seconds = 0.0
         """CPU time of all processes of the sandbox, in seconds; known when it is closed."""
 
-    def send(self, message: dict[str, Any], *, seconds: float) -> None:
+    def send(self, request: dict[str, Any], *, seconds: float) -> None:
         """Send a request; see `Runner` for their kinds.
 
         Raises:
@@ -33,7 +66,7 @@ class Session:
         """
         self._channel.settimeout(seconds)
         try:
-            self._channel.sendall(encode(message))
+            self._channel.sendall(encode_request(request))
         except TimeoutError:
             raise
         except OSError as e:
@@ -81,7 +114,7 @@ class Session:
         try:
             self._lifeline.shutdown(socket.SHUT_WR)
             self._lifeline.settimeout(CLOSE_SECONDS)
-            message = _read_message(self._lifeline)
+            message = _read_reply(self._lifeline)
             if message is not None:
                 self._errors, self.cpu_seconds = str(message["errors"]), float(message["cpu_seconds"])
         except TimeoutError as e:
@@ -93,13 +126,13 @@ class Session:
         return self._errors
 
 
-def _read_message(connection: socket.socket) -> dict[str, Any] | None:
+def _read_reply(connection: socket.socket) -> dict[str, Any] | None:
     """Return the only message of a connection that has a timeout; None if it ends without one.
 
     Raises:
         TimeoutError: it did not arrive in time.
     """
-    buffer = MessageBuffer(max_bytes=64 * 1024)
+    buffer = ReplyBuffer(max_bytes=64 * 1024)
     while True:
         if (message := buffer.next()) is not None:
             return message

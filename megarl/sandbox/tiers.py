@@ -8,27 +8,22 @@ from functools import cache
 
 from megarl.config.sandbox import SandboxConfig
 from megarl.errors import ConfigError, SandboxError
-from megarl.sandbox.fork_server_client import ForkServer
+from megarl.sandbox.fork_server_client import PROGRAMS, ForkServer
 from megarl.sandbox.guest.limits import Limits
 from megarl.sandbox.launcher.bubblewrap import MIN_VERSION
 from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.sandbox import Case, Program, Sandbox
 from megarl.sandbox.service import ServiceSandbox
 
-LOCAL_TIERS = ("bubblewrap", "launcher")
-"""Kinds of sandboxes of this machine, in the order of preference."""
+LOCAL_TIERS = ("bubblewrap", "launcher", "runsc")
+"""Kinds of sandboxes of this machine, in the order of preference; runsc takes the most CPU time."""
 
 PROBE_TEXT = "the sandbox works"
 
 
-@cache
 def find_local_tiers() -> dict[str, str | None]:
     """Return tier -> None where it works on this machine, else the reason why not; each is tried with a program."""
-    server = ForkServer()
-    try:
-        return {tier: _find_problem(tier, server) for tier in LOCAL_TIERS}
-    finally:
-        server.close()
+    return {tier: find_tier_problem(tier) for tier in LOCAL_TIERS}
 
 
 def choose_tier(config: SandboxConfig, *, key: str) -> str:
@@ -43,17 +38,17 @@ def choose_tier(config: SandboxConfig, *, key: str) -> str:
     """
     if config.tier == "service":
         return "service"
-    found = find_local_tiers()
-    wanted = LOCAL_TIERS if config.tier == "auto" else (config.tier,)
-    for tier in wanted:
-        if found[tier] is None:
+    problems = list[str]()
+    for tier in LOCAL_TIERS if config.tier == "auto" else (config.tier,):
+        problem = find_tier_problem(tier)
+        if problem is None:
             return tier
+        problems.append(f"{tier}: {problem}")
     if config.allow_unsafe:
         return "unsafe"
-    reasons = "; ".join(f"{tier}: {found[tier]}" for tier in wanted)
     raise ConfigError(
         f"{key} needs a sandbox that works on this machine, or allow_unsafe: true, which runs programs with the rights "
-        f"of this user; got none ({reasons})"
+        f"of this user; got none ({'; '.join(problems)})"
     )
 
 
@@ -74,19 +69,25 @@ def open_sandbox(config: SandboxConfig, *, key: str) -> Sandbox:
     return LocalSandbox(tier, limits)
 
 
-def _find_problem(tier: str, server: ForkServer) -> str | None:
-    """Return why a tier does not work on this machine; None: it does."""
-    if tier == "bubblewrap":
-        bwrap = shutil.which("bwrap")
-        if bwrap is None:
-            return "bwrap is not installed (package bubblewrap)"
-        answer = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False).stdout.split()  # noqa: S603
+@cache
+def find_tier_problem(tier: str) -> str | None:
+    """Return why a tier of `LOCAL_TIERS` does not work on this machine, found by a program; None: it does."""
+    path = None
+    if tier in PROGRAMS:
+        path = shutil.which(PROGRAMS[tier])
+        if path is None:
+            return f"{PROGRAMS[tier]} is not installed (package {tier})"
+    if path is not None and tier == "bubblewrap":
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split()  # noqa: S603
         version = tuple(int(part) for part in answer[-1].split(".")[:2]) if answer else (0, 0)
         if version < MIN_VERSION:
             return f"needs bwrap {'.'.join(map(str, MIN_VERSION))} or newer, got {'.'.join(map(str, version))}"
+    server = ForkServer()
     try:
         program = Program(source=f"print({PROBE_TEXT!r})", cases=[Case()])
         outcome = LocalSandbox(tier, Limits(), server).run(program)[0]
     except SandboxError as e:
         return str(e)
+    finally:
+        server.close()
     return None if outcome.stdout.strip() == PROBE_TEXT else f"a program failed: {outcome.stderr.strip()}"

@@ -12,8 +12,10 @@ from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
 def test_costs_of_a_sandbox(tier):
     if (reason := find_local_tiers()[tier]) is not None:
         pytest.skip(f"{tier} does not work on this machine: {reason}")
-    found = measure(tier, runs=20)
-    # bubblewrap starts Python and the launcher forks it; CPU time doubles where cores share what they compute with
-    assert found.cpu_p50_ms <= (60 if tier == "launcher" else 120)
-    assert found.cpu_p95_ms <= 200
+    found = measure(tier, runs=10 if tier == "runsc" else 20)
+    # bubblewrap starts Python, the launcher forks it, and runsc starts a kernel too; CPU time doubles where cores share
+    # what they compute with
+    max_p50 = {"launcher": 50, "bubblewrap": 110, "runsc": 700}[tier]
+    assert found.cpu_p50_ms <= max_p50
+    assert found.cpu_p95_ms <= 2 * max_p50
     assert (found.processes_left, found.mounts_left, found.files_left) == (0, 0, 0)

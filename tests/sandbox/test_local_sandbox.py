@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.errors import SandboxError
+from megarl.reward.code.grading import TestCase, is_passed
 from megarl.sandbox.fork_server_client import ForkServer
 from megarl.sandbox.guest.limits import MIB, Limits
 from megarl.sandbox.guest.program import _plain
@@ -39,6 +40,10 @@ def sandbox(request, server) -> LocalSandbox:
     return LocalSandbox(request.param, LIMITS, server)
 
 
+def best_tier() -> str:
+    return next((tier for tier, reason in find_local_tiers().items() if reason is None), "unsafe")
+
+
 def run(sandbox: LocalSandbox, source: str, stdin: str = "") -> Outcome:
     return sandbox.run(Program(source=source, cases=[Case(stdin=stdin)]))[0]
 
@@ -61,18 +66,102 @@ def test_programs_read_stdin_and_print(sandbox):
         ("print('x' * 2000)", "output", ""),
         ("import os; os.kill(os.getpid(), 9)", "killed", ""),
         ("import atexit; atexit.register(print, 'end', flush=True)", "ok", ""),
+        ("", "ok", ""),
+        ("x = '\x00'", "error", "SyntaxError"),
+        ("x = '\ud800'", "error", "UnicodeEncodeError"),
+        ("import sys; print(7); sys.stdout.close()", "ok", ""),
+        ("import sys; sys.stdout = None", "ok", ""),
+        ("import sys; sys.stdin.close(); sys.exit()", "ok", ""),
+        ("import os; os.closerange(0, 64)", "ok", ""),
+        ("import os; os.close(1); print(7)", "error", "OSError"),
+        ("import sys; sys.stderr.write('e' * 2000)", "output", "eee"),
+        ("import os; os.fork() and os.wait(); print('x' * 600)", "output", ""),
+        ("raise SystemExit('text')", "error", "text\n"),
+        ("import sys; sys.setrecursionlimit(10**9); eval('f' + '(' * 100 + ')' * 99)", "error", "SyntaxError"),
     ],
 )
 def test_reports_how_a_program_ended(server, source, status, text):
-    tier = next((tier for tier, reason in find_local_tiers().items() if reason is None), "unsafe")
-    outcome = run(LocalSandbox(tier, LIMITS, server), source)
+    outcome = run(LocalSandbox(best_tier(), LIMITS, server), source)
     assert outcome.status == status
     assert text in outcome.stderr
     assert len(outcome.stdout) <= LIMITS.output_bytes + 1
 
 
-def test_programs_import_the_standard_library(sandbox):
-    outcome = run(sandbox, "import wave, sqlite3, asyncio\nasyncio.run(asyncio.sleep(0))\nprint(wave.__name__)")
+@pytest.mark.parametrize("stdin", ["", "\ud800\x00", "x" * 1_000_000])
+def test_outputs_are_text_whatever_a_program_writes(server, stdin):
+    sandbox = LocalSandbox(best_tier(), LIMITS, server)
+    source = "import os, sys\nos.close(0)\nos.write(1, b'\\xff7\\xf0')\nos.write(2, b'\\x80\\n')"
+    assert run(sandbox, source, stdin) == Outcome(status="ok", stdout="\ufffd7\ufffd", stderr="\ufffd\n")
+    assert run(sandbox, "print(chr(0xD800))", stdin).stdout == "\\ud800\n"
+
+
+def test_values_are_those_that_a_program_may_write(server):
+    source = (
+        "import os\n"
+        "def forge(data): os.write(3, data); os._exit(0)\n"
+        "def close(): os.close(3); return 7\n"
+        "def nest():\n    x = []\n    x.append(x)\n    return x"
+    )
+    calls = [
+        "forge(b'\\xff')",
+        "forge(b'[' * 900)",
+        "forge(b'7' * 9000)",
+        "close()",
+        "nest()",
+        "10 ** 5000",
+        "'x' * 2000",
+        "",
+    ]
+    outcomes = LocalSandbox(best_tier(), LIMITS, server).run(
+        Program(source=source, cases=[Case(call=call) for call in calls])
+    )
+    assert [outcome.status for outcome in outcomes] == [
+        "ok",
+        "ok",
+        "output",
+        "error",
+        "error",
+        "error",
+        "output",
+        "error",
+    ]
+    for outcome in outcomes:
+        assert not is_passed(TestCase(case=Case(call="f()"), expected=7), outcome)
+
+
+CELL_ENDS = {
+    "os.write(1, b'\\xff')": ("ok", "\ufffd1\n"),
+    "print('x' * 10**6)": ("ok", "x" * (LIMITS.output_bytes + 1)),
+    "": ("ok", ""),
+    "x = '\x00'": ("error", ""),
+    "sys.stdin.close(); input()": ("error", ""),
+    "os.fork() and os.wait()\nx": ("ok", "5\n5\n"),
+    "sys.stdout.close()": ("exit", ""),
+    "os.close(1); print(1)": ("exit", ""),
+    "os.closerange(0, 64)": ("exit", ""),
+    "for fd in range(3, 64):\n    with contextlib.suppress(OSError): os.write(fd, b'1 ok\\n' * 1000)": ("exit", ""),
+    "for fd in range(3, 64):\n    with contextlib.suppress(OSError): os.write(fd, bytes(4) + b'{}')": ("exit", ""),
+}
+
+
+@pytest.mark.parametrize("source", CELL_ENDS)
+def test_a_cell_that_breaks_its_interpreter_leaves_one_that_works(server, source):
+    interpreter = LocalSandbox(best_tier(), LIMITS, server).open_interpreter()
+    try:
+        assert interpreter.run("import contextlib, os, sys\nx = 5").status == "ok"
+        outcome = interpreter.run(source)
+        assert (outcome.status, outcome.stdout) == CELL_ENDS[source]
+        for number in range(3):
+            assert interpreter.run(f"print({number})").stdout == f"{number}\n"
+        known = interpreter.run("x").stdout == "5\n"
+        assert known == (outcome.status in ("ok", "error"))
+    finally:
+        interpreter.close()
+
+
+def test_programs_import_the_standard_library(sandbox, server):
+    slower = LocalSandbox(sandbox.tier, Limits(wall_seconds=20.0, cpu_seconds=10), server)
+    outcome = run(slower, "import wave, sqlite3, asyncio\nasyncio.run(asyncio.sleep(0))\nprint(wave.__name__)")
     assert outcome == Outcome(status="ok", stdout="wave\n")
 
 
@@ -120,7 +209,7 @@ def test_interpreters_keep_variables(sandbox):
         assert interpreter.run("x").stdout == "21\n"
         assert interpreter.run("import time; time.sleep(100)").status == "timeout"
         assert "NameError" in interpreter.run("x").stderr
-        assert interpreter.run("import os; os._exit(0)").status in ("exit", "ok")
+        assert interpreter.run("import os; os._exit(0)").status == "exit"
         assert interpreter.run("1").stdout == "1\n"
     finally:
         interpreter.close()
@@ -166,7 +255,7 @@ def test_a_lost_supervisor_is_no_result_of_the_program(server):
 
 
 def test_sandboxes_end_with_their_host(server):
-    tier = next((tier for tier, reason in find_local_tiers().items() if reason is None), "unsafe")
+    tier = best_tier()
     source = f"""
 import os, signal
 from megarl.sandbox.guest.limits import Limits

@@ -10,16 +10,17 @@ from megarl.sandbox import tiers
 from megarl.sandbox.local_sandbox import LocalSandbox
 from megarl.sandbox.service import ServiceSandbox
 
+NONE = {"bubblewrap": "not installed", "launcher": "forbidden", "runsc": "too old"}
 KEY = "reward.terms.tests.sandbox"
 
 
 @pytest.fixture
 def no_tiers(monkeypatch):
-    monkeypatch.setattr(tiers, "find_local_tiers", lambda: {"bubblewrap": "not installed", "launcher": "forbidden"})
+    monkeypatch.setattr(tiers, "find_tier_problem", NONE.get)
 
 
 def test_refuses_a_machine_without_sandboxes(no_tiers):
-    with pytest.raises(ConfigError, match=rf"{KEY} needs a sandbox .*bubblewrap: not installed; launcher: forbidden"):
+    with pytest.raises(ConfigError, match=rf"{KEY} .*bubblewrap: not installed; launcher: forbidden; runsc: too old"):
         tiers.choose_tier(SandboxConfig(), key=KEY)
     with pytest.raises(ConfigError, match=r"got none \(launcher: forbidden\)"):
         tiers.choose_tier(SandboxConfig(tier="launcher"), key=KEY)
@@ -27,7 +28,7 @@ def test_refuses_a_machine_without_sandboxes(no_tiers):
 
 
 def test_prefers_a_sandbox_that_works(monkeypatch):
-    monkeypatch.setattr(tiers, "find_local_tiers", lambda: {"bubblewrap": "not installed", "launcher": None})
+    monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "not installed", "launcher": None}.get)
     assert tiers.choose_tier(SandboxConfig(allow_unsafe=True), key=KEY) == "launcher"
     found = tiers.open_sandbox(SandboxConfig(), key=KEY)
     assert isinstance(found, LocalSandbox)

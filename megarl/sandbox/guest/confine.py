@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -71,8 +72,10 @@ def limit_resources(limits: Limits) -> None:
     _limit(resource.RLIMIT_AS, limits.memory_bytes + RUNNER_BYTES)
     _limit(resource.RLIMIT_FSIZE, limits.disk_bytes)
     _limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
-    for name in ("CORE", "MEMLOCK", "MSGQUEUE"):
+    for name in ("CORE", "MEMLOCK"):
         _limit(getattr(resource, f"RLIMIT_{name}"), 0)
+    with contextlib.suppress(ValueError):  # gVisor, which has no message queues
+        _limit(resource.RLIMIT_MSGQUEUE, 0)
 
 
 def limit_cpu(seconds: int) -> None:

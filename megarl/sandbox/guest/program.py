@@ -1,27 +1,30 @@
 """Execution of untrusted code, in a process of its own that ends with it. What it writes is data, never a verdict.
 
-Nothing here knows the expected result of a program: a value that a program forges is compared like any other.
+Nothing here knows the expected result of a program: a value that a program forges is compared like any other. Modules
+that not all programs need are imported where they are used, since imports are most of the CPU time of a sandbox.
 """
 
 from __future__ import annotations
 
-import ast
 import atexit
-import linecache
 import os
 import random
 import sys
-import threading
-import traceback
-import types
 
-from megarl.sandbox.guest.channel import read_message, write_message
+from megarl.sandbox.guest.channel import read_request
 
 TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
 if TYPE_CHECKING:
+    from types import ModuleType
     from typing import Any
 
 NAME = "<program>"
+CELL_ENDS = {False: "ok", True: "error"}
+"""Status of a cell, by whether it has raised an exception."""
+
+_sources: dict[str, str] = {}
+"""File name -> source, for the lines of tracebacks."""
+
 MAX_DEPTH = 50
 """Largest depth of a returned value."""
 
@@ -38,9 +41,12 @@ def run_program(source: str) -> None:
         _print_traceback()
         code = 1
     try:
-        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: waits for the program's threads
+        if "threading" in sys.modules:  # as multiprocessing does: waits for the program's threads
+            sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):  # as at the end of any Python program
+            if stream is not None and not stream.closed:
+                stream.flush()
     except BaseException:  # noqa: BLE001
         _print_traceback()
         code = 1
@@ -72,8 +78,8 @@ def run_call(source: str, setup: str, expression: str, value_fd: int) -> None:
 def run_interpreter(cells_fd: int, ends_fd: int) -> None:
     """Execute the cells that arrive, in one namespace, and report the end of each; end this process with the cells."""
     module = _create_module("__main__")
-    number = 0
-    while (message := read_message(cells_fd)) is not None:
+    number, pid = 0, os.getpid()
+    while (message := read_request(cells_fd)) is not None:
         number += 1
         failed = False
         try:
@@ -84,27 +90,36 @@ def run_interpreter(cells_fd: int, ends_fd: int) -> None:
             _print_traceback()
             failed = True
         sys.stdout.flush()
-        write_message(ends_fd, {"failed": failed})
+        if os.getpid() != pid:
+            break  # a child that the cell has forked
+        os.write(ends_fd, end_of_cell(number, CELL_ENDS[failed]))
     os._exit(0)
 
 
-def _create_module(name: str) -> types.ModuleType:
+def end_of_cell(number: int, status: str) -> bytes:
+    """Return what an interpreter reports at the end of a cell; cells are numbered from 1."""
+    return f"{number} {status}\n".encode()
+
+
+def _create_module(name: str) -> ModuleType:
     """Return a new module; the same program gets the same random numbers in each run."""
     random.seed(0)
-    module = types.ModuleType(name)
+    module = type(sys)(name)
     sys.modules[name] = module
     sys.argv = [NAME]
     return module
 
 
-def _execute(source: str, module: types.ModuleType) -> None:
-    linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
+def _execute(source: str, module: ModuleType) -> None:
+    _sources[NAME] = source
     exec(compile(source, NAME, "exec"), module.__dict__)  # noqa: S102 -- what a sandbox is for
 
 
-def _execute_cell(source: str, module: types.ModuleType, name: str) -> None:
+def _execute_cell(source: str, module: ModuleType, name: str) -> None:
     """Execute a cell; if it ends in an expression, print its value."""
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    import ast
+
+    _sources[name] = source
     tree = ast.parse(source, name)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
@@ -125,6 +140,11 @@ def _exit_code(error: SystemExit) -> int:
 
 def _print_traceback() -> None:
     """Print the exception that is being handled, without the frames of this file."""
+    import linecache
+    import traceback
+
+    for name, source in _sources.items():
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     kind, error, frames = sys.exc_info()
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -9,7 +9,8 @@ Programs have no file descriptor of the host: the runner alone reports how a pro
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
+import marshal
 import os
 import resource
 import selectors
@@ -17,11 +18,11 @@ import signal
 import sys
 import time
 
-from megarl.sandbox.guest.channel import MessageBuffer, encode, read_message, write_message
+from megarl.sandbox.guest.channel import encode_request, read_request, write_reply
 from megarl.sandbox.guest.confine import FOLDER, confine, limit_cpu
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.guest.program import run_call, run_interpreter, run_program
-from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, prctl
+from megarl.sandbox.guest.program import CELL_ENDS, end_of_cell, run_call, run_interpreter, run_program
+from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, libc_call, prctl
 
 TYPE_CHECKING = False  # of `typing`, without its import, which delays the start of a sandbox
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 """Time between two checks of the memory of all processes."""
 
+CHANNEL = 3
+"""File descriptor of the connection to the host; those below it, and this one, are pipes in a program."""
+
+MNT_DETACH = 2
 PAGE = resource.getpagesize()
 INPUT_BYTES = 64 * 1024
 
@@ -47,12 +52,12 @@ class _Process:
             text: its input.
             outputs: file descriptor -> name of the output that is read from it.
         """
-        self.pid, self.pidfd = pid, os.pidfd_open(pid)
+        self.pid, self.pidfd = pid, _open_pidfd(pid)
         self.stdin: int | None = stdin
-        self.pending = memoryview(text.encode())
+        self.pending = memoryview(text.encode(errors="surrogatepass"))
         self.outputs = outputs
         self.collected = {name: bytearray() for name in outputs.values()}
-        self.open_fds = {stdin, self.pidfd, *outputs}
+        self.open_fds = {stdin, *outputs} | ({self.pidfd} if self.pidfd is not None else set())
 
 
 class Runner:
@@ -63,18 +68,19 @@ class Runner:
         self._channel, self._limits, self._is_init = channel, limits, is_init
         self._interpreter: _Process | None = None
         self._cells = self._ends = -1
+        self._num_cells = 0
 
     def serve(self) -> None:
         """Answer requests until the host closes the channel; then end this process, and with it the sandbox."""
         with contextlib.suppress(OSError):  # the host has closed the channel
-            write_message(self._channel, {"ready": True})
-            while (request := read_message(self._channel)) is not None:
+            write_reply(self._channel, {"ready": True})
+            while (request := read_request(self._channel)) is not None:
                 if request["kind"] == "cell":
-                    write_message(self._channel, self._run_cell(request["source"]))
+                    write_reply(self._channel, self._run_cell(request["source"]))
                     continue
                 self._end_interpreter()
                 for case in request["cases"]:
-                    write_message(self._channel, self._run_case(request, case))
+                    write_reply(self._channel, self._run_case(request, case))
         os._exit(0)  # the kernel ends all processes of the namespace
 
     def _run_case(self, request: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +95,10 @@ class Runner:
             run_call(request["source"], request.get("setup", ""), call, value_fd)
 
         process = self._start(execute, case.get("stdin", ""))
-        reason = self._watch(process, stop_at_limit=True)
-        return self._finish(process, reason)
+        outcome = self._finish(process, self._watch(process, stop_at_limit=True))
+        if any(len(collected) > self._limits.output_bytes for collected in process.collected.values()):
+            outcome["status"] = "output"  # also where a program has ended before its output was read
+        return outcome
 
     def _run_cell(self, source: str) -> dict[str, Any]:
         """Return the outcome of a cell; an interpreter that has ended or was killed is replaced for the next cell."""
@@ -100,11 +108,11 @@ class Runner:
             self._interpreter = self._start(lambda _: run_interpreter(cells, ends), "", keep=(cells, ends))
             os.close(cells)
             os.close(ends)
+            self._num_cells = 0
+        self._num_cells += 1
         process = self._interpreter
         self._signal_all(signal.SIGCONT, process.pid)
-        data = encode({"source": source})
-        ended = MessageBuffer(max_bytes=1024)
-        reason = self._watch(process, stop_at_limit=False, cell=data, ended=ended)
+        reason = self._watch(process, stop_at_limit=False, cell=encode_request({"source": source}))
         if reason in ("ok", "error"):
             self._signal_all(signal.SIGSTOP, process.pid)  # nothing runs between two cells
             outputs = {name: bytes(collected) for name, collected in process.collected.items()}
@@ -119,7 +127,9 @@ class Runner:
         process, self._interpreter = self._interpreter, None
         os.close(self._cells)
         os.close(self._ends)
-        return self._finish(process, reason)
+        outcome = self._finish(process, reason)
+        # whatever its exit code, its cell has not finished and its variables are lost
+        return outcome | {"status": "exit"} if reason == "exit" else outcome
 
     def _start(self, execute: Callable[[int], None], stdin: str, *, keep: tuple[int, ...] = ()) -> _Process:
         """Fork a process that calls `execute(fd)` with the file descriptor that a value may be written to."""
@@ -165,31 +175,29 @@ class Runner:
         os.environ.update(PATH="/usr/bin:/bin", HOME=FOLDER, TMPDIR=FOLDER, LANG="C.UTF-8")
         execute(3)
 
-    def _watch(
-        self, process: _Process, *, stop_at_limit: bool, cell: bytes = b"", ended: MessageBuffer | None = None
-    ) -> str:
+    def _watch(self, process: _Process, *, stop_at_limit: bool, cell: bytes = b"") -> str:
         """Feed and read a process until it ends, a limit is reached, or its cell has ended; return which.
 
         Args:
             process: the process.
             stop_at_limit: end a process at the limit of its output; otherwise further output is dropped.
-            cell: message to an interpreter.
-            ended: collects an interpreter's message at the end of a cell.
+            cell: message to an interpreter, which reports the end of a cell; empty for a program.
         """
         limits = self._limits
         deadline = time.monotonic() + limits.wall_seconds
         next_check = 0.0
-        baseline = _resident(os.getpid())
+        baseline = _resident(os.getpid())  # of each process, shared with this one
         to_write = memoryview(cell)
         with selectors.DefaultSelector() as selector:
-            selector.register(process.pidfd, selectors.EVENT_READ)
+            if process.pidfd is not None:
+                selector.register(process.pidfd, selectors.EVENT_READ)
             selector.register(self._channel, selectors.EVENT_READ)
             for fd in process.outputs:
                 if fd in process.open_fds:
                     selector.register(fd, selectors.EVENT_READ)
             if process.stdin is not None:
                 selector.register(process.stdin, selectors.EVENT_WRITE)
-            if ended is not None:
+            if cell:
                 os.set_blocking(self._cells, False)
                 selector.register(self._ends, selectors.EVENT_READ)
                 selector.register(self._cells, selectors.EVENT_WRITE)
@@ -205,20 +213,24 @@ class Runner:
                         return "exit"
                     if fd == process.stdin:
                         self._feed(process, selector)
-                    elif ended is not None and fd == self._cells:
+                    elif cell and fd == self._cells:
                         to_write = self._write(fd, to_write)
                         if not to_write:
                             selector.unregister(fd)
-                    elif ended is not None and fd == self._ends:
-                        if (reason := self._read_end(fd, ended)) is not None:
-                            self._drain(process)
-                            return reason
+                    elif cell and fd == self._ends:
+                        self._drain(process)
+                        return self._read_end(fd)
                     elif not self._read(process, fd):
                         selector.unregister(fd)
                     elif stop_at_limit and len(process.collected[process.outputs[fd]]) > limits.output_bytes:
                         return "output"
+                if process.pidfd is None and _has_ended(process.pid):
+                    return "exit"
                 if self._is_init and time.monotonic() > next_check:
-                    if _resident_of_others(baseline) > limits.memory_bytes:
+                    pids = _other_processes()
+                    if len(pids) > limits.max_processes:  # gVisor has no limit of its own
+                        return "killed"
+                    if sum(max(0, _resident(pid) - baseline) for pid in pids) > limits.memory_bytes:
                         return "memory"
                     next_check = time.monotonic() + POLL_SECONDS
 
@@ -262,17 +274,11 @@ class Runner:
                     if not self._read(process, int(key.fd)):
                         selector.unregister(key.fd)
 
-    def _read_end(self, fd: int, ended: MessageBuffer) -> str | None:
-        """Return how a cell has ended; None where its message has not arrived. A forged message ends the cell."""
+    def _read_end(self, fd: int) -> str:
+        """Return how a cell has ended; `exit`, which ends the interpreter, if it has ended or forges messages."""
         data = os.read(fd, 1024)
-        ended.add(data)
-        try:
-            message = ended.next()
-        except ValueError:
-            return "error"
-        if message is None:
-            return None if data else "exit"
-        return "error" if message.get("failed") else "ok"
+        ends = {end_of_cell(self._num_cells, status): status for status in CELL_ENDS.values()}
+        return ends.get(data, "exit")
 
     def _finish(self, process: _Process, reason: str) -> dict[str, Any]:
         """End what is left of a process and its children, and return the outcome."""
@@ -317,6 +323,20 @@ class Runner:
                 os.killpg(session, number)
 
 
+def _open_pidfd(pid: int) -> int | None:
+    """Return a file descriptor that is readable when a child has ended; None where the kernel, gVisor, has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as e:
+        if e.errno != errno.ENOSYS:
+            raise
+        return None
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _outcome(reason: str, outputs: dict[str, bytes]) -> dict[str, Any]:
     return {"status": reason} | {name: data.decode("utf-8", "replace") for name, data in outputs.items()}
 
@@ -330,19 +350,21 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _resident_of_others(baseline: int) -> int:
-    """Return the resident bytes of all other processes, less `baseline` for each, which it shares with this one."""
+def _other_processes() -> list[int]:
+    """Return the processes of this namespace but this one; none where there is no /proc."""
     try:
-        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
     except OSError:
-        return 0
-    return sum(max(0, _resident(pid) - baseline) for pid in pids if pid != os.getpid())
+        return []
 
 
 def main() -> None:
-    """Run as the first process of a sandbox that another program has set up; argument: its settings in JSON."""
-    settings = json.loads(sys.argv[1])
+    """Run as the first process of a sandbox that another program has set up; argument: its settings, by `marshal`."""
+    settings = marshal.loads(bytes.fromhex(sys.argv[1]))  # noqa: S302 -- of the host
     limits = Limits(**settings["limits"])
     os.chdir(FOLDER)
+    for folder in settings["unmount"]:
+        libc_call("umount2", folder.encode(), MNT_DETACH)
     confine(limits, readable=settings["readable"], become_nobody=settings["become_nobody"])
-    Runner(settings["channel"], limits, is_init=True).serve()
+    os.dup2(settings["channel"], CHANNEL)
+    Runner(CHANNEL, limits, is_init=True).serve()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import struct
+from functools import cache
 
 from megarl.sandbox.guest.syscalls import MACHINE, allowed_calls, other_calls, prctl
 
@@ -41,6 +42,7 @@ Instruction = tuple[int, int, int, int]
 """Code, instructions to skip if true, instructions to skip if false, constant: `struct sock_filter`."""
 
 
+@cache
 def build_filter(machine: str = MACHINE) -> bytes:
     """Return the program, an array of `struct sock_filter`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +15,9 @@ GUEST = "/guest"
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MODULES = ("__init__.py", "sandbox/__init__.py", "sandbox/guest")
+
+START = f"import sys; sys.path.insert(0, {GUEST!r}); from megarl.sandbox.guest.runner import main; main()"
+"""Source that starts a runner in a new Python, with its settings as argument."""
 
 MIN_VERSION = (0, 8)
 """First version with `--size`."""
@@ -58,9 +61,20 @@ def bubblewrap_command(
         "limits": limits.as_dict(),
         "become_nobody": become_nobody,
         "readable": [*readable, GUEST],
+        "unmount": (),
     }
-    start = f"import sys; sys.path.insert(0, {GUEST!r}); from megarl.sandbox.guest.runner import main; main()"
-    return [*command, "--", os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-c", start, json.dumps(settings)]
+    return [
+        *command,
+        "--",
+        os.path.realpath(sys.executable),
+        "-s",
+        "-S",
+        "-P",
+        "-B",
+        "-c",
+        START,
+        marshal.dumps(settings).hex(),
+    ]
 
 
 def _parents(paths: Sequence[str]) -> list[str]:

@@ -25,8 +25,14 @@ class ControlGroup:
         self._fds = [os.open(f"{folder}/cgroup.procs", os.O_WRONLY) for folder in folders.values()]
 
     @classmethod
-    def create(cls, limits: Limits) -> ControlGroup | None:
-        """Return new groups below those of this process; None where there are none that may be changed."""
+    def create(cls, limits: Limits, *, extra_bytes: int = 0, extra_processes: int = 0) -> ControlGroup | None:
+        """Return new groups below those of this process; None where there are none that may be changed.
+
+        Args:
+            limits: limits of the programs.
+            extra_bytes: memory of what runs beside the programs and their runner.
+            extra_processes: its processes and threads.
+        """
         parents = _writable_parents()
         if not parents:
             return None
@@ -39,9 +45,9 @@ class ControlGroup:
                 is_version_2 = os.path.exists(f"{folder}/cgroup.controllers")
                 if controller == "memory":
                     name = "memory.max" if is_version_2 else "memory.limit_in_bytes"
-                    _write(f"{folder}/{name}", limits.memory_bytes + limits.disk_bytes + RUNNER_BYTES)
+                    _write(f"{folder}/{name}", limits.memory_bytes + limits.disk_bytes + RUNNER_BYTES + extra_bytes)
                 else:
-                    _write(f"{folder}/pids.max", limits.max_processes + 1)  # the runner
+                    _write(f"{folder}/pids.max", limits.max_processes + 1 + extra_processes)  # the runner
             return cls(folders)
         except OSError:
             _remove(folders.values())

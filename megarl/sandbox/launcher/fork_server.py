@@ -8,6 +8,7 @@ the memory of the next. It ends when the host ends or closes its socket; each su
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 
 from megarl.sandbox.guest.limits import Limits
+from megarl.sandbox.guest.seccomp import build_filter
 from megarl.sandbox.launcher.cgroup import remove_stale_groups
 from megarl.sandbox.launcher.supervisor import supervise
 
@@ -22,6 +24,7 @@ MAX_BYTES = 64 * 1024
 """Largest message with settings."""
 
 PRELOADED = (
+    "ast",
     "bisect",
     "cmath",
     "collections",
@@ -35,21 +38,26 @@ PRELOADED = (
     "heapq",
     "inspect",
     "itertools",
+    "linecache",
     "math",
     "operator",
     "random",
     "re",
     "statistics",
     "string",
+    "threading",
+    "traceback",
     "typing",
 )
-"""Modules that programs often import; they are there after the fork."""
+"""Modules that programs or `guest.program` often import; they are there after the fork."""
 
 
 def serve(control: socket.socket) -> None:
     """Fork a supervisor for each message, until the other end of the socket is closed."""
     for name in PRELOADED:
         __import__(name)
+    with contextlib.suppress(OSError):  # sandboxes report it
+        build_filter()
     remove_stale_groups()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import select
 import shutil
 import signal
@@ -12,33 +13,32 @@ import tempfile
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megarl.sandbox.guest.channel import write_message
+from megarl.sandbox.guest.channel import write_reply
 from megarl.sandbox.guest.confine import confine, limit_resources
 from megarl.sandbox.guest.limits import Limits
-from megarl.sandbox.guest.runner import Runner
+from megarl.sandbox.guest.runner import CHANNEL, Runner
 from megarl.sandbox.guest.syscalls import PR_SET_PDEATHSIG, prctl
 from megarl.sandbox.launcher.bubblewrap import bubblewrap_command
 from megarl.sandbox.launcher.cgroup import ControlGroup
 from megarl.sandbox.launcher.namespaces import enter_namespaces, enter_root, enter_user_namespace
-
-CHANNEL = 3
-"""File descriptor of the connection to the host, in a runner."""
+from megarl.sandbox.launcher.runsc import KERNEL_BYTES, KERNEL_PROCESSES, STDIN, runsc_command, write_bundle
 
 ERRORS = 2
 MAX_ERROR_BYTES = 4096
 PR_SET_CHILD_SUBREAPER = 36
+RUNSC_EXTRA = {"extra_bytes": KERNEL_BYTES, "extra_processes": KERNEL_PROCESSES}
 
 
 def supervise(
-    tier: str, limits: Limits, readable: Sequence[str], bwrap: str | None, channel: int, lifeline: int
+    tier: str, limits: Limits, readable: Sequence[str], program: str | None, channel: int, lifeline: int
 ) -> NoReturn:
     """Run one sandbox in a forked process, until the host closes `lifeline` or the sandbox ends; then end this process.
 
     Args:
-        tier: `bubblewrap`, `launcher`, or `unsafe`, which has no sandbox and only limits resources.
+        tier: `bubblewrap`, `launcher`, `runsc`, or `unsafe`, which has no sandbox and only limits resources.
         limits: limits of the sandbox.
         readable: files and folders of the host that programs may read.
-        bwrap: path of bubblewrap.
+        program: path of bubblewrap or runsc.
         channel: socket of the connection between host and runner.
         lifeline: socket to the host, which gets one message with what the first process wrote about a failure.
     """
@@ -47,18 +47,21 @@ def supervise(
     errors, errors_write = os.pipe()
     first, group = 0, None
     has_users = False
-    folder = tempfile.mkdtemp(prefix="megarl-unsafe-") if tier == "unsafe" else "/"
+    has_folder = tier in ("unsafe", "runsc")
+    folder = tempfile.mkdtemp(prefix=f"megarl-{tier}-") if has_folder else "/"
     try:
         try:
             os.chdir(folder)
             if tier != "unsafe":
-                group = ControlGroup.create(limits)
+                group = ControlGroup.create(limits, **(RUNSC_EXTRA if tier == "runsc" else {}))
                 has_users = enter_user_namespace()
                 if tier == "launcher":
                     enter_namespaces()
+                if tier == "runsc":
+                    write_bundle(folder, readable, limits, become_nobody=has_users)
             first = os.fork()
             if first == 0:
-                _be_first(tier, limits, readable, bwrap, channel, errors_write, group, has_users)
+                _be_first(tier, limits, readable, program, folder, channel, errors_write, group, has_users)
         except OSError as e:
             os.write(errors_write, f"{e}\n".encode())
         os.close(channel)
@@ -68,19 +71,26 @@ def supervise(
     finally:
         if group is not None:
             group.remove()
-        if tier == "unsafe":
+        if has_folder:
             shutil.rmtree(folder, ignore_errors=True)
     text = os.read(errors, MAX_ERROR_BYTES).decode("utf-8", "replace")
     with contextlib.suppress(OSError):  # the host has closed its end
-        write_message(lifeline, {"errors": text.strip(), "cpu_seconds": sum(os.times()[:4])})
+        write_reply(lifeline, {"errors": text.strip(), "cpu_seconds": _cpu_seconds()})
     os._exit(0)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of all that it has waited for; `os.times` counts in 10 ms."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _be_first(
     tier: str,
     limits: Limits,
     readable: Sequence[str],
-    bwrap: str | None,
+    program: str | None,
+    folder: str,
     channel: int,
     errors: int,
     group: ControlGroup | None,
@@ -95,10 +105,14 @@ def _be_first(
         os.dup2(channel, CHANNEL)
         os.closerange(CHANNEL + 1, 1024)
         if tier == "bubblewrap":
-            assert bwrap is not None
-            command = bubblewrap_command(bwrap, readable, limits, channel=CHANNEL, become_nobody=has_users)
+            assert program is not None
+            command = bubblewrap_command(program, readable, limits, channel=CHANNEL, become_nobody=has_users)
             os.set_inheritable(CHANNEL, True)
-            os.execve(bwrap, command, {})  # noqa: S606
+            os.execve(program, command, {})  # noqa: S606
+        if tier == "runsc":
+            assert program is not None
+            os.dup2(CHANNEL, STDIN)
+            os.execve(program, runsc_command(program, folder), {})  # noqa: S606
         if tier == "launcher":
             enter_root(readable, limits)
             confine(limits, readable=readable, become_nobody=has_users)
@@ -132,9 +146,12 @@ def _wait(first: int, lifeline: int) -> None:
 
 def _children() -> list[int]:
     """Return the children of this process, which adopts all orphans of its sandbox."""
-    found = []
+    pid = os.getpid()
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+    found = []  # a kernel without CONFIG_PROC_CHILDREN
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
+            if int(file.read().rpartition(b")")[2].split()[1]) == pid:
                 found.append(int(name))
     return found

@@ -1,4 +1,7 @@
-"""Run the corpus: `python -m tests.sandbox.corpus --tier all`. Exit code 0 if all programs are contained."""
+"""Run the corpus: `python -m tests.sandbox.corpus --tier all`. Exit code 0 if all programs are contained.
+
+Each program needs to end in time, which a machine that does something else at the same time can prevent.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,18 @@ import argparse
 import sys
 
 from megarl.sandbox.fork_server_client import ForkServer
+from megarl.sandbox.guest.limits import MIB
 from megarl.sandbox.tiers import LOCAL_TIERS, find_local_tiers
-from tests.sandbox.corpus.check import ATTACKS, can_run_outside, check_tier, find_fault_outside
+from tests.sandbox.corpus.check import (
+    ATTACKS,
+    MAX_GROWTH,
+    MAX_OVERRUN,
+    Report,
+    can_run_outside,
+    check_tier,
+    find_fault_outside,
+)
+from tests.sandbox.corpus.forgeries import FORGERIES
 from tests.sandbox.corpus.targets import open_targets
 
 
@@ -16,8 +29,32 @@ def out(line: str) -> None:
     sys.stdout.flush()
 
 
+COLUMNS = ("tier", "contained", "secrets", "forgeries refused", "after limit", "host memory", "failures", "time")
+TARGETS = ("target", "all", "0", "all", f"<= {MAX_OVERRUN} s", f"<= {MAX_GROWTH / MIB:.0f} MiB", "0", "")
+
+
+def row(report: Report, num_attacks: int) -> tuple[str, ...]:
+    """Return a row of the table."""
+    return (
+        report.tier,
+        f"{len(report.contained)} of {num_attacks - len(report.exempt)}",
+        str(report.leaks),
+        f"{report.refused} of {len(FORGERIES)}",
+        f"{report.overrun:+.2f} s",
+        f"{report.growth / MIB:+.1f} MiB",
+        str(len(report.failures)),
+        f"{report.seconds:.1f} s",
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Return the text of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows)
+
+
 def main() -> int:
-    """Run the corpus and print a line for each kind of sandbox."""
+    """Run the corpus, print what is not contained, and a table with a row for each kind of sandbox."""
     parser = argparse.ArgumentParser(prog="python -m tests.sandbox.corpus")
     parser.add_argument("--tier", choices=[*LOCAL_TIERS, "all", "outside"], default="all")
     parser.add_argument("--only", help="name of one program")
@@ -26,7 +63,7 @@ def main() -> int:
     found = find_local_tiers()
     tiers = [tier for tier in LOCAL_TIERS if args.tier in (tier, "all")]
     failed = False
-    num_run = 0
+    num_run, rows = 0, list[tuple[str, ...]]()
     with open_targets() as targets:
         for tier in tiers:
             if found[tier] is not None:
@@ -38,13 +75,13 @@ def main() -> int:
             server.close()
             num_run += 1
             failed = failed or bool(report.failures)
-            out(
-                f"{tier}: {len(report.contained)} of {len(attacks)} programs contained, {report.forgeries} forgeries, "
-                f"{len(report.failures)} failures, {report.seconds:.1f} s, at most {report.longest_seconds:+.2f} s "
-                "from the time limit"
-            )
+            rows.append(row(report, len(attacks)))
+            for name, reason in report.exempt.items():
+                out(f"{tier}: without {name}: {reason}")
             for failure in report.failures:
-                out(f"  {failure}")
+                out(f"{tier}: {failure}")
+        if num_run:
+            out(table([COLUMNS, *rows, TARGETS]))
         if args.tier == "outside":
             num_run = 1
             for attack in attacks:

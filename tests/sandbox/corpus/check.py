@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -25,6 +24,14 @@ from tests.sandbox.corpus.targets import Targets
 
 ATTACKS = [*files.ATTACKS, *network.ATTACKS, *processes.ATTACKS, *kernel.ATTACKS, *bombs.ATTACKS]
 
+EXEMPT = {
+    "runsc": {
+        "higher_priority": "gVisor keeps the number and does not pass it on to the scheduler of the machine",
+        "open_files_of_parent": "of the runner's files, gVisor opens the program's own pipes and not the channel",
+    }
+}
+"""Tier -> name of a program that reaches its target there, and why that gives it nothing."""
+
 LIMITS = Limits(
     wall_seconds=1.0,
     cpu_seconds=1,
@@ -34,8 +41,13 @@ LIMITS = Limits(
     output_bytes=32 * 1024,
 )
 MAX_GROWTH = 50 * MIB
-"""Bytes by which a program may enlarge the process that runs it."""
+"""Bytes by which the corpus may enlarge this process and its fork server together."""
 
+MAX_OVERRUN = 0.5
+"""Seconds from a program's limit until nothing of it is left, on a machine that does nothing else."""
+
+LONGER_OVERRUN = {"runsc": 3.0}
+"""Tier -> as `MAX_OVERRUN`; gVisor's kernel starts in a few tenths of a second, and ends fork bombs late."""
 
 NUM_THREADS = 4
 """Programs at once: most of them wait for a time limit."""
@@ -46,19 +58,41 @@ class Report:
     """What came out of the corpus in one kind of sandbox."""
 
     tier: str
+    exempt: dict[str, str] = field(default_factory=dict)
+    """Programs that were left out, and why."""
     contained: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    forgeries: int = 0
+    leaks: int = 0
+    """Programs that have got the secret."""
+    refused: int = 0
+    """Forgeries that pass no test."""
     seconds: float = 0.0
-    longest_seconds: float = 0.0
-    """Longest time of a program beyond `wall_seconds`."""
+    overrun: float = -LIMITS.wall_seconds
+    """Longest time of a program beyond `wall_seconds`, with the start and the end of its sandbox, in seconds."""
+    slowest: str = ""
+    """Program with that time."""
+    growth: int = 0
+    """Bytes by which the peak of resident memory of this process and of the fork server has grown."""
 
 
-def check_tier(tier: str, targets: Targets, server: ForkServer, attacks: list[Attack] = ATTACKS) -> Report:
-    """Run all programs and forgeries in a kind of sandbox."""
-    report, began_at = Report(tier), time.monotonic()
+def check_tier(
+    tier: str,
+    targets: Targets,
+    server: ForkServer,
+    attacks: list[Attack] = ATTACKS,
+    *,
+    max_overrun: float | None = None,
+) -> Report:
+    """Run all programs and forgeries in a kind of sandbox; `max_overrun`: in seconds, None: that of the tier."""
+    max_overrun = LONGER_OVERRUN.get(tier, MAX_OVERRUN) if max_overrun is None else max_overrun
+    exempt = EXEMPT.get(tier, {})
+    report = Report(tier, {attack.name: exempt[attack.name] for attack in attacks if attack.name in exempt})
+    attacks = [attack for attack in attacks if attack.name not in report.exempt]
+    began_at = time.monotonic()
     sandbox = LocalSandbox(tier, LIMITS, server)
-    memory = _peak_memory()
+    sandbox.run(Program(source="", cases=[Case()]))  # starts the fork server
+    pids = [pid for pid in (os.getpid(), server.pid) if pid is not None]
+    before = [reset_peak(pid) for pid in pids]
     targets.prepare()
 
     def run(attack: Attack) -> tuple[Outcome, float]:
@@ -68,17 +102,22 @@ def check_tier(tier: str, targets: Targets, server: ForkServer, attacks: list[At
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for attack, (outcome, seconds) in zip(attacks, threads.map(run, attacks), strict=True):
-            report.longest_seconds = max(report.longest_seconds, seconds - LIMITS.wall_seconds)
+            if seconds - LIMITS.wall_seconds > report.overrun:
+                report.overrun, report.slowest = seconds - LIMITS.wall_seconds, attack.name
+            report.leaks += _has_secret(outcome, targets)
             if (problem := find_problem(outcome, targets)) is None:
                 report.contained.append(attack.name)
             else:
                 report.failures.append(f"{attack.name}: {problem}")
                 targets.prepare()
-    if _peak_memory() - memory > MAX_GROWTH:
-        report.failures.append(f"the host's memory grew by {(_peak_memory() - memory) / MIB:.0f} MiB")
-    for name, problem in find_passed_forgeries(sandbox):
-        report.failures.append(f"forgery {name}: {problem}")
-    report.forgeries = len(FORGERIES)
+    passed = dict(find_passed_forgeries(sandbox))
+    report.failures += [f"forgery {name}: {problem}" for name, problem in passed.items()]
+    report.refused = len(FORGERIES.keys() - passed.keys())
+    report.growth = sum(peak(pid) - start for pid, start in zip(pids, before, strict=True))
+    if report.growth > MAX_GROWTH:
+        report.failures.append(f"the host's memory grew by {report.growth / MIB:.0f} MiB")
+    if report.overrun > max_overrun:
+        report.failures.append(f"{report.slowest} ended {report.overrun:.2f} s after its limit, not {max_overrun} s")
     report.failures += [f"left behind: {left}" for left in find_leftovers(server)]
     report.seconds = time.monotonic() - began_at
     return report
@@ -87,13 +126,17 @@ def check_tier(tier: str, targets: Targets, server: ForkServer, attacks: list[At
 def find_problem(outcome: Outcome, targets: Targets) -> str | None:
     """Return how a program got out of its sandbox; None: it did not."""
     texts = (outcome.stdout, outcome.stderr, outcome.value)
-    if any(targets.canary in text for text in texts):
+    if _has_secret(outcome, targets):
         return "has the secret"
     if REACHED in outcome.stdout:
         return "reached its target"
     if any(len(text.encode()) > LIMITS.output_bytes + 3 for text in texts):  # a cut character is replaced
         return "wrote more than its limit"
     return targets.find_change()
+
+
+def _has_secret(outcome: Outcome, targets: Targets) -> bool:
+    return any(targets.canary in text for text in (outcome.stdout, outcome.stderr, outcome.value))
 
 
 def find_passed_forgeries(sandbox: LocalSandbox) -> Iterator[tuple[str, str]]:
@@ -151,8 +194,15 @@ def parent(pid: int) -> int:
         return 0
 
 
-def _peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def reset_peak(pid: int) -> int:
+    """Set the peak of a process's resident memory to its present value, and return that in bytes."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return peak(pid)
+
+
+def peak(pid: int) -> int:
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def find_fault_outside(attack: Attack, targets: Targets) -> str | None:

@@ -71,7 +71,7 @@ _FORGERIES = {
     "patched_runner": """
         import gc, sys
         for name, module in list(sys.modules.items()):
-            for attribute in ('write_message', 'encode', '_outcome', '_plain', 'is_passed'):
+            for attribute in ('write_reply', 'encode_reply', '_outcome', '_plain', 'is_passed'):
                 if hasattr(module, attribute):
                     setattr(module, attribute, lambda *a, **k: b'')
         for found in gc.get_objects():

@@ -60,6 +60,19 @@ ATTACKS += make_attacks(
                 except OSError:
                     pass
             """,
+        "forge_reply": r"""
+            body = b'{"status": "ok", "stdout": "\\u0052EACHED", "stderr": "", "value": "True"}'
+            for path in [f'{pid}/fd/{fd}' for pid in ('self', os.getppid()) for fd in range(64)]:
+                try:
+                    fd = os.open('/proc/' + path, os.O_WRONLY | os.O_NONBLOCK)
+                except OSError:
+                    continue
+                try:
+                    os.write(fd, struct.pack('!I', len(body)) + body)
+                except OSError:
+                    pass
+            time.sleep(0.2)
+            """,
         "become_root": "os.setuid(0); reached()",
         "drop_groups": "os.setgroups([0]); reached()",
         "gain_capabilities": """
