@@ -1,6 +1,7 @@
-"""`megarl check`: find the errors of a configuration on a CPU, without starting a process.
+"""`megarl check`: find the errors of a configuration on a CPU, without starting a process of the run.
 
-It imports, and so executes, the modules that the configuration names by import path, such as reward functions.
+It imports, and so executes, the modules that the configuration names by import path, such as reward functions. It runs
+reference solutions of data files in the sandboxes of rewards of type `code`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megarl.launch.slurm_time_limit import parse_time_limit
 from megarl.model_files.hub import with_local_models
 from megarl.placement.assign import assign_nodes, resolve_device
 from megarl.placement.nodes import ClusterNode, planned_nodes
+from megarl.preflight.code_reward_checks import try_solutions
 from megarl.preflight.machine_checks import find_device
 from megarl.preflight.model_checks import describe_trainer, find_model_notices
 from megarl.preflight.run_checks import check_or_raise
@@ -31,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `CONFIG [--set KEY=VALUE ...] [--stage ...] [--gpu NAME]`, and the nodes and time limit of a job."""
     add_config_options(parser)
     parser.epilog = (
-        "No process is started, but modules that CONFIG names by import path (package.module:name), such as reward "
-        "functions, are imported, which executes them: check only configurations that you trust. A line of the output "
-        "names each of them."
+        "No process of the run is started, but modules that CONFIG names by import path (package.module:name), such as "
+        "reward functions, are imported, which executes them: check only configurations that you trust. A line of the "
+        "output names each of them."
     )
     parser.add_argument("--stage", choices=tuple(STAGES), default="train", help="command that CONFIG is for")
     parser.add_argument(
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             config = load_config(STAGES[args.stage], args.config, args.overrides, slots=slots)
             config = with_local_data(with_local_models(config))
             check_or_raise(config, nodes)
+            solutions = try_solutions(config) if isinstance(config, RunConfig) else []
             memory = _describe_memory(config, args.gpu) if args.gpu else []
         finally:
             for key, path in imported.items():
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     for line in describe_trainer(config, device):
         print(f"# {line}")
     limits = _describe_limits(config, device) if isinstance(config, RunConfig) and device is not None else []
-    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory]:
+    for line in [*limits, *(_describe_pools(config, nodes) if nodes else ()), *memory, *solutions]:
         print(f"# {line}")
     notices = find_weight_sync_notices(config, device)
     schedule = find_schedule_notices(config) if isinstance(config, RunConfig) else ()

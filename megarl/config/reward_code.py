@@ -24,7 +24,11 @@ class CodeRewardConfig(RuleConfig):
     """Field of a row with the list of its test cases."""
 
     setup_field: str | None = "test_setup_code"
-    """Field of a row with source that is executed before the program; rows without it have none."""
+    """Field of a row with source that is executed before the program, or with a list of its lines; rows without it have
+    none."""
+
+    solution_field: str | None = "code"
+    """Field of a row with a program that passes its test cases, for `megarl check`, which runs some of them."""
 
     score: Literal["all", "share"] = "all"
     """`all`: 1.0 if all test cases pass, else 0.0. `share`: the share that passes."""

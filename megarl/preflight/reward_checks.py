@@ -1,4 +1,4 @@
-"""Checks of the reward terms: regular expressions and Python functions."""
+"""Checks of the reward terms: regular expressions, Python functions, sandboxes and test cases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megarl.config.reward_code import CodeRewardConfig
 from megarl.config.reward_services import JudgeRewardConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.preflight.code_reward_checks import find_test_case_problems
 from megarl.reward.python_function import check_reward
 from megarl.reward.services.judge_term import check_judge_pattern
 from megarl.reward.terms import compile_pattern
@@ -16,7 +17,7 @@ from megarl.sandbox.tiers import choose_tier
 
 
 def find_reward_problems(config: RunConfig) -> Iterator[str]:
-    """Find reward terms whose regular expression, Python function or sandbox cannot be used."""
+    """Find reward terms whose regular expression, Python function, sandbox or test cases cannot be used."""
     for name, term in config.reward.terms.items():
         key = f"reward.terms.{name}"
         try:
@@ -31,3 +32,4 @@ def find_reward_problems(config: RunConfig) -> Iterator[str]:
                     check_judge_pattern(term, key=key)
         except ConfigError as e:
             yield str(e)
+    yield from find_test_case_problems(config)

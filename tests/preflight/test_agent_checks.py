@@ -9,6 +9,7 @@ import pytest
 
 from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.preflight.agent_checks import find_agent_problems
+from megarl.sandbox import tiers
 from tests.rollout.environments.chat_templates import STRIPS_THOUGHTS, chat_tokenizer
 from tests.run.finished_groups import run_config
 
@@ -35,6 +36,22 @@ def test_an_environment_with_a_chat_template_has_no_problems(models: Path) -> No
     assert problems(models / "chat") == []
     assert problems(models / "chat", algorithm={"type": "gspo", "advantages_per": "turn"}) == []
     assert problems(models / "thoughts", env={**CALCULATOR, "forks": "allow"}) == []
+
+
+def test_a_sandbox_that_an_environment_needs_is_checked(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def python(**sandbox: Any) -> dict[str, Any]:
+        path = "megarl.rollout.environments.python_interpreter:PythonInterpreter"
+        return {"path": path, "kwargs": {"sandbox": sandbox}}
+
+    monkeypatch.setattr(tiers, "find_tier_problem", lambda tier: None if tier == "bubblewrap" else "not installed")
+    assert problems(models / "chat", env=python()) == []
+    (unknown,) = problems(models / "chat", env=python(wall=1))
+    assert unknown == "rollout.env.kwargs.sandbox.wall: Extra inputs are not permitted"
+    (missing,) = problems(models / "chat", env=python(tier="launcher"))
+    assert missing.startswith(
+        "rollout.env.kwargs.sandbox needs a sandbox that works on this machine, or allow_unsafe: "
+    )
+    assert missing.endswith("got none (launcher: not installed)")
 
 
 def test_each_setting_that_cannot_work_is_one_sentence(models: Path) -> None:

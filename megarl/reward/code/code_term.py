@@ -12,9 +12,8 @@ from megarl.config.reward_code import CodeRewardConfig
 from megarl.errors import RewardError, SandboxError
 from megarl.reward.call_threads import CallThreads
 from megarl.reward.code.grading import TestCase, is_passed
-from megarl.reward.code.test_cases import TestCaseError, parse_tests
+from megarl.reward.code.test_cases import TestCaseError, make_program, parse_setup, parse_tests
 from megarl.reward.terms import Completion, TermError, TermValue, quote
-from megarl.sandbox.sandbox import Program
 from megarl.sandbox.tiers import open_sandbox
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -40,12 +39,10 @@ class CodeTerm:
         """Return the value of each completion, with the share of passed tests as a metric; as `Term`."""
         try:
             tests = parse_tests(prompt.row, self._config.tests_field)
+            setup = parse_setup(prompt.row, self._config.setup_field)
         except TestCaseError as e:
             raise RewardError(f"{self._label}: {prompt.prompt_id}: {e}") from e
-        setup = prompt.row.get(self._config.setup_field) if self._config.setup_field else None
-        return await asyncio.gather(
-            *(self._score(completion, prompt, tests, str(setup or "")) for completion in completions)
-        )
+        return await asyncio.gather(*(self._score(completion, prompt, tests, setup) for completion in completions))
 
     async def _score(
         self, completion: Completion, prompt: Prompt, tests: list[TestCase], setup: str
@@ -53,7 +50,7 @@ class CodeTerm:
         source = find_program(completion.text, require_block=self._config.require_block)
         if source is None:
             return TermValue(0.0, {"passed": 0.0})
-        program = Program(source=source, setup=setup, cases=[test.case for test in tests])
+        program = make_program(source, setup, tests)
         error: BaseException | None
         try:
             outcomes, error = await self._threads.run(partial(self._sandbox.run, program), self._config.timeout_seconds)

@@ -9,6 +9,9 @@ from typing import Any
 
 from megarl.sandbox.sandbox import Case, Outcome
 
+MAX_QUOTED = 120
+"""Characters of a value in a message."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
@@ -53,6 +56,29 @@ def is_passed(test: TestCase, outcome: Outcome) -> bool:
             return False
         return math.isclose(value, test.expected, rel_tol=test.tolerance.relative, abs_tol=test.tolerance.absolute)
     return bool(value == test.expected)
+
+
+ENDS = {
+    "timeout": "runs into a time limit",
+    "memory": "uses too much memory",
+    "output": "prints too much",
+    "killed": "is ended by a signal",
+}
+"""What a program did, by the status of its outcome."""
+
+
+def describe_failure(test: TestCase, outcome: Outcome) -> str:
+    """Return what came out of a program that does not pass a test, and what the test needs."""
+    what = "of the input" if test.case.call is None else test.case.call
+    if outcome.status != "ok":
+        *_, error = ["exit code other than 0", *outcome.stderr.strip().splitlines()]
+        return f"{_cut(what)} {ENDS.get(outcome.status, f'fails: {_cut(error)}')}"
+    got = repr(outcome.stdout) if test.case.call is None else outcome.value or "no value"
+    return f"{_cut(what)} gives {_cut(got)}, needs {_cut(repr(test.expected))}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
 
 
 def _lines(text: str) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.reward.code.grading import TestCase, Tolerance
-from megarl.sandbox.sandbox import Case
+from megarl.sandbox.sandbox import Case, Program
 
 COLLECTIONS = {"set": set, "tuple": tuple, "list": list, "frozenset": frozenset, "dict": dict}
 """Built-in types whose calls on a literal are literals too."""
@@ -33,6 +33,29 @@ def parse_tests(row: Mapping[str, Any], field: str) -> list[TestCase]:
     return [_parse(test, f"{field}[{i}]") for i, test in enumerate(tests)]
 
 
+def parse_setup(row: Mapping[str, Any], field: str | None) -> str:
+    """Return the source that is executed before the program of a row; empty without one.
+
+    Raises:
+        TestCaseError: the field has neither source nor a list of lines.
+    """
+    setup = None if field is None else row.get(field)
+    match setup:
+        case None:
+            return ""
+        case str():
+            return setup
+        case list() if all(isinstance(line, str) for line in setup):
+            return "\n".join(setup)
+        case _:
+            raise TestCaseError(f"needs source or a list of its lines in {field!r}, got {str(setup)[:80]!r}")
+
+
+def make_program(source: str, setup: str, tests: Sequence[TestCase]) -> Program:
+    """Return a program with the inputs of test cases, and without their expected outputs."""
+    return Program(source=source, setup=setup, cases=[test.case for test in tests])
+
+
 def _parse(test: object, where: str) -> TestCase:
     match test:
         case str():
@@ -40,11 +63,19 @@ def _parse(test: object, where: str) -> TestCase:
         case {"input": str(text), "output": str(expected)}:
             return TestCase(case=Case(stdin=text), expected=expected)
         case {"call": str(call), "expected": expected}:
-            return TestCase(case=Case(call=call), expected=expected)
+            return TestCase(case=Case(call=_expression(call, where)), expected=expected)
         case _:
             raise TestCaseError(
                 f"{where} needs an assertion, {{input, output}} of text, or {{call, expected}}, got {str(test)[:120]!r}"
             )
+
+
+def _expression(source: str, where: str) -> str:
+    try:
+        ast.parse(source.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise TestCaseError(f"{where} needs an expression in 'call', got {source[:120]!r}") from None
+    return source.strip()
 
 
 def parse_assertion(source: str, where: str) -> TestCase:
@@ -55,7 +86,7 @@ def parse_assertion(source: str, where: str) -> TestCase:
     """
     try:
         (statement,) = ast.parse(source.strip()).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise _refuse(source, where) from None
     if not isinstance(statement, ast.Assert):
         raise _refuse(source, where)

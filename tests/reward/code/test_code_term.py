@@ -71,6 +71,37 @@ def test_forged_results_score_0(prompt):
     assert [t.reward for t in score(make_scorer(), two, *texts)] == [0.0] * len(texts)
 
 
+BAD_PROGRAMS = {
+    "": "no program",
+    "x = '\x00'": "null byte",
+    "print('x' * 10**7)\nfrom os.path import commonprefix as common_prefix": "huge output",
+    "import os\nos.closerange(0, 64)\nfrom os.path import commonprefix as common_prefix": "closed files",
+    "import os\ndef common_prefix(words):\n    os.write(3, b'\\xff')\n    return 'flow'": "no text",
+    "import os\ndef common_prefix(words):\n    os.write(3, b\"'flow'\")\n    return 'flow'": "two values",
+    "def common_prefix(words):\n    return 'x' * 10**7": "huge value",
+    "import sys\nsys.stdin.close()\nsys.stdout.close()\nsys.stderr = None": "no streams",
+}
+
+
+@pytest.mark.parametrize("source", BAD_PROGRAMS, ids=BAD_PROGRAMS.values())
+def test_bad_programs_score_0_and_are_no_failures(prompt, source):
+    (found,) = score(make_scorer(), prompt, f"```python\n{source}\n```")
+    assert (found.reward, found.reward_errors) == (0.0, {})
+
+
+def test_programs_that_close_their_streams_are_scored_by_their_output():
+    row = {"tests": [{"input": "3 4\n", "output": "7"}]}
+    prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row)
+    right = "import sys\nprint(sum(map(int, input().split())))\nsys.stdin.close()\nsys.stdout.close()"
+    texts = [
+        right,
+        "import os\nos.write(1, b'7\\xff')",
+        "import os\nos.write(1, b'7\\0')",
+        "print(7, end='\\r\\n \\n')",
+    ]
+    assert [t.reward for t in score(make_scorer(tests_field="tests"), prompt, *texts)] == [1.0, 0.0, 0.0, 1.0]
+
+
 def test_programs_that_read_and_print():
     row = {"tests": [{"input": "3 4\n", "output": "7\n"}, {"input": "1 1", "output": "2"}]}
     prompt = Prompt(prompt_id="p:1", text="", token_ids=(), row=row)
@@ -97,7 +128,7 @@ def test_refuses_rows_and_machines(prompt, monkeypatch):
     row = {**prompt.row, "test_list": ["assert f(1) == g(1)"]}
     with pytest.raises(RewardError, match=r"mbpp.jsonl:1: test_list\[0\] needs an assertion that compares a call"):
         score(make_scorer(), Prompt(prompt_id="mbpp.jsonl:1", text="", token_ids=(), row=row), RIGHT)
-    monkeypatch.setattr(tiers, "find_local_tiers", lambda: {"bubblewrap": "none", "launcher": "none"})
+    monkeypatch.setattr(tiers, "find_tier_problem", {"bubblewrap": "none", "launcher": "none", "runsc": "none"}.get)
     with pytest.raises(ConfigError, match=r"reward.terms.tests.sandbox needs a sandbox that works on this machine"):
         make_scorer()
 
