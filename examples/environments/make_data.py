@@ -65,18 +65,25 @@ def python(rng: random.Random) -> dict[str, Rows]:
 
 def search(rng: random.Random) -> dict[str, Rows]:
     """Return questions about invented towns, and the passages that answer them."""
-    files = ask_facts(rng, "search({kind} of {town})", "{town}: The {kind} is {answer}.")
+    files = ask_facts(rng, "{kind} of {town}?", "search({kind} of {town})", "{town}: The {kind} is {answer}.")
     passages = [{"title": fact["town"], "text": f"The {fact['kind']} is {fact['answer']}."} for fact in files["facts"]]
     return files | {"passages": passages}
 
 
 def http(rng: random.Random) -> dict[str, Rows]:
-    """Return questions about invented towns, and the facts that `api.py` serves."""
-    return ask_facts(rng, "http GET /{kind}/{town}", "200 {answer}")
+    """Return questions about invented towns, and the facts that `api.py` serves.
+
+    A question has the path to request: a small model copies names, and does not learn to compose a path of them.
+    """
+    return ask_facts(rng, "{kind}/{town}?", "http GET /{kind}/{town}", "200 {answer}")
 
 
-def ask_facts(rng: random.Random, call: str, result: str) -> dict[str, Rows]:
-    """Return questions about invented towns, demonstrations, and all facts; held-out towns are in the facts only."""
+def ask_facts(rng: random.Random, question: str, call: str, result: str) -> dict[str, Rows]:
+    """Return questions about invented towns, demonstrations, and all facts; held-out towns are in the facts only.
+
+    Args:
+        question, call, result: what is asked, the tool call that answers it, and its result.
+    """
     names = list({draw_name(rng, syllables=2): None for _ in range(3 * NUM_TOWNS)})[:NUM_TOWNS]
     facts: Rows = []
     questions: dict[bool, dict[str, str]] = {True: {}, False: {}}
@@ -85,10 +92,10 @@ def ask_facts(rng: random.Random, call: str, result: str) -> dict[str, Rows]:
         for kind in KINDS:
             fact = {"kind": kind, "town": town, "answer": draw_name(rng, syllables=3)}
             facts.append(fact)
-            question, answer = f"{kind} of {town}?", f"#### {fact['answer']}"
-            questions[is_trained(town)][question] = fact["answer"]
+            asked, answer = question.format(**fact), f"#### {fact['answer']}"
+            questions[is_trained(town)][asked] = fact["answer"]
             if is_trained(town):
-                demonstrations += demonstrate(rng, question, call.format(**fact), result.format(**fact), answer)
+                demonstrations += demonstrate(rng, asked, call.format(**fact), result.format(**fact), answer)
     return {
         "train": to_rows(questions[True]),
         "heldout": to_rows(questions[False]),

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-
 from megarl import algorithms as rl
 from megarl.algorithms.ppo import ppo_estimates
 from megarl.config.algorithms.actor_critic import PpoConfig
@@ -15,11 +13,11 @@ class NestedConfig(PpoConfig):
     needs_greedy_baseline = True
 
 
-def nested_estimates(
-    tokens: rl.TokenBatch, config: NestedConfig, kl_coefficient: float, baselines: list[float]
-) -> rl.EstimatorOutput:
-    """Return PPO's advantages and returns for rewards minus those of the greedy completions, `baselines` [N]."""
-    return ppo_estimates(replace(tokens, rewards_N=tokens.rewards_N - torch.tensor(baselines)), config, kl_coefficient)
+@rl.by_groups
+def nested_estimates(tokens: rl.TokenBatch, config: NestedConfig, kl_coefficient: float) -> rl.EstimatorOutput:
+    """Return PPO's advantages and returns for rewards minus those of the greedy completions."""
+    rewards_N = tokens.rewards_N - tokens.scalars["greedy_rewards"]
+    return ppo_estimates(replace(tokens, rewards_N=rewards_N), config, kl_coefficient)
 
 
 class Nested(rl.Algorithm[NestedConfig]):
@@ -29,10 +27,9 @@ class Nested(rl.Algorithm[NestedConfig]):
         run.begin()
         for prompts in run.steps():
             batch, greedy_rewards = run.sample_with_baselines(prompts)  # ReMax
-            baselines = [greedy_rewards[group] for group in batch.group_ids]
+            batch.scalars["greedy_rewards"] = [greedy_rewards[group] for group in batch.group_ids]
             run.add_reference_logprobs(batch)  # from here on PPO
             run.add_values(batch)
-            outputs = ("advantages", "returns")
-            run.estimate(nested_estimates, batch, config, run.kl_coefficient, baselines, outputs=outputs)
+            run.estimate(nested_estimates, batch, config, run.kl_coefficient, outputs=("advantages", "returns"))
             run.train_critic(batch, config.critic)
             run.finish_step(batch, run.train_policy(batch, rl.ClippedLoss.of(config)))

@@ -40,6 +40,7 @@ def test_cpu_and_gpu_pins_agree():
     different = {name for name, version in cpu.items() if gpu.get(name) != version}
     assert different == HELD_BACK
     assert read_pins("triton.txt") == {"triton": gpu["triton"]}
+    assert read_pins("templates.txt").items() <= read_pins("../benchmarks/end_to_end/trl.txt").items()
     for environment in ("cpu.txt", "gpu.txt"):
         assert read_pins(environment, "dev.txt", "docs.txt")  # asserts that they share no package
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.trajectory import Prompt, Trajectory, count_turns
+from megarl.errors import WorkerError
 from megarl.rollout.engine import CompletionEngine, Generation, GenerationRequest, Sampling
 from megarl.rollout.request_clock import RequestClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ABORT_GRACE_SECONDS = 10.0
+"""How long to wait for an engine to abort requests that nobody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ class Episode:
     def decode(self, token_ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Return the text of the tokens, without special tokens."""
         text = self.tokenizer.decode(
-            [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            np.asarray(token_ids, np.int32), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
@@ -154,6 +160,18 @@ class Episode:
         )
         self.unfinished_requests.discard(request_id)
         return generation
+
+    async def abort_unfinished(self) -> None:
+        """Abort the requests that the engine has not answered; the coroutines that sent them must be cancelled.
+
+        An engine that does not reply is left alone: the episode does not need it any more.
+        """
+        request_ids, self.unfinished_requests = self.unfinished_requests, set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_GRACE_SECONDS):
+                for request_id in sorted(request_ids):
+                    with contextlib.suppress(WorkerError):
+                        await self._engine.abort(request_id)
 
     def observe(self, observation: str | Sequence[int]) -> None:
         """Append tokens that the policy sees and is not trained on, such as a tool's output.

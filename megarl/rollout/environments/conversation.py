@@ -8,10 +8,12 @@ next prompt is no extension, and begins another segment.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -32,13 +34,21 @@ PRIVATE_USE = 0xE100
 PROBES = ("yes", "<think>\nlet me see\n</think>\n\nyes")
 """Replies with which a template is probed: a plain one, and one with a thought."""
 
+MARK = "probe8d1f"
+"""Text that a template is probed for."""
+
+PROBED_QUESTION: Message = {"role": "user", "content": "is it?"}
+PROBED_FUNCTION = {"name": "look", "description": MARK, "parameters": {"type": "object", "properties": {}}}
+
 
 @dataclass(frozen=True, slots=True)
 class Extension:
     """What follows a reply in the token sequence."""
 
+    text: str
+    """As rendered: without forks, the text after the reply, and after a fork the whole prompt."""
     token_ids: list[int]
-    """Without forks, the tokens after the sampled ones; after a fork, the whole prompt."""
+    """The tokens of the text; without the one that ends the reply, if it was sampled."""
     is_fork: bool
 
 
@@ -63,7 +73,28 @@ class ChatRenderer:
         Raises:
             AgentError: the template refuses the messages.
         """
-        return self._encode(self._render(messages, tools))
+        return self.encode(self.render(messages, tools))
+
+    def continuation(self, before: str, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str | None:
+        """Return the rendered text of a conversation after `before`; None: it does not begin with it.
+
+        Args:
+            before: rendered text of a prompt, and that of its output without the token that ends the turn.
+
+        Raises:
+            AgentError: the template refuses the messages.
+        """
+        text = self.render(messages, tools)
+        return text[len(before) :] if text.startswith(before) else None
+
+    def encode_after(self, last_token: int | None, text: str) -> list[int]:
+        """Return the tokens of a rendered text after a reply; if it begins with `last_token`, that is not repeated.
+
+        Args:
+            last_token: the last sampled token, None: not known.
+        """
+        end = None if last_token is None else self._tokenizer.convert_ids_to_tokens(last_token)
+        return self.encode(text.removeprefix(end) if isinstance(end, str) and end in self._specials else text)
 
     def extension(
         self,
@@ -89,16 +120,13 @@ class ChatRenderer:
         """
         said = {"role": "assistant", "content": reply}
         now = datetime.now(UTC).astimezone()  # one date in all renderings that are compared
-        before = self._render(messages, tools, now=now)
-        with_reply = self._render([*messages, shown or said, *following], tools, now=now)
-        stand_in = self._render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
+        before = self.render(messages, tools, now=now)
+        with_reply = self.render([*messages, shown or said, *following], tools, now=now)
+        stand_in = self.render([*messages, {"role": "assistant", "content": PLACEHOLDER}, *following], tools, now=now)
         head, _, tail = stand_in.rpartition(PLACEHOLDER)
         if head != before or not _is_extension(with_reply, before, self._escape(reply), tail):
-            return Extension(self._encode(with_reply), is_fork=True)
-        end = None if last_token is None else self._tokenizer.convert_ids_to_tokens(last_token)
-        if isinstance(end, str) and end in self._specials and tail.startswith(end):
-            tail = tail.removeprefix(end)
-        return Extension(self._encode(tail), is_fork=False)
+            return Extension(with_reply, self.encode(with_reply), is_fork=True)
+        return Extension(tail, self.encode_after(last_token, tail), is_fork=False)
 
     def find_rewriting(self, *, role: str = "user") -> str | None:
         """Return what a probe of the template finds: how it rewrites earlier turns; None: it only appends."""
@@ -112,27 +140,100 @@ class ChatRenderer:
                 return f"rewrites {what}"
         return None
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message], *, now: datetime | None = None) -> str:
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes definitions of tools."""
+        tool = {"type": "function", "function": PROBED_FUNCTION}
+        return self._is_marked([PROBED_QUESTION], tools=[tool])
+
+    def omits(self, role: str) -> bool:
+        """Return whether the template leaves out the text of messages of a role without an error."""
+        return role in self._omitted_roles
+
+    @cached_property
+    def _omitted_roles(self) -> frozenset[str]:
+        """Roles of messages whose text the template leaves out without an error."""
+        call = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": self._arguments({})}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call["id"], "name": "look", "content": MARK}
+        probes: dict[str, list[Message]] = {
+            "system": [{"role": "system", "content": MARK}, PROBED_QUESTION],
+            "user": [{"role": "user", "content": MARK}],
+            "tool": [PROBED_QUESTION, asked, result],
+        }
+        return frozenset(role for role, messages in probes.items() if not self._is_marked(messages))
+
+    @cached_property
+    def _needs_text_arguments(self) -> bool:
+        """Whether the template takes the arguments of a call as JSON text alone, and fails on an object."""
+        function = {"name": "look", "arguments": {"at": 1}}
+        call = {"id": "c00000000", "type": "function", "function": function}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            self._apply([PROBED_QUESTION, asked])
+        except TypeError:
+            return True
+        except TemplateError:
+            return False
+        return False
+
+    def _arguments(self, arguments: object) -> object:
+        is_text = isinstance(arguments, str) or not self._needs_text_arguments
+        return arguments if is_text else json.dumps(arguments, ensure_ascii=False)
+
+    def _is_marked(self, messages: Sequence[Message], **options: Any) -> bool:
+        """Return whether the template writes `MARK`, or refuses the messages, which is reported when they are sent."""
+        try:
+            return MARK in self._apply(messages, **options)
+        except (TemplateError, TypeError):
+            return True
+
+    def _with_arguments(self, message: Message) -> Message:
+        """Return the message with the arguments of its calls in the form that the template takes."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> str:
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **options
+        )
+        assert isinstance(text, str)
+        return text
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] = (), *, now: datetime | None = None) -> str:
         """Return the text of a conversation and the head of the policy's turn.
 
         It has code points for special tokens that messages and tools have as plain text.
+
+        Args:
+            now: what the template takes for the current time.
+
+        Raises:
+            AgentError: the template refuses the messages, or leaves one out.
         """
-        escaped = [_map_text(message, self._escape) for message in messages]
+        omitted = self._omitted_roles.intersection(str(message.get("role")) for message in messages)
+        if omitted:
+            roles = ", ".join(sorted(omitted))
+            raise AgentError(f"the tokenizer's chat template leaves out the text of messages of the roles {roles}")
+        escaped = [_map_text(self._with_arguments(message), self._escape) for message in messages]
         options: dict[str, Any] = {} if now is None else {"strftime_now": now.strftime}
         if tools:
             options["tools"] = [_map_text(tool, self._escape) for tool in tools]
         try:
-            text = self._tokenizer.apply_chat_template(escaped, tokenize=False, add_generation_prompt=True, **options)
-        except TemplateError as e:
+            return self._apply(escaped, **options)
+        except (TemplateError, TypeError) as e:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise AgentError(f"the tokenizer's chat template refuses messages of the roles {roles}: {e}") from e
-        assert isinstance(text, str)
-        return text
 
     def _escape(self, text: str) -> str:
         return self._special_pattern.sub(lambda match: chr(PRIVATE_USE + self._specials.index(match.group())), text)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the tokens of a rendered text; special tokens are those that the template wrote."""
         token_ids: list[int] = []
         for number, part in enumerate(self._code_pattern.split(text)):
@@ -153,11 +254,14 @@ def require_chat_template(
         key: YAML key of the environment's section.
 
     Raises:
-        DataError: the tokenizer has none, or one that rewrites earlier turns although segments must not be forked.
+        DataError: the tokenizer has none, one that leaves out text, such as a template for lists of text and images, or
+            one that rewrites earlier turns although segments must not be forked.
     """
     name = tokenizer.name_or_path or "this model"
     if tokenizer.chat_template is None:
         raise DataError(f"{key} needs a tokenizer with a chat template, that of {name} has none")
+    if ChatRenderer(tokenizer).omits("user"):
+        raise DataError(f"{key} needs a chat template for messages of text, that of {name} leaves it out")
     if forks == "allow" and refuses_forks is None:
         return
     if forks == "allow":

@@ -124,7 +124,7 @@ class HttpTool:
             return f"error: a body has at most {self._max_bytes} bytes"
         try:
             url = httpx.URL(self._base_url.rstrip("/") + target if self._base_url and target[0] == "/" else target)
-        except httpx.InvalidURL:
+        except (httpx.InvalidURL, UnicodeEncodeError):
             return "error: no URL"
         if not self._is_allowed(url):
             return "error: this URL is not allowed"

@@ -18,6 +18,10 @@ ENV = "rollout.env"
 METHODS = {"reset": 1, "step": 1, "close": 0}
 """Methods of an environment, and the number of their arguments."""
 
+CHECK = "check_settings"
+"""Optional static method of an environment that takes its keyword arguments before a run begins, and raises a
+`ConfigError` if no episode could start with them."""
+
 
 def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
     """Import the class of the environment and return it after checking its methods; no object is created.
@@ -26,7 +30,8 @@ def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
         key: YAML key of the section.
 
     Raises:
-        ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments.
+        ConfigError: it cannot be imported, is no class, lacks a method, or does not take the keyword arguments, or its
+            `check_settings` refuses them.
     """
     found = load_object(config.path, key=f"{key}.path", kind="Environment")
     if not isinstance(found, type):
@@ -53,6 +58,8 @@ def check_environment(config: EnvironmentConfig, key: str = ENV) -> type:
         raise ConfigError(
             f"{key}.kwargs: {config.path}{inspect.signature(found)} does not take these arguments: {e}"
         ) from e
+    if isinstance(inspect.getattr_static(found, CHECK, None), staticmethod):
+        getattr(found, CHECK)(**config.kwargs)
     return found
 
 

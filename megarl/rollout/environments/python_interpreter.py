@@ -13,7 +13,7 @@ from megarl.errors import AgentError, ConfigError
 from megarl.rollout.environments.calculator import ANSWER
 from megarl.rollout.environments.environment import Step, Task
 from megarl.sandbox.sandbox import Interpreter, Outcome
-from megarl.sandbox.tiers import open_sandbox
+from megarl.sandbox.tiers import choose_tier, open_sandbox
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 """Code of a reply."""
@@ -47,14 +47,20 @@ class PythonInterpreter:
             AgentError: the settings are invalid, or no sandbox works on this machine.
         """
         try:
-            self._sandbox = open_sandbox(SandboxConfig.model_validate(dict(sandbox or {})), key=KEY)
-        except ValidationError as e:
-            first = e.errors()[0]
-            raise AgentError(f"{'.'.join(map(str, (KEY, *first['loc'])))}: {first['msg']}") from e
+            self._sandbox = open_sandbox(_validated(sandbox), key=KEY)
         except ConfigError as e:
             raise AgentError(str(e)) from e
         self._role, self._answer = role, ""
         self._interpreter: Interpreter | None = None
+
+    @staticmethod
+    def check_settings(*, sandbox: Mapping[str, Any] | None = None, role: str = "tool") -> None:
+        """Choose the sandbox without starting it; arguments as for the class.
+
+        Raises:
+            ConfigError: the settings are invalid, or no sandbox works on this machine.
+        """
+        choose_tier(_validated(sandbox), key=KEY)
 
     def reset(self, task: Task) -> None:
         """Begin with the messages of the row.
@@ -96,3 +102,11 @@ def describe_outcome(outcome: Outcome) -> str:
     elif outcome.status != "ok":
         parts.append(LOST.get(outcome.status, OTHER_END))
     return "\n".join(part for part in parts if part) or "(no output)"
+
+
+def _validated(sandbox: Mapping[str, Any] | None) -> SandboxConfig:
+    try:
+        return SandboxConfig.model_validate(dict(sandbox or {}))
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, (KEY, *first['loc'])))}: {first['msg']}") from e

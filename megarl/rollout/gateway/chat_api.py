@@ -15,7 +15,7 @@ from megarl.rollout.gateway.turn_request import (
     read_limit,
     read_stop,
 )
-from megarl.rollout.gateway.turns import Turn
+from megarl.rollout.gateway.turns import Turn, call_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,13 +104,8 @@ def split_text(text: str) -> Iterator[str]:
 def count_tokens(turn: Turn) -> dict[str, int]:
     """Return the numbers of tokens of prompt and reply."""
     assert turn.generation is not None
-    prompt, reply = len(turn.prompt_ids), len(turn.generation.token_ids)
+    prompt, reply = turn.num_prompt_tokens, len(turn.generation.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
-
-
-def call_id(turn: Turn, index: int) -> str:
-    """Return the id of a call, unique in its session; nine characters, which some chat templates require."""
-    return f"c{turn.number:05d}{index:03d}"
 
 
 def read_text(content: Any) -> str:

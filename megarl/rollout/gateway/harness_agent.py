@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from megarl.batch.trajectory import Trajectory
@@ -20,6 +21,8 @@ from megarl.rollout.gateway.session import Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 END_SECONDS = 5.0
 """How long a program may continue after a limit has ended its episode."""
@@ -53,6 +56,13 @@ class HarnessAgent:
         self._config, self._function, self._needs_reward = config, check_harness(config), needs_reward
         self._answer_field = None if config.include_answer else data.fields.answer
         self._renderer, self._tasks = ChatRenderer(tokenizer), Tasks(data, tokenizer)
+        if config.tool_parser is not None and not self._renderer.writes_tools:
+            logger.warning(
+                "%s.tool_parser: the chat template of %s does not write definitions of tools, so that the policy does "
+                "not see those that the program sends",
+                HARNESS,
+                tokenizer.name_or_path or "this model",
+            )
         self._parser = parser or _make_parser(config)
         self._can_call = parser is not None or config.tool_parser is not None
         self._server = GatewayServer(tokenizer, host=config.host)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,7 +89,8 @@ class SglangParser:
         """Use the parsers of these names, as SGLang's options `--tool-call-parser` and `--reasoning-parser` do."""
         self._names = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
         self._child: subprocess.Popen[bytes] | None = None
-        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reply-parser")
+        """Reads the child's answer also if the caller is cancelled, so that the next one belongs to the next line."""
 
     async def parse(self, text: str, tools: Sequence[Message]) -> ParsedReply:
         """Return the parts of a reply.
@@ -96,13 +98,8 @@ class SglangParser:
         Raises:
             WorkerError: the child process died, does not know a parser, or took longer than its timeout.
         """
-        async with self._lock:
-            if self._child is None:
-                self._child = self._start()
-                ready = await asyncio.to_thread(_exchange, self._child, self._names, START_TIMEOUT_SECONDS)
-                self._check(ready)
-            line = {"text": text, "tools": list(tools)}
-            found = self._check(await asyncio.to_thread(_exchange, self._child, line, TIMEOUT_SECONDS))
+        line = {"text": text, "tools": list(tools)}
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, line)
         calls = tuple(ToolCall(name, arguments) for name, arguments in found["calls"])
         return ParsedReply(found["content"], found["reasoning"], calls)
 
@@ -123,7 +120,15 @@ class SglangParser:
             preexec_fn=make_preexec(signal.SIGKILL),
         )
 
-    def _check(self, reply: dict[str, Any] | None) -> dict[str, Any]:
+    def _answer(self, line: object) -> dict[str, Any]:
+        """Return the child's answer to a line; starts it if it does not run."""
+        if self._child is None:
+            self._child = self._start()
+            self._exchange(self._child, self._names, START_TIMEOUT_SECONDS)
+        return self._exchange(self._child, line, TIMEOUT_SECONDS)
+
+    def _exchange(self, child: subprocess.Popen[bytes], line: object, timeout_seconds: float) -> dict[str, Any]:
+        reply = _exchange(child, line, timeout_seconds)
         if reply is None:
             self._child = None
             raise WorkerError(f"the process of SGLang's parsers {self._names} died or took too long (see above)")

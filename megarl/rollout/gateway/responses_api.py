@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.rollout.environments.environment import Message
-from megarl.rollout.gateway.chat_api import call_id, count_tokens, read_text, split_text
+from megarl.rollout.gateway.chat_api import count_tokens, read_text, split_text
 from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.turn_request import (
     RefusedRequestError,
@@ -15,7 +15,7 @@ from megarl.rollout.gateway.turn_request import (
     read_functions,
     read_limit,
 )
-from megarl.rollout.gateway.turns import Turn
+from megarl.rollout.gateway.turns import Turn, call_id
 
 UNSUPPORTED = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that refer to what a server keeps; clients send the whole conversation instead."""

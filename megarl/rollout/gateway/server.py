@@ -123,6 +123,8 @@ class GatewayServer:
             body = await http.json()
         except ValueError as e:
             return _error(400, f"the body needs to be JSON: {e}", "invalid_request")
+        if session.is_closed:  # while the body arrived
+            return _unknown_session()
         if not isinstance(body, dict):
             return _error(400, f"the body needs to be a JSON object, got {type(body).__name__}", "invalid_request")
         try:

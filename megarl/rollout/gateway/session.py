@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from megarl.rollout.environments.environment import Message
 from megarl.rollout.gateway.chat_messages import make_message
 from megarl.rollout.gateway.reply_parser import ParsedReply, ReplyParser
 from megarl.rollout.gateway.turn_request import RefusedRequestError, TurnRequest
-from megarl.rollout.gateway.turns import Turn, make_trajectories
+from megarl.rollout.gateway.turns import Turn, call_id, make_trajectories
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +57,7 @@ class Session:
         self._num_calls = 0
         self._began_at = episode.clock.time()
         self._specials = _pattern(episode.tokenizer)
+        self._special_ids = frozenset(episode.tokenizer.all_special_ids)
         self.limit: str | None = None
         """The limit that has ended the episode; None: none so far."""
         self.limit_reached = asyncio.Event()
@@ -78,12 +80,13 @@ class Session:
     async def answer(self, request: TurnRequest) -> Turn:
         """Return the turn that answers a request: a new one, or that of the same request before.
 
-        It is sampled to its end also if the caller is cancelled.
+        It is sampled to its end also if the caller is cancelled, as long as the session is not closed.
 
         Raises:
             RefusedRequestError: a limit has ended the episode, or the conversation cannot be rendered.
             MegarlError: as `Episode.generate`.
         """
+        assert not self.is_closed, "a closed session has no further turns"
         key = request.key
         found = self._answers.get(key)
         if found is None:
@@ -99,11 +102,12 @@ class Session:
             self.limit_reached.set()
 
     async def close(self) -> None:
-        """Cancel the turns that are being sampled; they are not trained on."""
+        """Cancel the turns that are being sampled, and abort their requests; they are not trained on."""
         self.is_closed = True
         unfinished = self.in_flight
         for answer in unfinished:
             answer.cancel()
+        await self._episode.abort_unfinished()
         await asyncio.gather(*unfinished, return_exceptions=True)
         if self.error.done() and not self.error.cancelled():
             self.error.exception()  # marks it as retrieved
@@ -126,28 +130,23 @@ class Session:
             turn = self._continue(request)
         except AgentError as e:
             raise RefusedRequestError(str(e), param="messages") from e
-        if self._room(len(turn.prompt_ids)) <= 0:
+        if self._room(turn.num_prompt_tokens) <= 0:
             self._refuse_after("length")
         self._turns.append(turn)
         return turn
 
     def _continue(self, request: TurnRequest) -> Turn:
         keys = request.prefix_keys
+        structured = request.messages
         for length in range(len(request.messages), 0, -1):
             parent = self._by_conversation.get(keys[length])
             if parent is None:
                 continue
-            assert parent.generation is not None
-            reply = self._episode.decode(parent.generation.token_ids)
             following = request.messages[length:]
-            last_token = int(parent.generation.token_ids[-1])
-            try:
-                found = self._renderer.extension(parent.messages, reply, following, last_token, None, request.tools)
-            except AgentError:  # a template that needs the calls before a tool's result, which the reply has as text
-                break
-            if not found.is_fork:
-                said = make_message("assistant", reply)
-                return self._turn(parent, found.token_ids, (*parent.messages, said, *following))
+            turn = self._extend(parent, following, request.tools)
+            if turn is not None:
+                return turn
+            structured = (*parent.structured, _structured_reply(parent), *following)
             break
         if self._turns and self._config.forks == "forbid":
             raise RefusedRequestError(
@@ -155,13 +154,49 @@ class Session:
                 "rollout.harness.forks: forbid does not allow",
                 param="messages",
             )
-        return self._turn(None, self._renderer.prompt(request.messages, request.tools), request.messages)
+        try:
+            text = self._renderer.render(structured, request.tools)
+        except AgentError:  # templates may refuse thoughts next to calls
+            text = self._renderer.render(request.messages, request.tools)
+        return self._turn(None, text, request.messages, structured)
 
-    def _turn(self, parent: Turn | None, given: Sequence[int], messages: tuple[Message, ...]) -> Turn:
-        return Turn(number=len(self._turns), parent=parent, given=np.array(given, np.int32), messages=messages)
+    def _extend(self, parent: Turn, following: Sequence[Message], tools: Sequence[Message]) -> Turn | None:
+        """Return a turn that continues a reply with new messages; None: the template rewrites what was before.
+
+        Templates write a reply from its thoughts, content and calls. If that is not what was sampled, the text of the
+        reply is its content.
+        """
+        assert parent.generation is not None
+        reply = self._episode.decode(parent.generation.token_ids)
+        messages = (*parent.messages, make_message("assistant", reply), *following)
+        structured = (*parent.structured, _structured_reply(parent), *following)
+        with suppress(AgentError):
+            text = self._renderer.continuation(parent.all_text, structured, tools)
+            if text is not None:
+                return self._turn(parent, text, messages, structured)
+        with suppress(AgentError):  # some templates need the calls before a tool's result, which the reply has as text
+            found = self._renderer.extension(parent.messages, reply, following, None, None, tools)
+            if not found.is_fork:
+                return self._turn(parent, found.text, messages, structured)
+        return None
+
+    def _turn(
+        self, parent: Turn | None, text: str, messages: tuple[Message, ...], structured: tuple[Message, ...]
+    ) -> Turn:
+        """Return a turn; `text`: what is rendered after the text of its parent."""
+        last_token = None if parent is None or parent.generation is None else int(parent.generation.token_ids[-1])
+        given = np.array(self._renderer.encode_after(last_token, text), np.int32)
+        return Turn(
+            number=len(self._turns),
+            parent=parent,
+            given=given,
+            given_text=text,
+            messages=messages,
+            structured=structured,
+        )
 
     async def _sample(self, turn: Turn, request: TurnRequest) -> Turn:
-        prompt_ids = turn.prompt_ids
+        prompt_ids = turn.prompt_ids.tolist()
         room = self._room(len(prompt_ids))
         limits = [room, self._config.max_turn_tokens, request.max_tokens]
         generation = await self._episode.complete(prompt_ids, max_new_tokens=min(n for n in limits if n is not None))
@@ -169,8 +204,9 @@ class Session:
             raise AgentError(f"the engine sampled no token on {self._episode.prompt.prompt_id}")
         turn.is_cut = generation.finish_reason != "stop" and len(generation.token_ids) >= room
         generation, content_end = self._cut_at_stop(generation, request.stop)
-        reply = await self._parse(generation, content_end, request.tools)
-        turn.generation, turn.reply = generation, reply
+        text = self._decode(generation)
+        reply = await self._parse(text if content_end is None else content_end, request.tools)
+        turn.generation, turn.reply, turn.text = generation, reply, text
         self._num_calls += len(reply.calls)
         said = make_message("assistant", reply.content, calls=[("", call.name, call.arguments) for call in reply.calls])
         self._by_conversation[request.key_after(said)] = turn
@@ -206,17 +242,18 @@ class Session:
         )
         return cut, text[:start]
 
-    async def _parse(self, generation: Generation, text: str | None, tools: Sequence[Message]) -> ParsedReply:
+    async def _parse(self, text: str, tools: Sequence[Message]) -> ParsedReply:
         """Return the parts of a reply. Parsers read special tokens, of which clients see none."""
-        if text is None:
-            tokenizer, token_ids = self._episode.tokenizer, generation.token_ids.tolist()
-            is_ended = token_ids[-1] in tokenizer.all_special_ids
-            kept = token_ids[:-1] if is_ended else token_ids
-            decoded = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            assert isinstance(decoded, str)
-            text = decoded
         parsed = await self._parser.parse(text, tools)
         return replace(parsed, content=self._specials.sub("", parsed.content))
+
+    def _decode(self, generation: Generation) -> str:
+        """Return the text of a reply with its special tokens, without the one that ends it."""
+        tokenizer, token_ids = self._episode.tokenizer, generation.token_ids
+        kept = token_ids[:-1] if int(token_ids[-1]) in self._special_ids else token_ids
+        text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
     def _room(self, num_tokens: int) -> int:
         """Return how many tokens may follow so many, within the limits of a sequence and of all sampled tokens."""
@@ -251,6 +288,15 @@ class Session:
             self.error.set_exception(
                 error if isinstance(error, MegarlError) else AgentError(f"a turn failed: {error!r}")
             )
+
+
+def _structured_reply(turn: Turn) -> Message:
+    """Return the reply of a turn as chat templates take it, with the thoughts under both names that they use."""
+    assert turn.reply is not None
+    calls = [(call_id(turn, index), call.name, call.arguments) for index, call in enumerate(turn.reply.calls)]
+    message = make_message("assistant", turn.reply.content, calls=calls)
+    thoughts = turn.reply.reasoning
+    return {**message, "reasoning_content": thoughts, "thinking": thoughts} if thoughts else message
 
 
 def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

@@ -8,7 +8,7 @@ turn 2             '- given 2 | output 2            a second one has a sequence 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,26 +30,58 @@ class Turn:
     """The turn whose tokens this one continues; None: its prompt begins a sequence."""
     given: NDArray[np.int32]
     """[K]: tokens between the parent's output and this one's; without a parent, the prompt."""
+    given_text: str
+    """What `ChatRenderer.render` writes after the parent's text; it begins with the end of the parent's turn, of which
+    the tokens may have been sampled."""
     messages: tuple[Message, ...]
-    """The conversation that these tokens, and those before them, are rendered from."""
+    """The conversation before the reply, with earlier replies as their text."""
+    structured: tuple[Message, ...]
+    """The same conversation with the thoughts and calls of earlier replies apart from their content."""
     generation: Generation | None = None
     """The tokens sampled, log-probabilities and versions, as the engine returned them; None: not finished."""
+    text: str = ""
+    """Text of the tokens sampled, special tokens included, without the one that ends the turn."""
     reply: ParsedReply | None = None
     """The answer as the client sees it."""
     is_cut: bool = False
     """Whether the reply was ended by the episode's limit of tokens."""
 
     @property
-    def prompt_ids(self) -> list[int]:
-        """All tokens before the output."""
-        before = [] if self.parent is None else self.parent.all_ids
-        return [*before, *self.given.tolist()]
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """[K]: all tokens before the output."""
+        return np.concatenate([*self._ids_before(), self.given])
 
     @property
-    def all_ids(self) -> list[int]:
-        """All tokens, the output included."""
-        assert self.generation is not None, f"turn {self.number} is not finished"
-        return [*self.prompt_ids, *self.generation.token_ids.tolist()]
+    def all_text(self) -> str:
+        """What the prompt was rendered as, and the text of the output."""
+        parts = [(turn.given_text, turn.text) for turn in self._chain()]
+        return "".join(text for pair in parts[::-1] for text in pair)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens before the output."""
+        return len(self.given) + sum(map(len, self._ids_before()))
+
+    def _ids_before(self) -> list[NDArray[np.int32]]:
+        """Return the given and the sampled tokens of each earlier turn that this one continues."""
+        parts = []
+        for turn in self._chain():
+            if turn is not self:
+                assert turn.generation is not None, f"turn {turn.number} is not finished"
+                parts += [turn.generation.token_ids, turn.given]
+        return parts[::-1]
+
+    def _chain(self) -> Iterator[Turn]:
+        """Yield this turn and those that it continues, the first one last."""
+        turn: Turn | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.parent
+
+
+def call_id(turn: Turn, index: int) -> str:
+    """Return the id of a call, unique in its session; nine characters, which some chat templates require."""
+    return f"c{turn.number:05d}{index:03d}"
 
 
 def split_sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -82,7 +114,7 @@ def make_trajectories(
     for segment, sequence in enumerate(sequences):
         parts: list[tuple[NDArray[np.int32], Generation | None]] = []
         for position, turn in enumerate(sequence):
-            given = turn.given if position else np.array(turn.prompt_ids, np.int32)
+            given = turn.given if position else turn.prompt_ids
             assert turn.generation is not None
             parts += [(given, None), (turn.generation.token_ids, turn.generation)]
         is_last = segment == len(sequences) - 1

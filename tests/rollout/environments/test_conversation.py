@@ -120,3 +120,32 @@ def test_smollm2_only_appends() -> None:
         add_generation_prompt=True,
         return_dict=False,
     )
+
+
+CALL = {"id": "c00000000", "type": "function", "function": {"name": "look", "arguments": {"at": [1]}}}
+ASKED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_arguments_of_calls_are_text_for_templates_that_need_text() -> None:
+    template = APPEND.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ 'at ' + c.function.arguments }}{% endfor %}",
+    )
+    text = ChatRenderer(chat_tokenizer(template)).render([USER, ASKED])
+    assert 'at {"at": [1]}<eos>' in text
+
+
+def test_messages_that_a_template_leaves_out_are_refused() -> None:
+    template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    renderer = ChatRenderer(chat_tokenizer(template))
+    renderer.render([USER, ASKED])
+    with pytest.raises(AgentError, match="chat template leaves out the text of messages of the roles tool"):
+        renderer.render([USER, ASKED, {"role": "tool", "content": "7"}])
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    with pytest.raises(DataError, match="needs a chat template for messages of text, that of this model leaves it out"):
+        require_chat_template(chat_tokenizer(parts), forks="allow", refuses_forks=None)
+
+
+def test_definitions_of_tools_that_a_template_does_not_write_are_noticed() -> None:
+    assert not ChatRenderer(chat_tokenizer(APPEND)).writes_tools
+    assert ChatRenderer(chat_tokenizer("{{ tools | tojson }}" + APPEND)).writes_tools

@@ -41,6 +41,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         elif self.path == "/api/big":
             text = "y" * 1_000_000
+        elif self.path == "/api/bytes":
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"\xff\x00a\xf0")
+            return
+        elif self.path == "/api/garbage":
+            self.wfile.write(b"no protocol\xff\r\n\r\n")
+            self.close_connection = True
+            return
         elif self.path == "/api/missing":
             status, text = 404, "no such town"
         elif self.path == "/api/away":
@@ -114,7 +124,7 @@ def test_responses_and_answers(server: Any) -> None:
 def test_limits_of_time_and_bytes_are_told(server: Any) -> None:
     started = time.monotonic()
     slow, drip, big = talk(server, "http GET /slow", "http GET /drip", "http GET /big")
-    assert time.monotonic() - started < 1.9
+    assert time.monotonic() - started < 2.4  # half a second each: one of them without a limit takes 2 s
     assert slow == drip == "error: no response within 0.5 s"
     assert big == f"200 {'y' * 100}\n(cut after 100 bytes)"
     assert talk(server, f"http POST /a {'z' * 101}", methods=["POST"]) == ["error: a body has at most 100 bytes"]
@@ -143,6 +153,16 @@ def test_methods_are_those_of_the_settings(server: Any) -> None:
         "/../private",
         "//example.com/api",
         "private",
+        "http://[::1",
+        "http://127.0.0.1:99999/api/a",
+        "http://127.0.0.1:a/api/a",
+        "http://\x01/api",
+        "http://\u2488com/api",
+        "URL/\ud800",
+        "URL\u200b/a",
+        "http:///api",
+        "::",
+        "9" * 100_000,
     ],
 )
 def test_other_urls_are_not_requested(server: Any, target: str) -> None:
@@ -151,6 +171,21 @@ def test_other_urls_are_not_requested(server: Any, target: str) -> None:
         assert text == "200 Tiku"
         return
     assert text in {"error: this URL is not allowed", "error: no URL"}
+    assert server.asked == []
+
+
+def test_bytes_of_a_response_become_text(server: Any) -> None:
+    assert talk(server, "http GET /bytes", "http GET /mayor") == ["200 \ufffd\x00a\ufffd", "200 Tiku"]
+
+
+def test_a_response_that_is_no_http_fails_the_episode(server: Any) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        talk(server, "http GET /garbage")
+
+
+@pytest.mark.parametrize("reply", ["", "http GET", "http DELETE /a", "HTTP GET /a", " http GET /a", "\x00\ud800"])
+def test_replies_without_a_request_end_the_episode(server: Any, reply: str) -> None:
+    assert talk(server, reply) == [0.0]
     assert server.asked == []
 
 

@@ -61,6 +61,31 @@ def test_python_keeps_variables_and_scores_answers() -> None:
         env.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("", "(no output)"),
+        ("x = '\x00'", "SyntaxError: source code string cannot contain null bytes"),
+        ("import os\nos.write(1, b'\\xff\\n')", "\ufffd\n2"),
+        ("import sys\nsys.stdout.close()", "error: the interpreter has ended; variables are lost"),
+        ("import os\nos._exit(0)", "error: the interpreter has ended; variables are lost"),
+        (
+            "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'2 ok')\n    except OSError: pass",
+            "error: the interpreter has ended; variables are lost",
+        ),
+    ],
+)
+def test_python_tells_how_code_has_ended(code: str, text: str) -> None:
+    env = PythonInterpreter(sandbox={"wall_seconds": 5.0})
+    try:
+        env.reset(make_task("42"))
+        env.step("```\nx = 1\n```")
+        assert content(env.step(f"```\n{code}\n```")) == text
+        assert content(env.step("```\n6 * 7\n```")) == "42"
+    finally:
+        env.close()
+
+
 @pytest.mark.parametrize("reply", ["#### 41", "42", "no code"])
 def test_python_gives_no_reward_for_other_answers(reply: str) -> None:
     env = PythonInterpreter(sandbox={"allow_unsafe": True})

@@ -14,7 +14,8 @@ from megarl.data.tiny_checkpoint import write_tiny_model
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rollout.engine import Generation, GenerationRequest
 from megarl.rollout.engine_spec import EngineSpec, read_stop_token_ids
-from tests.rollout.gateway.clients import KINDS, talk
+from megarl.rollout.environments.environment import Task
+from tests.rollout.gateway.clients import KINDS, ask_raw, talk
 from tests.rollout.gateway.scripted import make_agent, make_prompt, run_groups
 from tests.rollout.gateway.test_tokens import sample_directly
 from tests.rollout.remote import RemoteEngine
@@ -29,10 +30,13 @@ class Engine(WholeBatches):
     def __init__(self, remote: RemoteEngine, tokenizer: Any) -> None:
         self.remote, self.tokenizer = remote, tokenizer
         self.lock = asyncio.Lock()
+        self.finish_reasons: list[str] = []
+        """Of the requests that were answered, in the order of the answers."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         async with self.lock:
             found: Generation = await asyncio.to_thread(self.remote.call, "generate", request)
+        self.finish_reasons.append(found.finish_reason)
         return found
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
@@ -40,6 +44,8 @@ class Engine(WholeBatches):
 
     async def abort(self, request_id: str) -> None:
         await asyncio.to_thread(self.remote.call, "abort", request_id)
+        async with self.lock:  # its request has been answered
+            pass
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +76,24 @@ def test_the_gateway_samples_as_direct_sampling(remote: tuple[RemoteEngine, Path
         np.testing.assert_array_equal(got.loss_mask, direct.loss_mask)
         assert got.logprobs.tobytes() == direct.logprobs.tobytes()
         assert got.logprobs[got.loss_mask].min() < -1.0
+
+
+engines: list[Engine] = []
+
+
+async def leave_a_request(task: Task, base_url: str, api_key: str) -> None:
+    """Return once the engine samples a reply."""
+    asked = asyncio.ensure_future(ask_raw(base_url, api_key, list(task.messages)))
+    while not engines[-1].lock.locked():
+        await asyncio.sleep(0.01)
+    asked.cancel()
+
+
+def test_a_request_that_a_program_has_left_ends_in_the_engine(remote: tuple[RemoteEngine, Path]) -> None:
+    engine, folder = remote
+    tokenizer = load_tokenizer(str(folder))
+    ours = Engine(engine, tokenizer)
+    engines.append(ours)
+    run_groups(ours, make_agent(tokenizer, leave_a_request), [make_prompt(tokenizer)], max_new_tokens=480)
+    assert ours.finish_reasons == ["abort"]
+    assert engine.call("health").num_requests == 0
