@@ -92,6 +92,9 @@ class BatchingEngine:
         task.add_done_callback(self._send_tasks.discard)
 
     async def _send(self, batch: list[tuple[GenerationRequest, asyncio.Future[Generation]]]) -> None:
+        batch = [(request, future) for request, future in batch if not future.done()]  # without cancelled callers
+        if not batch:
+            return
         futures = [future for _, future in batch]
         self._in_flight.update(dict.fromkeys(futures))
         try:

@@ -1,16 +1,22 @@
 """Test client of an engine in a separate process, because SGLang may end the process that hosts it."""
 
+import asyncio
+import atexit
+import functools
 import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
+import pytest
 
 from megarl.reshard.layout.layout import slices
 from megarl.reshard.transfer.box_channel import BoxSender
@@ -18,18 +24,70 @@ from megarl.reshard.transfer.bucket import BoxBucket, BoxSlot, SharedBuffer, dty
 from megarl.rollout.engine import GenerationRequest, Sampling
 from megarl.rollout.engine_spec import EngineSpec
 from megarl.rollout.sglang.engine_environment import make_engine_environment
+from megarl.rollout.sglang.weight_layout import offline_trace, trace_child
+from tests.rollout.engine_server import ForkedProcess, start_server
 from tests.time_limits import HANG_SECONDS
 
 
+@functools.cache
+def server_address() -> str:
+    """Start the server from which this process forks engines and traces on the CPU, once; return its address."""
+    folder = tempfile.TemporaryDirectory(prefix="megarl-test-")
+    server, address = start_server(folder.name, engine_variables(EngineSpec(model_path="")))
+
+    def stop() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    atexit.register(stop)
+    return address
+
+
+def engine_variables(spec: EngineSpec) -> dict[str, str]:
+    """Return the environment of an engine's process."""
+    environment = os.environ | make_engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
+    folders = [environment.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
+    return environment | {"PYTHONPATH": os.pathsep.join(folders)}
+
+
+def host_engine(address: str) -> None:
+    """Host an engine until the client at `address` ends it."""
+    from tests.rollout import engine_process
+
+    asyncio.run(engine_process.main(address))
+
+
+def trace_in_forked_process(
+    command: Sequence[str], *, env: Mapping[str, str], timeout: float, **_: bool
+) -> subprocess.CompletedProcess[bytes]:
+    """Trace an engine as the command of `offline_trace`, in a process that need not import SGLang first."""
+    assert command[:3] == [sys.executable, "-m", trace_child.__name__]
+    process = ForkedProcess(server_address(), {**env}, trace_child.main, *command[3:])
+    return subprocess.CompletedProcess(command, process.wait(timeout), b"", b"")
+
+
+def fork_traces(patch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that trace engines from one that has imported SGLang, which takes seconds."""
+    stand_in = SimpleNamespace(run=trace_in_forked_process, TimeoutExpired=subprocess.TimeoutExpired)
+    patch.setattr(offline_trace, "subprocess", stand_in)
+
+
 class RemoteEngine:
+    """An engine, or its part of a node, in a process of its own.
+
+    The process is forked from one that has imported SGLang, which takes seconds, except for CUDA and later nodes.
+    """
+
     def __init__(self, spec: EngineSpec):
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-test-")
         address = f"{self.folder.name}/socket"
         listener = Listener(address, authkey=b"tests")
-        environment = os.environ | make_engine_environment(spec.device, spec.tp) | {"OMP_NUM_THREADS": "1"}
-        script = Path(__file__).with_name("engine_process.py")
-        environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(script.parents[2])])
-        self.process = subprocess.Popen([sys.executable, "-P", str(script), address], env=environment)
+        environment, script = engine_variables(spec), Path(__file__).with_name("engine_process.py")
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if spec.device == "cpu" and spec.node_rank == 0:
+            self.process = ForkedProcess(server_address(), environment, host_engine, address)
+        else:
+            self.process = subprocess.Popen([sys.executable, "-P", str(script), address], env=environment)
         self.connection = listener.accept()
         self.connection.send(spec)
         self.futures: dict[int, Future] = {}

@@ -97,8 +97,10 @@ def test_at_most_the_asked_number_of_results_is_collected_and_canceled_calls_hav
         batches = CallBatches(sleep)
         assert await batches.begin("batch", [0.0, 0.01, 0.0, 9.0, 0.5], 2) == [(0, 0.0), (2, 0.0)]
         batches.cancel("batch", [0, 3])
+        await asyncio.sleep(0.1)
+        assert batches.num_ready("batch") == 1
         assert await batches.collect("batch", 2) == [(1, 0.01)]
-        assert batches.num_unfinished == 1
+        assert (batches.num_unfinished, batches.num_ready("batch"), batches.num_ready("another")) == (1, 0, 0)
         last = asyncio.ensure_future(batches.collect("batch", 2))
         await asyncio.sleep(0)
         batches.cancel("batch", [4])

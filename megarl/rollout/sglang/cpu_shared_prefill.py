@@ -119,7 +119,8 @@ def _can_share(batch: Any) -> bool:
         return False  # log-probabilities of the prompts are asked for
     known = {*TOKEN_FIELDS, *REQUEST_FIELDS, *DERIVED_FIELDS}
     others = [getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name not in known]
-    return not any(isinstance(value, Tensor) for value in others)
+    # an empty tensor, such as the prompt tokens whose log-probabilities are asked for, distinguishes nothing
+    return not any(isinstance(value, Tensor) and value.numel() for value in others)
 
 
 def _select(batch: Any, requests: Sequence[int]) -> Any:

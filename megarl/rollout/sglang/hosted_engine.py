@@ -6,10 +6,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.rollout.sglang.batched_requests import make_tokenizer_manager_class
 from megarl.rollout.sglang.scheduler_process import SchedulerProcess, forking_schedulers
 
 if TYPE_CHECKING:
@@ -56,10 +58,13 @@ def make_engine_class(
             processes publish their load and which they do not remove.
         on_launch: called with the processes that have been started.
     """
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 
     class HostedEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = SchedulerProcess(log_dir, gate)
+        init_tokenizer_manager_func = staticmethod(
+            partial(init_tokenizer_manager, TokenizerManagerClass=make_tokenizer_manager_class())
+        )
 
         @classmethod
         def _launch_scheduler_processes(cls, *args: object, **kwargs: object) -> tuple[object, list[BaseProcess]]:

@@ -14,7 +14,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +58,8 @@ class RequestRunner:
         self._resumed = asyncio.Event()
         """Requests may be sent to SGLang."""
         self._resumed.set()
+        self._is_held = False
+        """Whether requests that SGLang aborts go on later."""
         self.first_completion: float | None = None
         """Unix time when the first completion was finished; None before that."""
 
@@ -84,10 +86,11 @@ class RequestRunner:
             while True:
                 await self._resumed.wait()
                 if attempt.is_aborted:
+                    attempt.part = replace(attempt.part, finish_reason="abort")
                     break
                 generation = await self._run(attempt)
                 attempt.part = join(attempt.part, generation)
-                if generation.finish_reason != "abort" or self._resumed.is_set() or attempt.is_aborted:
+                if generation.finish_reason != "abort" or not self._is_held or attempt.is_aborted:
                     break
         finally:
             is_latest = self._in_flight.get(request.request_id) is attempt
@@ -113,6 +116,7 @@ class RequestRunner:
 
     async def abort(self, request_id: str) -> None:
         """End a request early. Unknown ids are ignored."""
+        await asyncio.sleep(0)  # a batch that has just arrived has not begun its requests
         self._abort_attempt(request_id)
 
     async def abort_all(self) -> None:
@@ -120,17 +124,23 @@ class RequestRunner:
         for request_id in self._in_flight:
             self._abort_attempt(request_id)
 
+    def keep_waiting(self) -> None:
+        """Send no further requests to SGLang until `resume`: one that is aborted before has no attempt to abort."""
+        self._resumed.clear()
+
     async def hold(self) -> None:
         """Abort what runs, and return once nothing does; requests wait for `resume`, and keep their tokens."""
-        self._resumed.clear()
+        self.keep_waiting()
+        self._is_held = True
         while self._running:
             self._idle.clear()
             self._host.tokenizer_manager.abort_request(abort_all=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), ABORT_SECONDS)
 
-    async def resume(self) -> None:
+    def resume(self) -> None:
         """Continue the requests that wait."""
+        self._is_held = False
         self._resumed.set()
 
     def _abort_attempt(self, request_id: str) -> None:

@@ -108,11 +108,13 @@ class SchedulerProcess:
         from megarl.rollout.sglang.cpu_mla import use_absorbed_mla_on_cpu
         from megarl.rollout.sglang.cpu_shared_prefill import use_shared_prefill_on_cpu
         from megarl.rollout.sglang.partial_output import send_versions_with_partial_outputs
+        from megarl.rollout.sglang.scheduler_idling import idle_on_cpu
 
         install_cpu_kernels()
         use_absorbed_mla_on_cpu()
         use_batched_attention_on_cpu()
         use_shared_prefill_on_cpu()
+        idle_on_cpu()
         send_versions_with_partial_outputs()
         if self.gate is not None:
             import sglang.srt.models.registry  # noqa: F401 -- imports the models, which loading one would do

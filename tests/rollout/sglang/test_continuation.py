@@ -64,15 +64,29 @@ def test_requests_continued_after_any_number_of_tokens_equal_uninterrupted_ones(
     assert num_equal >= 0.999 * num_tokens
 
 
+def next_report(engine, batch, pending, last):
+    """Return the partial outputs once they have a token more than the last ones for each request in flight."""
+    while not all(p.done() for p in pending):
+        report = engine.call("partial_outputs", {request.request_id: 0 for request in batch})
+        before = num_tokens({request_id: last[request_id] for request_id in report.keys() & last.keys()})
+        if report and num_tokens(report) >= before + len(report):
+            return report
+        time.sleep(0.02)
+    return {}
+
+
+def num_tokens(report):
+    return sum(len(part.token_ids) for part in report.values())
+
+
 def test_partial_outputs_are_beginnings_of_the_completions(engine, model_dir):
     """With pushes in flight: tokens, log-probabilities and versions, bit for bit."""
     batch = seeded(prompts(12), max_new_tokens=440)
     pending = [engine.submit("generate", request) for request in batch]
-    reports = []
+    reports: list[dict] = [{}]
     for version in (1, 2, 3):
         for _ in range(4):
-            time.sleep(0.05)
-            reports.append(engine.call("partial_outputs", {request.request_id: 0 for request in batch}))
+            reports.append(next_report(engine, batch, pending, reports[-1]))
         sync(engine, reference.changed(model_dir, seed=100 + version), version)
     whole = {request.request_id: p.result(240) for request, p in zip(batch, pending, strict=True)}
     assert engine.call("partial_outputs", {request.request_id: 0 for request in batch}) == {}

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from megarl.rollout.sglang.cpu_shared_prefill import _can_share, _select, find_shared_prompts
+from tests.rollout.remote import requests
 
 NO_CAPTURE = SimpleNamespace(need_capture=lambda: False)
 PROMPTS = [(5, 6, 7), (5, 6), (5, 6, 7), (8,), (5, 6), (5, 6, 7, 8)]
@@ -43,6 +45,7 @@ class Batch:
     extend_num_tokens: int = 0
     num_token_non_padded: torch.Tensor | None = None
     input_embeds: torch.Tensor | None = None
+    extend_input_logprob_token_ids_gpu: torch.Tensor | None = field(default_factory=lambda: torch.zeros(0))
     capture_hidden_mode: Any = field(default_factory=lambda: NO_CAPTURE)
     forward_mode: Any = field(default_factory=lambda: SimpleNamespace(name="EXTEND"))
 
@@ -100,6 +103,7 @@ def test_a_batch_of_the_distinct_prompts() -> None:
         {"lora_ids": ["a", *[None] * 5]},
         {"mm_inputs": [object()] * 6},
         {"input_embeds": torch.zeros(1)},
+        {"extend_input_logprob_token_ids_gpu": torch.zeros(1)},
         {"forward_mode": SimpleNamespace(name="MIXED")},
         {"capture_hidden_mode": SimpleNamespace(need_capture=lambda: True)},
     ],
@@ -111,3 +115,17 @@ def test_other_batches_are_left_alone(change: dict[str, Any]) -> None:
     for name, value in change.items():
         setattr(batch, name, value)
     assert not _can_share(batch)
+
+
+def test_an_engine_computes_the_prompt_of_many_samples_once(engine):
+    """Compare the CPU seconds of the scheduler for samples of one prompt with those for as many prompts."""
+    (scheduler,) = map(psutil.Process, engine.call("health").scheduler_pids)
+
+    def seconds(prompts):
+        before = sum(scheduler.cpu_times()[:2])
+        engine.call("generate_many", requests(prompts, max_new_tokens=1))
+        return sum(scheduler.cpu_times()[:2]) - before
+
+    distinct = [[(i + j * (1 + i % 7)) % 240 for j in range(400)] for i in range(24)]
+    seconds(distinct)
+    assert 3 * seconds(distinct[:1] * len(distinct)) < seconds(distinct)

@@ -52,11 +52,17 @@ def logprobs_of_batch(model, prompts, generations):
     return found
 
 
-def generate_during_pushes(engine, versions, batch, max_new_tokens, seconds):
-    """Return the generations of all prompts; weights are pushed after random times of at most `seconds`."""
+def generate_during_pushes(engine, versions, batch, max_new_tokens):
+    """Return the generations of all prompts; weights are pushed at random times in about the first third of them.
+
+    They are generated once before, to learn how long that takes on this machine at this time.
+    """
     rng = random.Random(0)
     first, *others = versions.weights
     sync(engine, versions.weights[first], first)
+    start = time.perf_counter()
+    engine.generate(batch, max_new_tokens=max_new_tokens)
+    seconds = (time.perf_counter() - start) / (2 * len(others))
     pending = [engine.submit("generate", r) for r in requests(batch, max_new_tokens=max_new_tokens)]
     in_flight = []
     for version in others:
@@ -98,8 +104,8 @@ def test_long_requests_lose_no_token(engine, model_dir, pause_mode):
     """16 requests, five pushes: none ends early, and all spans are those of their versions."""
     versions, batch = Versions(model_dir, 6), prompts(16)
     before = engine.call("num_attempts")
-    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=440, seconds=0.2)
-    num_continued = engine.call("num_attempts") - before - len(batch)
+    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=440)
+    num_continued = engine.call("num_attempts") - before - 2 * len(batch)  # generated once without pushes, too
     assert num_continued >= 5 if pause_mode == "abort" else num_continued == 0
     for g in generations:
         assert g.finish_reason in ("stop", "length")
@@ -113,7 +119,7 @@ def test_long_requests_lose_no_token(engine, model_dir, pause_mode):
 @pytest.mark.slow
 def test_many_requests(engine, model_dir, pause_mode):
     versions, batch = Versions(model_dir, 5), prompts(320)
-    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=300, seconds=2.5)
+    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=300)
     boundaries, noticed = check_spans(versions, batch, generations)
     assert {version for g in generations for version in g.policy_versions} == set(versions.weights)
     assert boundaries >= 50

@@ -17,6 +17,13 @@ def model(model_dir):
     return reference.load(model_dir)
 
 
+def wait_running(engine):
+    """Wait until the engine has a request, which has many tokens, so that a fast engine does not finish it."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while engine.call("health").num_requests == 0:
+        assert time.monotonic() < deadline, "the engine has no request"
+
+
 @pytest.fixture(autouse=True)
 def original_weights(engine, model_dir):
     """Restore the model's original weights, which tests of other modules change."""
@@ -74,13 +81,13 @@ def test_aborted_request_returns_the_tokens_so_far(engine):
 
 def test_repeated_request_replaces_the_first_one(engine):
     """A worker repeats a request in place of another worker that has died."""
-    (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
+    (request,) = requests([PROMPTS[1]], temperature=0.0, max_new_tokens=480)
     first = engine.submit("generate", request)
-    time.sleep(0.2)
+    wait_running(engine)
     second = engine.submit("generate", request)
     with pytest.raises(WorkerError, match=f"request {request.request_id} was replaced by a newer request"):
         first.result(30)
-    (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=120)
+    (alone,) = engine.generate([PROMPTS[1]], temperature=0.0, max_new_tokens=480)
     assert second.result(30).token_ids.tolist() == alone.token_ids.tolist()
     assert engine.call("health").num_requests == 0
 
@@ -101,7 +108,7 @@ def test_request_that_exceeds_the_context_is_named(engine):
 
 
 def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engine, model):
-    long, short = requests([PROMPTS[0]], max_new_tokens=60), requests([PROMPTS[1]], temperature=0.0)
+    long, short = requests([PROMPTS[0]], max_new_tokens=480), requests([PROMPTS[1]], temperature=0.0)
     running = engine.submit("generate", *long)
     time.sleep(0.2)
     engine.call("release", ("kv_cache",))  # waits for requests in flight
@@ -128,12 +135,12 @@ def test_released_engine_needs_its_memory_and_an_update_before_it_generates(engi
 
 @pytest.mark.parametrize("pause_mode", ["retract", "abort"])
 def test_held_requests_continue_with_the_new_weights_once_the_memory_is_back(engine, model, pause_mode):
-    (long,), (late,) = requests([PROMPTS[0]], max_new_tokens=60), requests([PROMPTS[1]], temperature=0.0)
+    (long,), (late,) = requests([PROMPTS[0]], max_new_tokens=480), requests([PROMPTS[1]], temperature=0.0)
     engine.call("set_pause_mode", pause_mode)
     engine.call("set_holds_requests", True)
     try:
         running = engine.submit("generate", long)
-        time.sleep(0.1)
+        wait_running(engine)
         engine.call("release", ("kv_cache",))
         engine.call("release", ("weights",))
         waiting = engine.submit("generate", late)
@@ -160,7 +167,7 @@ def test_request_aborted_by_its_caller_is_not_continued(engine, model):
     engine.call("set_pause_mode", "abort")
     try:
         running = engine.submit("generate", long)
-        time.sleep(0.3)
+        wait_running(engine)
         engine.call("begin_weights")
         engine.call("abort", long.request_id)
         time.sleep(0.1)
@@ -169,5 +176,23 @@ def test_request_aborted_by_its_caller_is_not_continued(engine, model):
         generation = running.result(HANG_SECONDS)
         assert generation.finish_reason == "abort"
         assert 0 < len(generation.token_ids) < 400
+    finally:
+        engine.call("set_pause_mode", "retract")
+
+
+@pytest.mark.parametrize("pause_mode", ["retract", "abort"])
+def test_request_that_comes_and_is_aborted_during_a_pause_is_not_sent(engine, model, pause_mode):
+    engine.call("set_pause_mode", pause_mode)
+    try:
+        engine.call("begin_weights")
+        before = engine.call("num_attempts")
+        (request,) = requests([PROMPTS[0]], max_new_tokens=400)
+        waiting = engine.submit("generate", request)
+        time.sleep(0.1)
+        engine.call("abort", request.request_id)
+        sync(engine, model.state_dict(), 0)  # begins another update
+        assert waiting.result(HANG_SECONDS).finish_reason == "abort"
+        assert engine.call("num_attempts") == before
+        assert engine.generate([PROMPTS[1]])[0].finish_reason in ("stop", "length")
     finally:
         engine.call("set_pause_mode", "retract")

@@ -80,6 +80,7 @@ def test_a_scheduler_waits_after_its_imports_and_before_it_runs(monkeypatch: pyt
         "cpu_mla.use_absorbed_mla_on_cpu",
         "cpu_shared_prefill.use_shared_prefill_on_cpu",
         "partial_output.send_versions_with_partial_outputs",
+        "scheduler_idling.idle_on_cpu",
     ):
         monkeypatch.setattr(f"megarl.rollout.sglang.{module}", lambda: None)
     monkeypatch.setattr(scheduler_process, "wait_at_gate", lambda path: events.append(f"wait at {path}"))

@@ -11,7 +11,17 @@ from megarl.rollout.sglang.engine_host import check_port
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
 from tests.rollout import reference
 from tests.rollout.conftest import tiny_qwen3
-from tests.rollout.remote import RemoteEngine, Senders, boxes_of, requests, send_bucket, send_rounds, sync, sync_boxes
+from tests.rollout.remote import (
+    RemoteEngine,
+    Senders,
+    boxes_of,
+    fork_traces,
+    requests,
+    send_bucket,
+    send_rounds,
+    sync,
+    sync_boxes,
+)
 from tests.rollout.sglang.test_in_flight import Versions, check_spans, generate_during_pushes, prompts
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS, assert_engine_holds
 
@@ -52,7 +62,7 @@ def test_each_rank_holds_its_shard(engine, uneven_dir, tmp_path):
 
 def test_tokens_name_the_version_that_sampled_them(engine, uneven_dir):
     versions, batch = Versions(uneven_dir, 4), prompts(12)
-    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=400, seconds=0.3)
+    generations = generate_during_pushes(engine, versions, batch, max_new_tokens=400)
     boundaries, noticed = check_spans(versions, batch, generations)
     assert boundaries >= 12
     assert noticed >= 0.9 * boundaries
@@ -95,6 +105,7 @@ def test_boxes_arrive_bit_for_bit_in_each_rank(engine, layouts, uneven_dir, tmp_
 
 def test_layouts_match_the_offline_trace(layouts, uneven_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fork_traces(monkeypatch)
     assert layouts == trace_layouts(uneven_dir, tp=2)
 
 

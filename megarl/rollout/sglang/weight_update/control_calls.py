@@ -182,19 +182,23 @@ class ControlCalls:
             return
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        # `retract` frees the KV cache: sequences resume with keys and values recomputed under the new weights
-        await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause_mode))
+        self._requests.keep_waiting()
+        try:
+            # `retract` frees the KV cache: sequences resume with keys and values recomputed under the new weights
+            await self._host.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause_mode))
+        except BaseException:
+            self._requests.resume()
+            raise
 
     async def _resume(self) -> None:
-        if self.pause_mode == "abort":
-            await self._requests.resume()
-            return
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+        if self.pause_mode != "abort":
+            from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        empty_cache = self._host.spec.device != "cpu"
-        await self._host.tokenizer_manager.continue_generation(
-            ContinueGenerationReqInput(torch_empty_cache=empty_cache)
-        )
+            empty_cache = self._host.spec.device != "cpu"
+            await self._host.tokenizer_manager.continue_generation(
+                ContinueGenerationReqInput(torch_empty_cache=empty_cache)
+            )
+        self._requests.resume()
 
     async def _begin(self, selector: Literal["target", "draft"]) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput

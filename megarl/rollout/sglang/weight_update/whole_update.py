@@ -19,8 +19,11 @@ from megarl.reshard.transfer.commit_decision import CommitDecision, CommitSpec, 
 from megarl.rollout.engine import EngineUpdate, UpdateReport
 from megarl.rollout.sglang.weight_update.update_session import WeightSession
 
-POLL_SECONDS = 0.02
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.001, 0.02
 """How often an engine that has received the weights looks for the controller's decision."""
+
+POLL_SHARE = 0.25
+"""Share of the time that it has waited already, after which it looks again; within these bounds."""
 
 ABORT_POLL_SECONDS = 0.2
 """How often an engine that receives weights looks whether the update is aborted."""
@@ -92,10 +95,11 @@ class WholeUpdate:
 
     async def _wait_decided(self, decision: CommitDecision) -> str:
         """Return why the controller aborts the update; empty if it does not."""
-        end = time.monotonic() + self._session.sync_seconds
+        start = time.monotonic()
         while (reason := await asyncio.to_thread(decision.read)) is None:
             self._session.check_open()
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > self._session.sync_seconds:
                 raise WeightSyncError(f"the controller did not decide within {self._session.sync_seconds:g} s")
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(min(max(MIN_POLL_SECONDS, POLL_SHARE * waited), MAX_POLL_SECONDS))
         return reason

@@ -15,6 +15,7 @@ from megarl.rollout.sglang.engine_environment import make_engine_environment
 from megarl.rollout.sglang.weight_layout import offline_trace
 from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine, trace_layouts
 from megarl.rollout.sglang.weight_update.message_encoding import decode_traces, encode_traces
+from tests.rollout.remote import fork_traces
 from tests.time_limits import HANG_SECONDS
 
 SIZES = {
@@ -133,7 +134,8 @@ def test_derived_tensors_are_found(comparisons):
 
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_too_few_key_heads_are_replicated_or_padded(folders, device):
+def test_too_few_key_heads_are_replicated_or_padded(folders, device, monkeypatch):
+    fork_traces(monkeypatch)
     boxes = [
         [p.box[0] for p in layout.pieces if p.tensor == "model.layers.0.self_attn.k_proj.weight"]
         for layout in trace_layouts(folders["qwen3"], tp=4, device=device)

@@ -16,7 +16,7 @@ from megarl.rollout.sglang.weight_layout.offline_trace import trace_engine
 from megarl.rollout.sglang.weight_update.update_session import full_tensors
 from tests.reshard.rank_process import RankProcess, TransferMember, call
 from tests.rollout import reference
-from tests.rollout.remote import RemoteEngine, Senders, send_bucket, send_rounds
+from tests.rollout.remote import RemoteEngine, Senders, fork_traces, send_bucket, send_rounds
 from tests.rollout.sglang.weight_update.test_network_receive import Versions, trainer_layouts
 from tests.rollout.sglang.weight_update.test_update_session import PROMPTS
 
@@ -120,6 +120,7 @@ def assert_recomputed(tensors):
 
 def test_full_tensors_are_the_same_with_an_engine_and_offline(full_names, gemma_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fork_traces(monkeypatch)
     assert len(full_names) == NUM_NORMS
     assert all("norm" in name for name in full_names)
     assert full_tensors(trace_engine(gemma_dir, tp=TP)) == full_names
