@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.model_advantages import DistillationConfig
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.rl_run import RLRun
 
@@ -29,7 +29,8 @@ class Distillation(Algorithm[DistillationConfig]):
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
+@by_groups
 def distillation_estimates(tokens: TokenBatch) -> EstimatorOutput:
     """Return the advantage log pi_teacher - log pi of each sampled token."""
     advantages_T = tokens.columns["teacher_logprobs"] - tokens.columns["old_logprobs"]
-    return tokens.with_advantages(advantages_T, {"distillation/reverse_kl": -tokens.masked_mean(advantages_T)})
+    return tokens.with_advantages(advantages_T, {"distillation/reverse_kl": tokens.token_mean(-advantages_T)})

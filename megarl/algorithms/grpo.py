@@ -22,7 +22,7 @@ from megarl.config.algorithms.group_baseline import (
     RlooConfig,
 )
 from megarl.functional import group_advantages
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.loss import TokenLoss
 from megarl.megatron.losses.policy import CispoLoss, ClippedLoss, GmpoLoss, GspoLoss
 from megarl.run.kl_penalty import reward_kl_penalty
@@ -113,6 +113,7 @@ def group_outputs(algorithm: GroupPolicyConfig) -> tuple[str, ...]:
     return ("advantages",) if algorithm.advantages_per == "turn" else ()
 
 
+@by_groups
 def group_estimates(tokens: TokenBatch, algorithm: GroupPolicyConfig, kl_coefficient: float) -> EstimatorOutput:
     """Return one advantage per completion, or per turn, computed from its reward and the rewards of its group.
 

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ActorCriticConfig, PfPpoConfig, PpoConfig
-from megarl.functional import gae, pf_ppo_resample, pf_ppo_weights, whiten
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.functional import gae, pf_ppo_resample, pf_ppo_weights
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
@@ -56,6 +56,7 @@ class PfPpo(ActorCriticAlgorithm[PfPpoConfig]):
         resample(batch, config, seed=run.config.seed + run.step)
 
 
+@by_groups
 def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficient: float) -> EstimatorOutput:
     """Return the GAE advantages of each token, and the returns that the critic is trained on."""
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
@@ -68,10 +69,10 @@ def ppo_estimates(tokens: TokenBatch, algorithm: ActorCriticConfig, kl_coefficie
         gamma=algorithm.gamma,
         lam=algorithm.lam,
     )
-    if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {"critic/explained_variance": tokens.explained_variance(values_T, returns_T)}
-    return tokens.with_advantages(advantages_T, metrics, returns=returns_T)
+    return tokens.with_advantages(
+        advantages_T, metrics, whiten=algorithm.whiten, unbiased=algorithm.whiten_unbiased, returns=returns_T
+    )
 
 
 def resample(batch: RolloutBatch, algorithm: PfPpoConfig, *, seed: int) -> None:

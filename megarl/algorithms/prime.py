@@ -9,8 +9,8 @@ from typing_extensions import override
 from megarl.algorithms.algorithm import Algorithm
 from megarl.algorithms.dapo import SAMPLED_REWARD
 from megarl.config.algorithms.model_advantages import PrimeConfig
-from megarl.functional import prime_rewards, whiten
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.functional import prime_rewards
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.groups.group_stream import FinishedGroup
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.megatron.losses.supervised import ImplicitPrmLoss
@@ -55,6 +55,7 @@ def has_useful_accuracy(algorithm: PrimeConfig, group: FinishedGroup) -> bool:
     return algorithm.min_accuracy <= accuracy <= algorithm.max_accuracy
 
 
+@by_groups
 def prime_estimates(tokens: TokenBatch, algorithm: PrimeConfig) -> EstimatorOutput:
     """Return the PRIME advantages of each token: process and outcome rewards, each with a leave-one-out baseline."""
     advantages_T = prime_rewards(
@@ -69,7 +70,10 @@ def prime_estimates(tokens: TokenBatch, algorithm: PrimeConfig) -> EstimatorOutp
         outcome_coefficient=algorithm.outcome_coefficient,
         scales_process=algorithm.scale_process,
     )
-    if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     process_T = algorithm.beta * (tokens.columns["reward_logprobs"] - tokens.columns["ref_logprobs"])
-    return tokens.with_advantages(advantages_T, {"prime/process_reward": tokens.masked_mean(process_T)})
+    return tokens.with_advantages(
+        advantages_T,
+        {"prime/process_reward": tokens.token_mean(process_T)},
+        whiten=algorithm.whiten,
+        unbiased=algorithm.whiten_unbiased,
+    )

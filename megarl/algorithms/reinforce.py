@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
@@ -13,13 +12,8 @@ from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusConfig,
     RemaxConfig,
 )
-from megarl.functional import (
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
-    remax_advantages,
-    whiten,
-)
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.functional import discounted_returns, group_advantages, remax_advantages, spread_completions
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
@@ -52,31 +46,21 @@ class ReinforcePlusPlusBaseline(ReinforceAlgorithm[ReinforcePlusPlusBaselineConf
     Config = ReinforcePlusPlusBaselineConfig
 
 
+@by_groups
 def reinforce_estimates(
     tokens: TokenBatch, algorithm: ReinforcePlusPlusConfig | ReinforcePlusPlusBaselineConfig, kl_coefficient: float
 ) -> EstimatorOutput:
     """Return the whitened advantage of each token."""
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     if isinstance(algorithm, ReinforcePlusPlusConfig):
-        advantages_T = reinforce_pp_advantages(
-            tokens.token_rewards(penalty_T),
-            tokens.mask_T,
-            tokens.cu_seqlens_N,
-            gamma=algorithm.gamma,
-            unbiased=algorithm.whiten_unbiased,
-        )
+        rewards_T = tokens.token_rewards(penalty_T)
+        advantages_T = discounted_returns(rewards_T, tokens.mask_T, tokens.cu_seqlens_N, gamma=algorithm.gamma)
     elif tokens.turn_rewards_T is not None:
         advantages_T = tokens.turn_advantages("dr_grpo", penalty_T)
-        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     else:
-        advantages_T = reinforce_pp_baseline_advantages(
-            tokens.sequence_rewards(penalty_T),
-            tokens.group_ids_N,
-            tokens.mask_T,
-            tokens.cu_seqlens_N,
-            unbiased=algorithm.whiten_unbiased,
-        )
-    return tokens.with_advantages(advantages_T, metrics)
+        centred_N = group_advantages(tokens.sequence_rewards(penalty_T), tokens.group_ids_N, kind="dr_grpo")
+        advantages_T = spread_completions(centred_N, tokens.mask_T, tokens.cu_seqlens_N)
+    return tokens.with_advantages(advantages_T, metrics, whiten=True, unbiased=algorithm.whiten_unbiased)
 
 
 class Remax(Algorithm[RemaxConfig]):
@@ -91,23 +75,21 @@ class Remax(Algorithm[RemaxConfig]):
         for prompts in run.steps():
             batch, greedy_rewards = run.sample_with_baselines(prompts)
             run.add_reference_logprobs(batch)
-            baselines = [greedy_rewards[group] for group in batch.group_ids]
+            batch.scalars["greedy_rewards"] = [greedy_rewards[group] for group in batch.group_ids]
             if greedy_rewards:
                 run.add_metrics({"remax/greedy_reward": sum(greedy_rewards) / len(greedy_rewards)})
-            run.estimate(remax_estimates, batch, config, run.kl_coefficient, baselines, outputs=("advantages",))
+            run.estimate(remax_estimates, batch, config, run.kl_coefficient, outputs=("advantages",))
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)))
 
 
-def remax_estimates(
-    tokens: TokenBatch, algorithm: RemaxConfig, kl_coefficient: float, baselines: list[float]
-) -> EstimatorOutput:
-    """Return the advantage of each token: its return minus the greedy completion's reward.
+@by_groups
+def remax_estimates(tokens: TokenBatch, algorithm: RemaxConfig, kl_coefficient: float) -> EstimatorOutput:
+    """Return the advantage of each token: its return minus the reward of its prompt's greedy completion.
 
-    Args:
-        baselines: N greedy rewards, one per completion.
+    The scalar `greedy_rewards` has that reward for each completion.
     """
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     advantages_T = remax_advantages(
-        tokens.token_rewards(penalty_T), torch.tensor(baselines), tokens.mask_T, tokens.cu_seqlens_N
+        tokens.token_rewards(penalty_T), tokens.scalars["greedy_rewards"], tokens.mask_T, tokens.cu_seqlens_N
     )
     return tokens.with_advantages(advantages_T, metrics)

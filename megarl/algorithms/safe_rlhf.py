@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import torch
 from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import SafeRlhfConfig
-from megarl.functional import LagrangeMultiplier, gae, safe_rlhf_advantages, whiten
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.functional import LagrangeMultiplier, gae, safe_rlhf_advantages
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
@@ -47,15 +46,9 @@ class SafeRlhf(Algorithm[SafeRlhfConfig]):
             run.add_reference_logprobs(batch)
             run.add_values(batch)
             run.add_values(batch, critic="cost_critic", column="cost_values")
-            run.estimate(
-                safe_estimates,
-                batch,
-                config,
-                run.kl_coefficient,
-                costs,
-                multiplier.value,
-                outputs=("advantages", "returns", "cost_returns"),
-            )
+            batch.scalars["costs"] = costs
+            outputs = ("advantages", "returns", "cost_returns")
+            run.estimate(safe_estimates, batch, config, run.kl_coefficient, multiplier.value, outputs=outputs)
             run.train_critic(batch, config.critic)
             run.train_critic(
                 batch, config.cost_critic, critic="cost_critic", values="cost_values", returns="cost_returns"
@@ -64,19 +57,18 @@ class SafeRlhf(Algorithm[SafeRlhfConfig]):
             run.finish_step(batch, run.train_policy(batch, ClippedLoss.of(config)) if critic_is_warm else None)
 
 
+@by_groups
 def safe_estimates(
-    tokens: TokenBatch, algorithm: SafeRlhfConfig, kl_coefficient: float, costs: list[float], multiplier: float
+    tokens: TokenBatch, algorithm: SafeRlhfConfig, kl_coefficient: float, multiplier: float
 ) -> EstimatorOutput:
     """Return the combined advantages of each token, and the returns that each critic is trained on.
 
     Half of the KL penalty is subtracted from the reward and half is added to the cost (PPO-Lagrangian of the paper).
-
-    Args:
-        costs: N costs, one per completion.
+    The scalar `costs` has the cost of each completion.
     """
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
     half_T = None if penalty_T is None else penalty_T / 2
-    cost_tokens = replace(tokens, rewards_N=torch.tensor(costs), turn_rewards_T=None)
+    cost_tokens = replace(tokens, rewards_N=tokens.scalars["costs"], turn_rewards_T=None)
     estimate = partial(
         gae, mask_T=tokens.mask_T, cu_seqlens_S=tokens.cu_seqlens_N, gamma=algorithm.gamma, lam=algorithm.lam
     )
@@ -85,10 +77,15 @@ def safe_estimates(
     costs_T = cost_tokens.token_rewards(None if half_T is None else -half_T)
     cost_adv_T, cost_returns_T = estimate(costs_T, cost_values_T)
     advantages_T = safe_rlhf_advantages(reward_adv_T, cost_adv_T, multiplier=multiplier)
-    if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {
         "critic/explained_variance": tokens.explained_variance(values_T, returns_T),
         "cost_critic/explained_variance": tokens.explained_variance(cost_values_T, cost_returns_T),
     }
-    return tokens.with_advantages(advantages_T, metrics, returns=returns_T, cost_returns=cost_returns_T)
+    return tokens.with_advantages(
+        advantages_T,
+        metrics,
+        whiten=algorithm.whiten,
+        unbiased=algorithm.whiten_unbiased,
+        returns=returns_T,
+        cost_returns=cost_returns_T,
+    )

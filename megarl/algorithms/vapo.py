@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from megarl.algorithms.algorithm import Algorithm
 from megarl.config.algorithms.actor_critic import ValuePretrainingConfig, VapoConfig
-from megarl.functional import gae, length_adaptive_lambda, whiten
-from megarl.groups.estimation import EstimatorOutput, TokenBatch
+from megarl.functional import gae, length_adaptive_lambda
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, by_groups
 from megarl.megatron.losses.policy import ClippedLoss
 from megarl.run.kl_penalty import reward_kl_penalty
 from megarl.run.rl_run import RLRun
@@ -86,6 +86,7 @@ class ConvergenceMonitor:
         return abs(before - loss) < self.config.settled * abs(before)
 
 
+@by_groups
 def monte_carlo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: float) -> EstimatorOutput:
     """Return the Monte-Carlo returns of each token (GAE with lambda 1), without advantages."""
     penalty_T, metrics = reward_kl_penalty(tokens, algorithm, kl_coefficient)
@@ -97,6 +98,7 @@ def monte_carlo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coeffici
     return EstimatorOutput(columns={"returns": returns_T}, metrics=metrics)
 
 
+@by_groups
 def vapo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: float) -> EstimatorOutput:
     """Return the advantages of each token with the policy's lambda, and the returns with the critic's lambda.
 
@@ -108,9 +110,9 @@ def vapo_estimates(tokens: TokenBatch, algorithm: VapoConfig, kl_coefficient: fl
     advantages_T, returns_T = gae(*gae_inputs, gamma=algorithm.gamma, lam=algorithm.lam)
     if algorithm.length_alpha is not None:
         lam_N = length_adaptive_lambda(tokens.lengths, alpha=algorithm.length_alpha)
-        metrics["vapo/lambda"] = float(lam_N.mean())
+        metrics["vapo/lambda"] = tokens.completion_mean(lam_N)
         advantages_T, _ = gae(*gae_inputs, gamma=algorithm.gamma, lam=lam_N)
-    if algorithm.whiten:
-        advantages_T = whiten(advantages_T, tokens.mask_T, unbiased=algorithm.whiten_unbiased)
     metrics |= {EXPLAINED_VARIANCE: tokens.explained_variance(values_T, returns_T)}
-    return tokens.with_advantages(advantages_T, metrics, returns=returns_T)
+    return tokens.with_advantages(
+        advantages_T, metrics, whiten=algorithm.whiten, unbiased=algorithm.whiten_unbiased, returns=returns_T
+    )

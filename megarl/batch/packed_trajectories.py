@@ -21,7 +21,7 @@ Shapes: N trajectories, R runs, T tokens of all trajectories.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -101,20 +101,26 @@ class PackedTrajectories(Sequence[Trajectory]):
         """Return a copy of some trajectories of several sequences.
 
         Args:
-            parts: sequences, each with the ascending indices of its trajectories.
+            parts: sequences, each with the ascending indices of its trajectories. Adjacent groups of an object are
+                copied together.
         """
         sources: list[PackedTrajectories] = []
         bounds: list[dict[str, slice]] = []
         """For each of them, the slices of its sections by unit."""
         details: list[bytes] = []
         batches: list[NDArray[np.int32]] = []
-        for trajectories, indices in parts:
-            packed = cls.of(trajectories)
-            for first, stop in _ranges(indices):
+        first_details: dict[int, int] = {}
+        """By sequence that is packed together, where its details begin."""
+        for packed, places in _merge_groups(parts):
+            if not places:
+                continue  # it is not kept in `sources`, and its id may be given again
+            if id(packed) not in first_details:
+                first_details[id(packed)] = len(details)
+                details += packed.details
+            for first, stop in _ranges(places):
                 sources.append(packed)
                 bounds.append(packed._bounds(first, stop))
-                batches.append(packed._section("batch")[first:stop] + len(details))
-            details += packed.details
+                batches.append(packed._section("batch")[first:stop] + first_details[id(packed)])
 
         def find(name: str) -> list[NDArray[Any]]:
             if name == "batch":
@@ -193,6 +199,85 @@ class PackedTrajectories(Sequence[Trajectory]):
         return list(map(pickle.loads, self.details))
 
 
+@dataclass(frozen=True, eq=False)
+class PackedGroup(Sequence[Trajectory]):
+    """The trajectories of a group, consecutive ones of those that are packed together."""
+
+    packed: PackedTrajectories
+    places: range
+    """Places of the group's trajectories in `packed`."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        """Return one trajectory, or a list of them."""
+        if isinstance(index, slice):
+            return [self.packed[n] for n in self.places[index]]
+        return self.packed[self.places[index]]
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return (self.packed[n] for n in self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedGroups(Sequence[PackedGroup]):
+    """Groups of trajectories in one array; their number hardly matters to the time of a transfer."""
+
+    packed: PackedTrajectories
+    sizes: tuple[int, ...]
+    """Number of trajectories of each group."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Trajectory]]) -> PackedGroups:
+        """Return a copy of the groups."""
+        packed = PackedTrajectories.join([(group, range(len(group))) for group in groups])
+        return cls(packed, tuple(map(len, groups)))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> PackedGroup: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PackedGroup]: ...
+
+    def __getitem__(self, index: int | slice) -> PackedGroup | list[PackedGroup]:
+        """Return one group, or a list of them."""
+        if isinstance(index, slice):
+            return [self[g] for g in range(len(self))[index]]
+        first = sum(self.sizes[: range(len(self))[index]])
+        return PackedGroup(self.packed, range(first, first + self.sizes[index]))
+
+
+def _merge_groups(
+    parts: Iterable[tuple[Sequence[Trajectory], Sequence[int]]],
+) -> Iterator[tuple[PackedTrajectories, list[int]]]:
+    """Yield packed trajectories and the places of those to take; adjacent groups that are packed together are one."""
+    current: PackedTrajectories | None = None
+    places: list[int] = []
+    for trajectories, indices in parts:
+        if isinstance(trajectories, PackedGroup):
+            packed, own = trajectories.packed, [trajectories.places[i] for i in indices]
+        else:
+            packed, own = PackedTrajectories.of(trajectories), list(indices)
+        if packed is current:
+            places += own
+            continue
+        if current is not None:
+            yield current, places
+        current, places = packed, own
+    if current is not None:
+        yield current, places
+
+
 def _assemble(find: Callable[[str], Sequence[NDArray[Any]]], details: tuple[bytes, ...]) -> PackedTrajectories:
     """Return the trajectories whose section `name` is the concatenation of `find(name)`."""
     found = {name: find(name) for name in SECTIONS}
@@ -216,7 +301,7 @@ def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers among ascending ones, each as (first, last + 1)."""
+    """Return the runs of consecutive numbers, each as (first, last + 1)."""
     found: list[tuple[int, int]] = []
     for index in indices:
         if found and found[-1][1] == index:

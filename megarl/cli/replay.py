@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr) if args.json else nullcontext():  # progress
         report = replay_run(args.run_dir.absolute(), (args.out or args.run_dir / "replay").absolute())
     if args.json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps({**asdict(report), "training_share": report.training_share}))
     else:
         for step, differing in report.checkpoints.items():
             what = f"{len(differing)} values differ, such as {differing[0]}" if differing else "bitwise equal"

@@ -14,9 +14,9 @@ from megarl.config.section import Section
 ScheduleType = Literal["sync", "one_step_off", "async"]
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sync": {"lookahead": 0, "max_staleness": 0, "late": "wait", "update": "drain"},
-    "one_step_off": {"lookahead": 1, "max_staleness": 1, "late": "wait", "update": "drain"},
-    "async": {"lookahead": 3, "max_staleness": 8, "late": "wait", "update": "retract"},
+    "sync": {"lookahead": 0, "max_staleness": 0, "late": "wait", "update": "drain", "adapt_lookahead": False},
+    "one_step_off": {"lookahead": 1, "max_staleness": 1, "late": "wait", "update": "drain", "adapt_lookahead": False},
+    "async": {"lookahead": 3, "max_staleness": 8, "late": "wait", "update": "retract", "adapt_lookahead": False},
 }
 """Settings by type; only `async` accepts others."""
 
@@ -47,6 +47,10 @@ class ScheduleConfig(Section):
     """Number of batches that may be sampled or waiting besides the current one. It determines the mean staleness.
     Default: 3, at most max_staleness. With `sync` 0, with `one_step_off` 1."""
 
+    adapt_lookahead: bool | None = None
+    """Whether fewer groups are admitted while finished ones wait: as many fewer as wait beyond the next batch. Samples
+    are then younger where training is slower than generation. `lookahead` stays the upper bound. Default: false."""
+
     max_staleness: int | None = Field(default=None, ge=0)
     """No token is trained on that is older than so many versions. At least `lookahead`. Default: 8, at least
     `lookahead`. With `sync` 0, with `one_step_off` 1."""
@@ -68,9 +72,9 @@ class ScheduleConfig(Section):
             return self
         for key, value in _DEFAULTS[self.type].items():
             if getattr(self, key) not in (None, value):
+                value, got = (str(setting).lower() for setting in (value, getattr(self, key)))  # as in YAML
                 raise ValueError(
-                    f"{key} needs to be {value} with type: {self.type}, got {getattr(self, key)}; type: async takes "
-                    "other values"
+                    f"{key} needs to be {value} with type: {self.type}, got {got}; type: async takes other values"
                 )
         return self
 

@@ -22,6 +22,7 @@ from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_
 from megarl.placement.nodes import cluster_nodes
 from megarl.placement.pool import reserve_pools
 from megarl.preflight.schedule_checks import find_schedule_problems
+from megarl.process.frozen_objects import freeze_objects
 from megarl.rollout.engine import KV_CACHE, WEIGHTS
 from megarl.run.checkpointer import POLICY, Checkpointer, load_models
 from megarl.run.events import EventLog, MessageEvent
@@ -148,6 +149,7 @@ class RunAssembly:
             weights = EngineWeights(config, trainer, models, engines, pool)
         saved = self._monitor.heartbeat.saved
         checkpoints = Checkpointer(config, trained, self._notify, on_saved=saved) if config.checkpoint.every else None
+        freeze_objects(collect=True)
         return RLRun(
             config,
             self._events,

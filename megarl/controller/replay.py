@@ -57,7 +57,7 @@ def replay_journal(
     Raises:
         WorkerError: the journal lacks a group.
     """
-    from megarl.algorithms.registry import train
+    from megarl.algorithms.registry import find_algorithm, train
 
     def notify(text: str) -> None:
         events.add(MessageEvent(text))
@@ -70,14 +70,18 @@ def replay_journal(
         remote_engines=lambda: [None],
         first_completion_time=time.time,
     )
-    rollout = RolloutGroup(config, engines, RolloutWorkers(config, engines, ReplayActor))
+    workers = RolloutWorkers(config, engines, ReplayActor)
+    # a batch is read at once: in one call, it has arrived before the step that needs it
+    rollout = RolloutGroup(config, engines, workers, max_per_object=config.algorithm.prompts_per_step)
     closing.callback(rollout.shutdown)
+    for actor in rollout.actors().values():  # otherwise it would import estimators and torch in the first step
+        actor.preimport.remote(find_algorithm(config.algorithm.type), time.time())
     models, starting = AuxiliaryModels.start(config, processes, pools, load_weights=load_weights)
     starting.append(trainer.start_workers(trainer_spec(config, load_weights=load_weights)))
     prompts = replace(read_prompts(config, Path(config.run_dir)), held_out=())
+    rollout.start()
     for pending in starting:
         pending.result(config.placement.start_timeout_seconds)
-    rollout.start()
     trained = {POLICY: trainer, **models.trained}
     state = RunState()
     if resume is not None:

@@ -33,12 +33,16 @@ class ReplayReport:
     """`total`, without the start of the processes, and by phase."""
 
     @property
+    def training_share(self) -> float:
+        """Share of `seconds["total"]` in which models compute or are moved."""
+        return sum(self.seconds.get(name, 0.0) for name in TRAINING_PHASES) / self.seconds["total"]
+
+    @property
     def line(self) -> str:
         """One line about what was replayed."""
-        train = sum(self.seconds.get(name, 0.0) for name in TRAINING_PHASES)
         return (
             f"replayed steps {self.begun_at + 1} to {self.last_step} in {self.seconds['total']:.1f} s, "
-            f"{train / self.seconds['total']:.0%} of it training"
+            f"{self.training_share:.1%} of it training"
         )
 
 

@@ -5,9 +5,9 @@ from megarl.functional.advantages import (
     gae,
     group_advantages,
     length_adaptive_lambda,
-    reinforce_pp_advantages,
-    reinforce_pp_baseline_advantages,
+    normalize,
     remax_advantages,
+    spread_completions,
     whiten,
 )
 from megarl.functional.correction import CorrectionOutput, rollout_correction
@@ -26,6 +26,7 @@ from megarl.functional.losses import (
     gspo_loss,
     value_loss,
 )
+from megarl.functional.moments import GroupMoments
 from megarl.functional.preference_losses import PreferenceLossOutput, dpo_loss, preference_loss, rpo_loss
 from megarl.functional.process_rewards import implicit_reward_loss, prime_rewards
 from megarl.functional.sequences import Sequences
@@ -35,6 +36,7 @@ __all__ = [
     "AdaptiveKl",
     "CorrectionOutput",
     "Denominators",
+    "GroupMoments",
     "LagrangeMultiplier",
     "PolicyLossOutput",
     "PreferenceLossOutput",
@@ -54,17 +56,17 @@ __all__ = [
     "keep_informative_groups",
     "kl_penalty",
     "length_adaptive_lambda",
+    "normalize",
     "overlong_penalty",
     "pf_ppo_resample",
     "pf_ppo_weights",
     "preference_loss",
     "prime_rewards",
-    "reinforce_pp_advantages",
-    "reinforce_pp_baseline_advantages",
     "remax_advantages",
     "rollout_correction",
     "rpo_loss",
     "safe_rlhf_advantages",
+    "spread_completions",
     "turn_advantages",
     "turn_of_tokens",
     "turn_returns",

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.functional.recurrence import column_index, solve_backwards_, to_columns
+from megarl.functional.moments import GroupMoments
+from megarl.functional.recurrence import Columns, solve_backwards_
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group, as in GRPO (DeepSeekMath)."""
@@ -54,11 +55,8 @@ def gae(
     factor = gamma * (lam.double() if isinstance(lam, Tensor) else lam)
     for tokens in _blocks(mask_T, cu_seqlens_S):
         values_CR, delta_CR = tokens.gather(values_T), tokens.gather(rewards_T)
-        last_E = delta_CR.view(-1)[tokens.ends_E]
-        delta_CR[:-1].add_(values_CR[1:], alpha=gamma)
-        delta_CR[-1, :-1].add_(values_CR[0, 1:], alpha=gamma)
-        delta_CR.view(-1)[tokens.ends_E] = last_E
-        advantages_CR = solve_backwards_(delta_CR.sub_(values_CR), tokens.factors(factor))
+        delta_CR.add_(tokens.next_values(values_CR).mul_(gamma)).sub_(values_CR)
+        advantages_CR = solve_backwards_(delta_CR, tokens.factors(factor))
         tokens.scatter(advantages_CR, into=advantages_T)
         tokens.scatter(values_CR.add_(advantages_CR), into=returns_T)
     return advantages_T, returns_T
@@ -81,32 +79,15 @@ def whiten(values_T: Tensor, mask_T: Tensor, *, unbiased: bool = False) -> Tenso
     Args:
         unbiased: the variance divides by n - 1, as in verl and slime; else by n, as in REINFORCE++ of OpenRLHF.
     """
-    values_K = values_T[mask_T].double()
-    whitened_T = torch.zeros_like(values_T)
-    if len(values_K):
-        centred_K = values_K - values_K.mean()
-        variance = centred_K.square().sum() / max(1, len(centred_K) - unbiased)
-        whitened_T[mask_T] = (centred_K / (variance.sqrt() + WHITEN_EPSILON)).to(values_T.dtype)
-    return whitened_T
+    values_K = values_T[mask_T].cpu()
+    moments = GroupMoments.of(values_K, torch.zeros(len(values_K), dtype=torch.long), 1)
+    return normalize(values_T, mask_T, mean=moments.mean, variance=moments.variance(unbiased=unbiased))
 
 
-def reinforce_pp_advantages(
-    rewards_T: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, gamma: float, unbiased: bool = False
-) -> Tensor:
-    """[T] discounted returns, whitened over the whole batch (REINFORCE++, arXiv 2501.03262)."""
-    return whiten(discounted_returns(rewards_T, mask_T, cu_seqlens_S, gamma=gamma), mask_T, unbiased=unbiased)
-
-
-def reinforce_pp_baseline_advantages(
-    rewards_N: Tensor, group_ids_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor, *, unbiased: bool = False
-) -> Tensor:
-    """[T] reward minus the group mean on every token, whitened over the batch (REINFORCE++-baseline, arXiv 2501.03262).
-
-    Raises:
-        ValueError: a group has fewer than two members.
-    """
-    centred_N = group_advantages(rewards_N, group_ids_N, kind="dr_grpo")
-    return whiten(spread_completions(centred_N, mask_T, cu_seqlens_S), mask_T, unbiased=unbiased)
+def normalize(values_T: Tensor, mask_T: Tensor, *, mean: float, variance: float) -> Tensor:
+    """[T] values as by `whiten`, given the mean and the variance, which may be those of other tokens too."""
+    whitened_T = ((values_T.double() - mean) / (variance**0.5 + WHITEN_EPSILON)).to(values_T.dtype)
+    return torch.where(mask_T, whitened_T, torch.zeros_like(whitened_T))
 
 
 def remax_advantages(rewards_T: Tensor, baseline_S: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:
@@ -155,32 +136,32 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, kind: GroupBasel
 
 @dataclass(frozen=True, slots=True)
 class _MaskedTokens:
-    """Tokens inside the mask of some consecutive sequences, laid out in columns as in `recurrence`.
-
-    The last chunk is padded with copies of the last token, each as a sequence of its own; they get the same result.
-    """
+    """Tokens inside the mask of some consecutive sequences, laid out in columns as in `recurrence`."""
 
     sequences: slice
     """The range of sequences in the pack."""
     index_CR: Tensor
-    """Index of each token in the pack."""
-    count_S: Tensor
-    """Number of tokens inside the mask of each sequence."""
-    ends_E: Tensor
-    """Indices in the flattened [C, R] of the last token of each sequence, and of all padding."""
+    """Index of each token in the pack; padding has that of the last token, and gets the same result."""
+    columns: Columns
 
     def gather(self, values_T: Tensor) -> Tensor:
         """float64 [C, R] copy of the values of these tokens."""
         return values_T.index_select(0, self.index_CR.view(-1)).to(torch.double).view_as(self.index_CR)
 
+    def next_values(self, values_CR: Tensor) -> Tensor:
+        """float64 [C, R] value of each token's next token in its sequence; 0 after the last one."""
+        next_CR = torch.empty_like(values_CR)
+        next_CR[:-1] = values_CR[1:]
+        next_CR[-1, :-1] = values_CR[0, 1:]
+        return next_CR.masked_fill_(self.columns.is_end_CR, 0)
+
     def factors(self, factor: float | Tensor) -> Tensor:
         """float64 [C, R] factor of the next token's result, from a scalar or float64 [S]; 0 at sequence ends."""
         if isinstance(factor, Tensor):
-            factors_CR = to_columns(factor[self.sequences].repeat_interleave(self.count_S))
+            factors_CR = factor[self.sequences][self.columns.sequence_R].expand(self.index_CR.shape).contiguous()
         else:
             factors_CR = torch.full_like(self.index_CR, factor, dtype=torch.double)
-        factors_CR.view(-1)[self.ends_E] = 0
-        return factors_CR
+        return factors_CR.masked_fill_(self.columns.is_end_CR, 0)
 
     def scatter(self, values_CR: Tensor, *, into: Tensor) -> None:
         """Write [C, R] values to the positions of these tokens in a pack."""
@@ -200,12 +181,8 @@ def _blocks(mask_T: Tensor, cu_seqlens_S: Tensor) -> Iterator[_MaskedTokens]:
         # several times faster than Tensor.nonzero
         index_K = torch.from_numpy(np.flatnonzero(mask_T[start:end].numpy(force=True))).to(mask_T.device).add_(start)
         if len(index_K):
-            index_CR = to_columns(index_K)
-            end_S = torch.searchsorted(index_K, bounds_S)
-            count_S = end_S.diff()
-            padding = torch.arange(len(index_K), index_CR.numel(), device=index_K.device)
-            ends_E = torch.cat((end_S[1:][count_S > 0] - 1, padding))
-            yield _MaskedTokens(slice(first, last), index_CR, count_S, column_index(ends_E, len(index_K)))
+            columns = Columns.of(torch.searchsorted(index_K, bounds_S).diff())
+            yield _MaskedTokens(slice(first, last), index_K[columns.index_CR], columns)
 
 
 def spread_completions(values_N: Tensor, mask_T: Tensor, cu_seqlens_S: Tensor) -> Tensor:

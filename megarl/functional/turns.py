@@ -28,9 +28,12 @@ def turn_returns(rewards_M: Tensor, episode_M: Tensor) -> Tensor:
     Args:
         episode_M: index of the episode of each turn, ascending.
     """
-    remaining_M = rewards_M.double().flip(0).cumsum(0).flip(0)
-    after_M = torch.searchsorted(episode_M.contiguous(), episode_M, right=True)
-    return remaining_M - torch.cat([remaining_M, remaining_M.new_zeros(1)])[after_M]
+    returns_M, number_M = rewards_M.double().clone(), _number_in_episode(episode_M)
+    followed_M = torch.cat([episode_M[1:] == episode_M[:-1], torch.zeros(min(1, len(episode_M)), dtype=torch.bool)])
+    for number in reversed(range(int(number_M.max()) if len(number_M) else 0)):  # sums of an episode's own rewards only
+        turns = ((number_M == number) & followed_M).nonzero()[:, 0]
+        returns_M[turns] += returns_M[turns + 1]
+    return returns_M
 
 
 def turn_advantages(rewards_M: Tensor, episode_M: Tensor, group_ids_N: Tensor, *, kind: GroupBaseline) -> Tensor:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import ray
@@ -23,19 +24,23 @@ from megarl.supervision.liveness_probe import POLL_INTERVAL_SECONDS
 from megarl.workers.completions import Completions
 from megarl.workers.failures import to_megarl_error
 from megarl.workers.payload import StoredItem
+from megarl.workers.worker_host import CollectedCalls
 
-MAX_GROUPS_PER_CALL = 8
-"""Largest number of groups that return in one call, and as one object."""
+MAX_GROUPS_PER_OBJECT = 8
+"""Largest number of groups that return as one object."""
+
+MAX_OBJECTS_PER_CALL = 16
+"""Largest number of objects that return in one call, which costs several times as much as an object."""
 
 
-def groups_per_call(config: RunConfig) -> int:
+def groups_per_object(config: RunConfig) -> int:
     """Return the largest number of groups of an object: a replica needs at least four in each of its mini-batches.
 
     Replicas train on whole objects, as far as these can be balanced, and fetch little that they do not train on.
     """
     dp = RankGrid.of(config.trainer.parallel, config.placement.slots).dp
     per_replica = config.algorithm.prompts_per_step // (config.algorithm.num_mini_batches * dp)
-    return max(1, min(MAX_GROUPS_PER_CALL, per_replica // 4))
+    return max(1, min(MAX_GROUPS_PER_OBJECT, per_replica // 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,9 @@ class FinishedGroup:
 
     summary: GroupSummary
     payload: StoredItem[Sequence[Trajectory]]
-    """Groups that a worker has returned in one call share an object, which is freed after the last of them."""
+    """Groups that a worker has returned together share an object, which is freed after the last of them."""
+    worker: int = 0
+    """Index of that worker, on whose node the object is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,17 @@ class _JobBatch:
     """Unfinished jobs by their index among those that were sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that returns finished jobs of a batch."""
+
+    batch: _JobBatch
+    per_object: int
+    """Largest number of groups of an object."""
+    objects: Sequence[ray.ObjectRef]
+    """References to its groups."""
+
+
 _batch_numbers = itertools.count()
 
 
@@ -70,19 +88,20 @@ class GroupStream:
     Engines are supervised while the stream waits.
 
     Jobs that are submitted together reach a worker in one call, and groups that finish together return in one: a call
-    for each group would be most of the controller's work.
+    for each group would be most of the controller's work. A call has objects for twice as many groups as the call
+    before it has returned, or for as many as had finished by then.
     """
 
-    def __init__(self, workers: RolloutWorkers, timeout: float, max_per_call: int = MAX_GROUPS_PER_CALL) -> None:
+    def __init__(self, workers: RolloutWorkers, timeout: float, max_per_object: int = MAX_GROUPS_PER_OBJECT) -> None:
         """Create a stream without groups.
 
         Args:
             timeout: longest time, in seconds, without a finished group while engines serve.
-            max_per_call: largest number of groups that return in one call, and as one object.
+            max_per_object: largest number of groups that return as one object.
         """
-        self._workers, self._timeout, self._max_per_call = workers, timeout, max_per_call
-        self._calls: dict[ray.ObjectRef, tuple[_JobBatch, ray.ObjectRef]] = {}
-        """The call in progress of each batch, by the reference to its summaries, with the reference to its groups."""
+        self._workers, self._timeout, self._max_per_object = workers, timeout, max_per_object
+        self._calls: dict[ray.ObjectRef, _Call] = {}
+        """The call in progress of each batch, by the reference to its summaries."""
         self._completions = Completions()
         self._ended: deque[tuple[ray.ObjectRef, Future[Any]]] = deque()
         """Calls that have ended and were not looked at: groups are returned before the error of a later call."""
@@ -90,19 +109,28 @@ class GroupStream:
         """Error of a group that ended in one call with groups that were returned before it."""
         self._watched: set[ray.ObjectRef] = set()
         """References of the engines' supervisor that wake up `wait`."""
-        self._num_submitted = 0
+        self._num_blocks = 0
+        """Number of blocks of jobs that were submitted."""
         self._next_check = self._last_progress = time.monotonic()
 
     def __len__(self) -> int:
         """Number of groups in flight."""
-        return sum(len(batch.jobs) for batch, _ in self._calls.values())
+        return sum(len(call.batch.jobs) for call in self._calls.values())
+
+    def __bool__(self) -> bool:
+        """Whether groups are in flight."""
+        return bool(self._calls)
 
     def submit(self, *jobs: GroupJob) -> None:
-        """Send the jobs to the next workers, one each in turn."""
+        """Send the jobs to the next workers, blocks of adjacent ones in turn.
+
+        A block has as many jobs as an object, or fewer so that all workers get some.
+        """
         by_worker: dict[int, list[GroupJob]] = {}
-        for number, job in enumerate(jobs, start=self._num_submitted):
-            by_worker.setdefault(number % len(self._workers), []).append(job)
-        self._num_submitted += len(jobs)
+        size = max(1, min(self._max_per_object, len(jobs) // len(self._workers)))
+        for block, first in enumerate(range(0, len(jobs), size), start=self._num_blocks):
+            by_worker.setdefault(block % len(self._workers), []).extend(jobs[first : first + size])
+        self._num_blocks += ceil(len(jobs) / size)
         for worker, own in by_worker.items():
             self._send(own, worker)
 
@@ -132,10 +160,26 @@ class GroupStream:
                 raise WorkerError(f"{label}: {len(self)} groups did not finish within {self._timeout:g} s")
         return finished
 
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        """Return the groups that have finished since the last call, with their jobs, until none arrives in time.
+
+        The error of a group is raised by the next `wait`.
+
+        Args:
+            seconds: how long to wait for the next ones.
+        """
+        finished: list[tuple[GroupJob, FinishedGroup]] = []
+        while self._calls and self._error is None:
+            self._ended += self._completions.wait(0.0 if self._ended else seconds)
+            if not self._ended or self._ended[0][1].exception():
+                break
+            finished += self._take(*self._ended.popleft())
+        return finished
+
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Cancel the jobs in flight with these ids; `wait` does not return them."""
         wanted = set(request_ids)
-        for ref, (batch, _) in list(self._calls.items()):
+        for ref, batch in [(ref, call.batch) for ref, call in self._calls.items()]:
             indices = [index for index, job in batch.jobs.items() if job.request_id in wanted]
             if indices:
                 batch.actor.cancel_calls.remote(str(batch.number), indices)
@@ -146,51 +190,58 @@ class GroupStream:
 
     def close(self) -> None:
         """Cancel the groups in flight."""
-        self.cancel([job.request_id for batch, _ in self._calls.values() for job in batch.jobs.values()])
+        self.cancel([job.request_id for call in self._calls.values() for job in call.batch.jobs.values()])
 
     def _send(self, jobs: Sequence[GroupJob], worker: int) -> None:
         batch = _JobBatch(next(_batch_numbers), worker, self._workers[worker], dict(enumerate(jobs)))
-        limit = min(len(jobs), self._max_per_call)
-        call = batch.actor.begin_calls.options(num_returns=2)
-        self._watch(batch, call.remote(str(batch.number), "rollout_group", tuple(jobs), limit))
+        self._call(batch, "begin_calls", ("rollout_group", tuple(jobs)), num_expected=1)
 
-    def _watch(self, batch: _JobBatch, refs: Sequence[ray.ObjectRef]) -> None:
-        summaries, groups = refs
-        self._calls[summaries] = batch, groups
+    def _call(self, batch: _JobBatch, name: str, arguments: tuple[Any, ...], *, num_expected: int) -> None:
+        """Call a method of the worker's process that returns finished jobs of the batch.
+
+        Args:
+            num_expected: number of jobs for which the call has objects, if not fewer are left.
+        """
+        per_object = min(len(batch.jobs), self._max_per_object)
+        num_objects = min(MAX_OBJECTS_PER_CALL, ceil(min(num_expected, len(batch.jobs)) / per_object))
+        call = getattr(batch.actor, name).options(num_returns=1 + num_objects)
+        summaries, *objects = call.remote(str(batch.number), *arguments, per_object, num_objects)
+        self._calls[summaries] = _Call(batch, per_object, objects)
         self._completions.add(summaries)
 
     def _take(self, ref: ray.ObjectRef, ended: Future[Any]) -> list[tuple[GroupJob, FinishedGroup]]:
         """Return the finished groups of a call; none if its worker has died, whose jobs are then submitted again."""
         if ref not in self._calls:
             return []  # an engine's, or one whose jobs were canceled, or submitted again as its worker had died
-        batch, groups = self._calls[ref]
+        call = self._calls[ref]
+        batch, per_object = call.batch, call.per_object
         try:
-            outcomes: tuple[tuple[int, GroupSummary | MegarlError], ...] = ended.result()
+            collected: CollectedCalls = ended.result()
         except WORKER_DEATHS:
             self._replace(batch, ref)
             return []
         except RayError as error:
             raise to_megarl_error(error, what="rollout", name=f"rollout worker {batch.worker}") from error
         finished: list[tuple[GroupJob, FinishedGroup]] = []
-        for position, (index, outcome) in enumerate(outcomes):
+        for position, (index, outcome) in enumerate(collected.results):
             if index not in batch.jobs:
                 continue  # it was canceled
             if isinstance(outcome, MegarlError):
                 self._error = outcome
                 return finished
-            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, StoredItem(groups, position))))
+            payload: StoredItem[Any] = StoredItem(call.objects[position // per_object], position % per_object)
+            finished.append((batch.jobs.pop(index), FinishedGroup(outcome, payload, batch.worker)))
         del self._calls[ref]
         if batch.jobs:
-            limit = min(len(batch.jobs), self._max_per_call)
-            call = batch.actor.collect_calls.options(num_returns=2)
-            self._watch(batch, call.remote(str(batch.number), limit))
+            num_expected = max(collected.num_ready, 2 * len(collected.results), 1)
+            self._call(batch, "collect_calls", (), num_expected=num_expected)
         return finished
 
     def _replace(self, failed: _JobBatch, call: ray.ObjectRef) -> None:
         """Restart a worker whose death `call` has reported, unless it was restarted; submit its jobs to the new one."""
         if self._workers[failed.worker] is failed.actor:
             self._workers.restart(failed.worker, call)
-        lost = {ref: batch for ref, (batch, _) in self._calls.items() if batch.actor is failed.actor}
+        lost = {ref: call.batch for ref, call in self._calls.items() if call.batch.actor is failed.actor}
         for ref in lost:
             del self._calls[ref]
         self._send([job for batch in lost.values() for job in batch.jobs.values()], failed.worker)
@@ -204,5 +255,5 @@ class GroupStream:
         for ref in refs - self._watched:
             self._completions.add(ref)
         self._watched = refs
-        self._workers.kill_hung({batch.worker for batch, _ in self._calls.values()})
+        self._workers.kill_hung({call.batch.worker for call in self._calls.values()})
         self._next_check = time.monotonic() + POLL_INTERVAL_SECONDS

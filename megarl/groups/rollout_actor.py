@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from megarl.batch.packed_trajectories import PackedTrajectories
+from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
 from megarl.batch.trajectory import Trajectory
 from megarl.checkpoint.run_lock import LockClaim, adopt_claim, require_lock
 from megarl.config import RunConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import WorkerError
-from megarl.megatron.requests import TokenColumn
+from megarl.process.frozen_objects import freeze_objects
 from megarl.reward.reward_scorer import RewardScorer
 from megarl.rollout.agents.agent import load_agent
 from megarl.rollout.engine import GenerationEngine
@@ -28,11 +28,12 @@ from megarl.rollout.journal.journal import open_journal, parse_step
 from megarl.rollout.journal.replay import Replay
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, RolloutWorker, RolloutWorkerSpec, SourceAgent
 from megarl.tracking.rollout_log import write_rollouts
+from megarl.workers.payload import fetch_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from megarl.groups.estimation import EstimateJob, EstimateSummary
+    from megarl.groups.estimation.estimate_job import ColumnPart, EstimateJob, EstimateSummary, WhitenJob
 
 
 class RolloutActor(RolloutWorker):
@@ -87,6 +88,11 @@ class RolloutActor(RolloutWorker):
         group = await self._replay.append(step, job, *await super().rollout_group(job))
         return group.summary, PackedTrajectories.of(group.trajectories)
 
+    @staticmethod
+    def join_values(groups: Sequence[PackedTrajectories | None]) -> PackedGroups:
+        """Return the trajectories of groups that leave the worker as one object; a group that failed has none."""
+        return PackedGroups.of([group or () for group in groups])
+
     @override
     async def shutdown(self) -> None:
         """Close the rewards and the harness. The worker must not be used afterwards."""
@@ -108,17 +114,15 @@ class RolloutActor(RolloutWorker):
             rewards: final rewards, one per trajectory: the weighted sum and each term, also those added after
                 generation.
             advantages: one per trajectory; None for one that was not trained on.
-            places: for each group, its index in `stored` and its index there.
+            places: for each group, the index of its object and its index there.
+            stored: the objects, or the only item that `as_arguments` returns.
 
         Raises:
             LostLockError: another run has taken over the run folder; nothing is written.
         """
+        groups = await _fetch_groups(places, stored)
         # group ids are unique within one sampling call only; a step may combine several
-        trajectories = [
-            replace(trajectory, group_id=g)
-            for g, (object_index, index) in enumerate(places)
-            for trajectory in stored[object_index][index]
-        ]
+        trajectories = [replace(trajectory, group_id=g) for g, group in enumerate(groups) for trajectory in group]
         known = [
             replace(t, reward=total, rewards=terms) for t, (total, terms) in zip(trajectories, rewards, strict=True)
         ]
@@ -127,18 +131,51 @@ class RolloutActor(RolloutWorker):
         await asyncio.to_thread(write_rollouts, path, known, advantages, step=step, decode=self._decode)
 
     async def estimate(
-        self, job: EstimateJob, places: Sequence[tuple[int, int]], *stored: Sequence[Sequence[Trajectory]]
-    ) -> EstimateSummary | tuple[EstimateSummary | TokenColumn, ...]:
+        self, places: Sequence[tuple[int, int]], job: EstimateJob, *stored: Sequence[Sequence[Trajectory]]
+    ) -> EstimateSummary | tuple[EstimateSummary | ColumnPart, ...]:
         """Run the estimator; return its `EstimateSummary`, followed by one value for each column of `job.outputs`.
 
         Args:
-            places: as `record`.
+            places, stored: as `record`.
         """
-        from megarl.groups.estimation import estimate  # imports torch, which the estimator of `job` needs, too
+        # imports torch, which the estimator of `job` needs, too
+        from megarl.groups.estimation.estimate_job import estimate
 
-        groups = [stored[object_index][index] for object_index, index in places]
+        _freeze_imported_modules()
+        groups = await _fetch_groups(places, stored)
         summary, columns = await asyncio.to_thread(estimate, job, groups)
         return (summary, *columns) if columns else summary
+
+    async def whiten(
+        self,
+        places: Sequence[tuple[int, int]],
+        job: WhitenJob,
+        advantages: ColumnPart,
+        *stored: Sequence[Sequence[Trajectory]],
+    ) -> tuple[EstimateSummary, ColumnPart]:
+        """Return the summary with the means of whitened advantages, and their column.
+
+        Args:
+            places, stored: as `record`.
+            advantages: the column of these groups that `estimate` has returned.
+        """
+        from megarl.groups.estimation.estimate_job import whiten
+
+        return await asyncio.to_thread(whiten, job, await _fetch_groups(places, stored), advantages)
+
+
+@cache
+def _freeze_imported_modules() -> None:
+    """Freeze the objects of the modules that the first estimator has imported; a no-op at later calls."""
+    freeze_objects()
+
+
+async def _fetch_groups(
+    places: Sequence[tuple[int, int]], stored: Sequence[Sequence[Sequence[Trajectory]]]
+) -> list[Sequence[Trajectory]]:
+    """Return the groups at these places of stored objects, or of the only item that `as_arguments` returns."""
+    objects = await asyncio.to_thread(fetch_arguments, stored)
+    return [objects[object_index][index] for object_index, index in places]
 
 
 def _load_main_agent(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SourceAgent:

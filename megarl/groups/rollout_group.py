@@ -5,27 +5,27 @@ Tokens stay in Ray's object store: the controller receives summaries and referen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import ray
 
 from megarl.batch.pack import ColumnName
-from megarl.batch.trajectory import Prompt
+from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.groups.engine_group import EngineGroup
-from megarl.groups.group_stream import FinishedGroup, GroupStream, groups_per_call
+from megarl.groups.group_stream import FinishedGroup, GroupStream, groups_per_object
 from megarl.groups.rollout_workers import RolloutWorkers
-from megarl.megatron.requests import TokenColumn
+from megarl.megatron.token_column import ComputedColumn
 from megarl.process.startup_trace import StartupTiming
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob
-from megarl.workers.failures import raise_failure, wait_all
-from megarl.workers.payload import StoredPayload, distinct_refs
+from megarl.workers.failures import raise_failure
+from megarl.workers.payload import StoredItem, as_arguments, distinct_refs
 
 if TYPE_CHECKING:
-    from megarl.groups.estimation import EstimateJob, EstimateSummary
+    from megarl.groups.estimation.estimate_job import EstimateJob, EstimateSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,20 @@ class _PendingRecord:
 class RolloutGroup:
     """Distributes prompts over the rollout workers, each of which balances its requests over all engines."""
 
-    def __init__(self, config: RunConfig, engines: EngineGroup, workers: RolloutWorkers | None = None) -> None:
-        """`workers`: their processes; None: request them."""
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: EngineGroup,
+        workers: RolloutWorkers | None = None,
+        *,
+        max_per_object: int | None = None,
+    ) -> None:
+        """Args:
+        workers: their processes; None: request them.
+        max_per_object: largest number of groups that return as one object; None: `groups_per_object`.
+        """
         self._timeout = config.rollout.request_timeout_seconds * 2
-        self._groups_per_call = groups_per_call(config)
+        self._max_per_object = max_per_object or groups_per_object(config)
         self._engines, self._workers = engines, workers or RolloutWorkers(config, engines)
         self._records: dict[ray.ObjectRef, _PendingRecord] = {}
         """Unfinished calls that write rollouts, by Ray reference."""
@@ -75,7 +85,7 @@ class RolloutGroup:
 
     def open_stream(self) -> GroupStream:
         """Return a stream for groups that stay in flight while others finish, also from step to step."""
-        return GroupStream(self._workers, self._timeout, self._groups_per_call)
+        return GroupStream(self._workers, self._timeout, self._max_per_object)
 
     def pause_clocks(self) -> None:
         """Stop the timeouts of the requests in flight: the engines are paused."""
@@ -157,19 +167,28 @@ class RolloutGroup:
 
     def estimate(
         self, job: EstimateJob, groups: Sequence[FinishedGroup]
-    ) -> tuple[EstimateSummary, dict[ColumnName, StoredPayload[TokenColumn]]]:
-        """Run `job` on the trajectories of the groups in a worker; its columns stay in the object store."""
-        stored, places = distinct_refs([group.payload for group in groups])
-        while True:
-            call = self._workers[0].invoke.options(num_returns=1 + len(job.outputs))
-            refs = call.remote("estimate", job, places, *stored)
-            summary_ref, *columns = refs if job.outputs else [refs]
-            self._workers.wait_for(summary_ref, 0)
-            if not self._workers.is_dead(summary_ref):
-                break
-            self._workers.restart(0, summary_ref)
-        (summary,) = wait_all([summary_ref], what="estimate", names=self._workers.names([summary_ref]))
-        return summary, {name: StoredPayload(ref) for name, ref in zip(job.outputs, columns, strict=True)}
+    ) -> tuple[EstimateSummary, dict[ColumnName, ComputedColumn]]:
+        """Run `job` on the trajectories of the groups, shared by the workers; its columns stay in the object store."""
+        # imports torch, which takes seconds
+        from megarl.groups.estimation.estimate_job import estimate_in_shares, share_groups
+
+        workers_G = share_groups(job, [group.worker for group in groups], len(self._workers))
+        payloads: dict[int, list[StoredItem[Sequence[Trajectory]]]] = {}
+        for worker, group in zip(workers_G.tolist(), groups, strict=True):
+            payloads.setdefault(worker, []).append(group.payload)
+        trajectories = {worker: distinct_refs(own) for worker, own in payloads.items()}
+
+        def call(
+            method: str, arguments: Mapping[int, tuple[object, ...]], num_columns: int
+        ) -> Mapping[int, tuple[EstimateSummary, Sequence[ray.ObjectRef]]]:
+            calls = {}
+            for worker, own_arguments in arguments.items():
+                stored, places = trajectories[worker]
+                calls[worker] = (places, *own_arguments, *as_arguments(stored))
+            return self._workers.call_each(method, calls, num_returns=1 + num_columns)
+
+        summary, columns, keys = estimate_in_shares(job, workers_G, call)
+        return summary, {name: ComputedColumn.of(refs, keys) for name, refs in columns.items()}
 
     def record(self, step: int, groups: Sequence[FinishedGroup], advantages: Sequence[float | None]) -> None:
         """Begin to write the step's rollouts to Parquet in a worker; blocks until the previous ones are on disk.
@@ -183,7 +202,9 @@ class RolloutGroup:
         stored, places = distinct_refs([group.payload for group in groups])
         summaries = [summary for group in groups for summary in group.summary.trajectories]
         rewards = [(summary.reward, summary.rewards) for summary in summaries for _ in range(summary.num_segments)]
-        self._record(step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *stored))
+        self._record(
+            step % len(self._workers), (step, tuple(rewards), tuple(advantages), places, *as_arguments(stored))
+        )
 
     def flush_records(self) -> None:
         """Block until the rollouts of all `record` calls are on disk."""

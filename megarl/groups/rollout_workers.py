@@ -6,7 +6,8 @@ It also notifies them of engines that are lost or restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
@@ -84,6 +85,39 @@ class RolloutWorkers:
         """Call a method of all workers without waiting; a worker that is dead is found and restarted elsewhere."""
         for actor in self._actors:
             actor.invoke.remote(method)
+
+    def call_each(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], *, num_returns: int
+    ) -> dict[int, tuple[Any, list[ray.ObjectRef]]]:
+        """Call a method that returns several values, by worker; block until all calls have returned.
+
+        A call whose worker dies is repeated on the restarted one.
+
+        Args:
+            arguments: those of each worker that is called, by its index.
+            num_returns: number of values that the method returns.
+
+        Returns:
+            By worker, the first value, and references to the others.
+
+        Raises:
+            MegarlError: as the method, or `restart`.
+        """
+
+        def send(index: int) -> list[ray.ObjectRef]:
+            refs = self._actors[index].invoke.options(num_returns=num_returns).remote(method, *arguments[index])
+            return refs if num_returns > 1 else [refs]
+
+        calls = {index: send(index) for index in arguments}
+        for index in calls:
+            self.wait_for(calls[index][0], index)
+            while self.is_dead(calls[index][0]):
+                self.restart(index, calls[index][0])
+                calls[index] = send(index)
+                self.wait_for(calls[index][0], index)
+        names = {refs[0]: f"rollout worker {index}" for index, refs in calls.items()}
+        values = wait_all(list(names), what=method, names=names)
+        return {index: (value, refs[1:]) for (index, refs), value in zip(calls.items(), values, strict=True)}
 
     def names(self, refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, str]:
         """Return the workers' names in messages, by one call to each."""

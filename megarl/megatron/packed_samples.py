@@ -10,16 +10,18 @@ Shapes: N samples, T tokens of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megarl.batch.pack import ColumnName, PerToken
-from megarl.batch.packed_trajectories import PackedTrajectories
+from megarl.batch.packed_trajectories import PackedGroup, PackedTrajectories
 from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import Trajectory
 from megarl.megatron.requests import ForwardRequest, TokenColumn, TrainRequest, Trajectories
@@ -35,43 +37,52 @@ class PackedPayloads(Mapping[int, Payload[Trajectories]]):
     """Trajectories of several payloads by payload and index, packed together."""
 
     keys_N2: NDArray[np.int64]
-    """[N, 2]: payload and index of each trajectory, ascending."""
+    """[N, 2]: payload and index of each trajectory; those of a payload are adjacent, by ascending index."""
     packed: PackedTrajectories
     """The N trajectories."""
 
     @cached_property
-    def _positions(self) -> dict[int, dict[int, int]]:
-        """Position among the N trajectories by payload and index."""
-        found: dict[int, dict[int, int]] = {}
-        for position, (number, index) in enumerate(self.keys_N2.tolist()):
-            found.setdefault(number, {})[index] = position
-        return found
+    def _places(self) -> dict[int, range]:
+        """By payload, the places of its trajectories among the N."""
+        numbers_N = self.keys_N2[:, 0]
+        starts_P = np.flatnonzero(np.diff(numbers_N, prepend=-1))
+        bounds = [*starts_P.tolist(), len(numbers_N)]
+        numbers = numbers_N[starts_P].tolist()
+        return {number: range(*own) for number, own in zip(numbers, pairwise(bounds), strict=True)}
 
     def __getitem__(self, number: int) -> LocalPayload[Trajectories]:
-        return LocalPayload(_Members(self.packed, self._positions[number]))
+        return LocalPayload(_Members(self, self._places[number]))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._positions)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._places)
 
 
 @dataclass(frozen=True, eq=False)
 class _Members(Mapping[int, Trajectory]):
     """The trajectories of one payload by their index."""
 
-    packed: PackedTrajectories
-    positions: Mapping[int, int]
+    payloads: PackedPayloads
+    places: range
+
+    @cached_property
+    def _indices(self) -> list[int]:
+        indices: list[int] = self.payloads.keys_N2[self.places.start : self.places.stop, 1].tolist()
+        return indices
 
     def __getitem__(self, index: int) -> Trajectory:
-        return self.packed[self.positions[index]]
+        place = bisect_left(self._indices, index)
+        if place == len(self._indices) or self._indices[place] != index:
+            raise KeyError(index)
+        return self.payloads.packed[self.places[place]]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.positions)
+        return iter(self._indices)
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +90,7 @@ class PackedColumn(Mapping[SampleKey, PerToken]):
     """Values per token of N samples in one array, by sample key."""
 
     keys_N2: NDArray[np.int64]
-    """[N, 2]: as those of `PackedPayloads`."""
+    """[N, 2]: key of each sample."""
     offsets: NDArray[np.int64]
     """[N + 1]: offsets of the samples in the array."""
     tokens: PerToken
@@ -120,14 +131,29 @@ def pack_samples(request: R) -> R:
     fetched = fetch_all(wanted)  # all in one call
     groups: dict[int, Trajectories] = dict(zip(by_index, fetched, strict=False))
     numbers_P, starts_P = np.unique(keys_N2[:, 0], return_index=True)
-    members = np.split(keys_N2[:, 1], starts_P[1:])
-    parts = [_select(groups[number], own.tolist()) for number, own in zip(numbers_P.tolist(), members, strict=True)]
+    members = dict(zip(numbers_P.tolist(), np.split(keys_N2, starts_P[1:]), strict=True))
+    ordered = sorted(members, key=_storage_order(groups))
+    keys_N2 = np.concatenate([members[number] for number in ordered])
+    parts = [_select(groups[number], members[number][:, 1].tolist()) for number in ordered]
     packed = PackedPayloads(keys_N2, PackedTrajectories.join(parts))
     if not isinstance(request, TrainRequest):
         return replace(request, payloads=packed)
     by_name = zip(columns, fetched[len(by_index) :], strict=True)
     own_columns = {name: LocalPayload([PackedColumn.of(column, keys_N2)]) for name, column in by_name}
     return replace(request, payloads=packed, columns=own_columns)
+
+
+def _storage_order(groups: Mapping[int, Trajectories]) -> Callable[[int], tuple[int, int]]:
+    """Return the order of payloads in which groups that are stored together are adjacent, as they are stored."""
+    objects: dict[int, int] = {}
+
+    def order(number: int) -> tuple[int, int]:
+        group = groups[number]
+        if not isinstance(group, PackedGroup):
+            return objects.setdefault(id(group), len(objects)), 0
+        return objects.setdefault(id(group.packed), len(objects)), group.places.start
+
+    return order
 
 
 def _select(group: Trajectories, indices: list[int]) -> tuple[Sequence[Trajectory], Sequence[int]]:

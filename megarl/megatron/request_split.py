@@ -32,7 +32,7 @@ from megarl.megatron.requests import (
 from megarl.megatron.token_column import ComputedColumn, select_samples, select_values
 from megarl.placement.rank_grid import RankGrid
 from megarl.workers.dispatch import Dispatch, from_output_rank
-from megarl.workers.payload import LocalPayload, Payload, RemoteResults, StoredItem
+from megarl.workers.payload import LocalPayload, Payload, RemoteResults
 
 R = TypeVar("R")
 
@@ -55,10 +55,9 @@ def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = Q
     """
     per_replica: list[list[MiniBatch]] = [[] for _ in range(grid.dp)]
     tables = [SampleTable.of(batch.samples) for batch in request.mini_batches]
-    objects = _objects(request.payloads)
     for batch, samples in zip(request.mini_batches, tables, strict=True):
         plan = _plan_samples(
-            samples, objects, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit
+            samples, request.payload_blocks, grid, request.max_tokens_per_micro_batch, cost, request.sequences_per_unit
         )
         for batches, (own, micro_batches) in zip(per_replica, plan, strict=True):
             batches.append(replace(batch, samples=own, micro_batches=micro_batches))
@@ -74,7 +73,14 @@ def split_by_dp(request: TrainRequest, grid: RankGrid, *, cost: SequenceCost = Q
         columns = {name: select_values(column, keys_N2) for name, column in request.columns.items()}
         payloads = _select_payloads(request.payloads, keys_N2)
         requests.append(
-            replace(request, mini_batches=tuple(batches), payloads=payloads, columns=columns, totals=totals)
+            replace(
+                request,
+                mini_batches=tuple(batches),
+                payloads=payloads,
+                payload_blocks=(),
+                columns=columns,
+                totals=totals,
+            )
         )
     return _by_rank(requests, grid)
 
@@ -83,11 +89,14 @@ def split_forward_by_dp(
     request: ForwardRequest, grid: RankGrid, *, cost: SequenceCost = QWEN2_5_7B
 ) -> list[ForwardRequest]:
     """Return one request per rank, with its replica's micro-batches; ranks of one replica get the same object."""
-    samples, objects = SampleTable.of(request.samples), _objects(request.payloads)
-    plan = _plan_samples(samples, objects, grid, request.max_tokens_per_micro_batch, cost)
+    plan = _plan_forward(request, grid, cost)
     requests = [
         replace(
-            request, samples=own, micro_batches=micro_batches, payloads=_select_payloads(request.payloads, own.keys_N2)
+            request,
+            samples=own,
+            micro_batches=micro_batches,
+            payloads=_select_payloads(request.payloads, own.keys_N2),
+            payload_blocks=(),
         )
         for own, micro_batches in plan
     ]
@@ -123,23 +132,19 @@ def computed_column(
     """
     if not isinstance(results, RemoteResults):
         return results
-    samples, objects = SampleTable.of(request.samples), _objects(request.payloads)
-    plan = _plan_samples(samples, objects, grid, request.max_tokens_per_micro_batch, cost)
-    return ComputedColumn.of(results.refs, [own.keys_N2 for own, _ in plan])
+    return ComputedColumn.of(results.refs, [own.keys_N2 for own, _ in _plan_forward(request, grid, cost)])
 
 
-def _objects(payloads: Payloads) -> Mapping[int, int]:
-    """Return the number of the stored object that holds each payload; those in other storage have one each."""
-    numbers: dict[Any, int] = {}
-    return {
-        number: numbers.setdefault(payload.ref if isinstance(payload, StoredItem) else number, len(numbers))
-        for number, payload in (payloads.items() if isinstance(payloads, Mapping) else enumerate(payloads))
-    }
+def _plan_forward(
+    request: ForwardRequest, grid: RankGrid, cost: SequenceCost
+) -> list[tuple[SampleTable, MicroBatches]]:
+    samples = SampleTable.of(request.samples)
+    return _plan_samples(samples, request.payload_blocks, grid, request.max_tokens_per_micro_batch, cost)
 
 
 def _plan_samples(
     samples: SampleTable,
-    objects: Mapping[int, int],
+    blocks: Sequence[int],
     grid: RankGrid,
     max_tokens: int,
     cost: SequenceCost,
@@ -150,15 +155,14 @@ def _plan_samples(
     Units of consecutive samples share a micro-batch.
 
     Args:
-        objects: of the payloads, as `_objects` returns them.
+        blocks: of the payloads, as `ForwardRequest.payload_blocks`.
     """
     assert len(samples) % sequences_per_unit == 0, f"{len(samples)} % {sequences_per_unit} != 0"
     padded_N = _padded(samples.num_tokens_N, grid.cp)
     lengths_U = padded_N.reshape(-1, sequences_per_unit).sum(axis=1)
     payloads_U = np.ascontiguousarray(samples.keys_N2[::sequences_per_unit, 0])
-    numbers_P, inverse_U = np.unique(payloads_U, return_inverse=True)
-    objects_U = np.array([objects[number] for number in numbers_P.tolist()], np.int64)[inverse_U]
-    holders = tuple(dict.fromkeys((objects_U.tobytes(), payloads_U.tobytes())))
+    blocks_U = np.array(blocks, np.int64)[payloads_U] if blocks else payloads_U
+    holders = tuple(dict.fromkeys((blocks_U.tobytes(), payloads_U.tobytes())))
     return [
         _take_micro_batches(samples, units, sequences_per_unit)
         for units in plan_replicas(lengths_U.tobytes(), holders, grid, max_tokens, cost)
@@ -187,8 +191,8 @@ def plan_replicas(
     """Plan micro-batches of int64 `lengths`; kept, because critics, references and the policy get the same samples.
 
     Args:
-        holders: what a replica should need few of: for each length its stored object, int64, and its group. They are
-            tried in this order; the plan splits both if replicas would not be balanced otherwise.
+        holders: what a replica should need few of: for each length its block, int64, and its payload. They are tried
+            in this order; the plan splits both if replicas would not be balanced otherwise.
     """
     lengths_N, plan = np.frombuffer(lengths, np.int64), None
     for numbers in holders:

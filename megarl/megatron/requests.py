@@ -188,6 +188,8 @@ class TrainRequest:
     mini_batches: tuple[MiniBatch, ...]
     """One optimizer step each, in this order."""
     payloads: Payloads
+    payload_blocks: Sequence[int] = ()
+    """By payload, as in `ForwardRequest`."""
     max_tokens_per_micro_batch: int
     loss: AnyLoss = field(default_factory=_sft_loss)
     columns: Mapping[ColumnName, Payload[TokenColumn]] = field(default_factory=dict)
@@ -212,6 +214,10 @@ class ForwardRequest:
     samples: Sequence[SampleRef]
     """In the request of a rank those of its replica only."""
     payloads: Payloads
+    payload_blocks: Sequence[int] = ()
+    """By payload, number of the block that is probably stored as one object. Replicas get whole blocks as far as these
+    can be balanced. The objects themselves depend on what finished first; micro-batches, and with them rounding, must
+    not. Empty: each payload is its own block."""
     max_tokens_per_micro_batch: int
     micro_batches: tuple[tuple[int, ...], ...] = ()
     """This rank's micro-batches as indices into `samples`; set by dispatch."""

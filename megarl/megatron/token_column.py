@@ -43,6 +43,10 @@ class ComputedColumn:
         refs = tuple(self.refs[part] for part in parts_P.tolist())
         return ComputedColumn(refs, self.sorted_keys_N[found_N], parts_N)
 
+    def find_parts(self, keys_N2: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index in `refs` of the part that holds each of these samples, [N]."""
+        return self.parts_N[np.searchsorted(self.sorted_keys_N, _as_numbers(keys_N2))]
+
     def load(self, values: Sequence[dict[SampleKey, PerToken]]) -> TokenColumn:
         """Return the parts."""
         return tuple(values)

@@ -8,7 +8,6 @@ controller --- GroupJob ---> RolloutWorker --- requests of one group ---> the en
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from megarl.rollout.agents.episode import Episode
 from megarl.rollout.agents.run_agent import run_agent
 from megarl.rollout.agents.single_turn import single_turn
 from megarl.rollout.continuing_engine import ContinuingEngine
-from megarl.rollout.engine import CompletionEngine, GenerationEngine, Sampling
+from megarl.rollout.engine import GenerationEngine, Sampling
 from megarl.rollout.engine_pool import EngineLease, EnginePool
 from megarl.rollout.environments.calls import EnvironmentFailedError
 from megarl.rollout.request_clock import RequestClock
@@ -39,9 +38,6 @@ T = TypeVar("T")
 
 ENVIRONMENT = "environment"
 """Name under which failures of environments are counted, as those of a reward term."""
-
-ABORT_GRACE_SECONDS = 10.0
-"""How long to wait for an engine to abort a request that has timed out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,8 +339,7 @@ class RolloutWorker:
                     key=spec.agent_key if own is None else own.key,
                 )
         except TimeoutError as e:
-            for unfinished in sorted(episode.unfinished_requests):
-                await _abort(engine, unfinished)
+            await episode.abort_unfinished()
             raise WorkerError(
                 f"request {request_id} (prompt {job.prompt.prompt_id}) did not finish within {seconds} s "
                 f"(rollout.request_timeout_seconds)"
@@ -406,10 +401,3 @@ async def _gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _abort(engine: CompletionEngine, request_id: str) -> None:
-    """Try to abort a request; ignores an engine that does not reply, because the caller raises an error anyway."""
-    with contextlib.suppress(TimeoutError, WorkerError):
-        async with asyncio.timeout(ABORT_GRACE_SECONDS):
-            await engine.abort(request_id)

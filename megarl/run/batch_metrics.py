@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from megarl.batch.trajectory import TRUNCATED_REASONS
 from megarl.rollout.rollout_worker import GroupSummary, TrajectorySummary
@@ -15,7 +16,7 @@ ENDINGS = ("stop", *TRUNCATED_REASONS)
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Return the metrics of a batch: means over its completions. A batch without completions has no means."""
-    groups, summaries = batch.groups, batch.summaries
+    groups, summaries, rewards = batch.groups, batch.summaries, batch.rewards
     num = len(summaries)
     seconds = [group.summary.generation_seconds for group in batch.all_groups]
     metrics: dict[str, float] = {
@@ -26,11 +27,11 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
     if not summaries:
         return metrics
-    rewards_by_group = [{group.summary.trajectories[i].reward for i in group.summary.kept} for group in groups]
+    rewards_by_group = [set(rewards[first:stop]) for first, stop in pairwise([*batch.group_offsets, num])]
     metrics |= {
-        "reward/mean": sum(t.reward for t in summaries) / num,
-        "reward/informative_groups": sum(len(rewards) > 1 for rewards in rewards_by_group) / len(groups),
-        "response/length": sum(t.response_length for t in summaries) / num,
+        "reward/mean": sum(rewards) / num,
+        "reward/informative_groups": sum(len(distinct) > 1 for distinct in rewards_by_group) / len(groups),
+        "response/length": sum(batch.kept.response_lengths) / num,
         "response/truncated": sum(t.finish_reason in TRUNCATED_REASONS for t in summaries) / num,
         "policy_version/min": min(t.min_policy_version for t in summaries),
     }

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from megarl.config.algorithms.policy import KlRewardConfig, PolicyConfig
 from megarl.functional import AdaptiveKl, kl_penalty
-from megarl.groups.estimation import TokenBatch
+from megarl.groups.estimation.estimators import TokenBatch
+from megarl.groups.estimation.grouped_metrics import Metric
 
 KL_METRIC = "kl/reference"
 """Metric name: mean KL estimate per token, before the coefficient."""
@@ -14,13 +15,13 @@ KL_METRIC = "kl/reference"
 
 def reward_kl_penalty(
     tokens: TokenBatch, algorithm: PolicyConfig, kl_coefficient: float
-) -> tuple[Tensor | None, dict[str, float]]:
+) -> tuple[Tensor | None, dict[str, Metric]]:
     """Return the [T] penalty of each token, or None without `kl_reward`, and its metrics."""
     if algorithm.kl_reward is None:
         return None, {}
     logprobs_T, ref_logprobs_T = tokens.columns["old_logprobs"], tokens.columns["ref_logprobs"]
     kl_T = kl_penalty(logprobs_T, ref_logprobs_T, kind=algorithm.kl_reward.kind)
-    return kl_coefficient * kl_T, {KL_METRIC: tokens.masked_mean(kl_T)}
+    return kl_coefficient * kl_T, {KL_METRIC: tokens.token_mean(kl_T)}
 
 
 def make_adaptive_kl(config: KlRewardConfig | None) -> AdaptiveKl | None:

@@ -36,7 +36,8 @@ class RewardFailures:
         """Count the completions of the groups, all of which were sampled for this step."""
         for group in groups:
             self._num_completions += len(group.summary.trajectories)
-            self._retried.update({name: report.num_retried for name, report in group.summary.terms.items()})
+            for name, report in group.summary.terms.items():
+                self._retried[name] += report.num_retried
             for trajectory in group.summary.trajectories:
                 for name, message in trajectory.reward_errors.items():
                     self._failed[name] += 1

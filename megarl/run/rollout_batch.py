@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count, groupby, pairwise
+from itertools import count, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,11 @@ from megarl.batch.sample_table import SampleKey, SampleTable
 from megarl.batch.trajectory import TRUNCATED_REASONS, Trajectory
 from megarl.config import RunConfig
 from megarl.functional import Denominators
-from megarl.groups.group_stream import FinishedGroup
+from megarl.groups.group_stream import FinishedGroup, groups_per_object
 from megarl.megatron.losses.loss import AnyLoss
 from megarl.megatron.requests import ForwardRequest, MiniBatch, TokenColumn, TrainRequest, VersionRange
 from megarl.rollout.rollout_worker import TrajectorySummary
+from megarl.run.kept_completions import KeptCompletions
 from megarl.workers.payload import Payload, StoredItem
 
 
@@ -54,6 +55,8 @@ class RolloutBatch:
     """Completions to train on, possibly repeated; None: each completion once."""
     versions: BatchVersions | None = None
     """Set if the batch may have tokens of older policies."""
+    _numbered: KeptCompletions | None = field(default=None, init=False, repr=False, compare=False)
+    """The completions of `groups`, if they were needed since these were set."""
 
     @classmethod
     def from_sampled(cls, groups: Sequence[FinishedGroup], *, min_completions: int = 1) -> RolloutBatch:
@@ -76,14 +79,21 @@ class RolloutBatch:
         return [*self.groups, *self.dropped_groups]
 
     @property
+    def kept(self) -> KeptCompletions:
+        """The N completions in columns."""
+        if self._numbered is None or self._numbered.groups is not self.groups:
+            self._numbered = KeptCompletions(self.groups)
+        return self._numbered
+
+    @property
     def summaries(self) -> list[TrajectorySummary]:
         """N trajectory summaries: rewards, lengths and other scalars."""
-        return [self.groups[p].summary.trajectories[i] for p, i in self.keys]
+        return self.kept.summaries
 
     @property
     def rewards(self) -> list[float]:
         """N total rewards: weighted sums of the reward terms."""
-        return [summary.reward for summary in self.summaries]
+        return self.kept.rewards
 
     def reward_term(self, name: str) -> list[float]:
         """Return the N values of one reward term."""
@@ -92,42 +102,36 @@ class RolloutBatch:
     @property
     def group_ids(self) -> list[int]:
         """N group indices, from 0."""
-        return [group_index for group_index, _ in self.keys]
+        return self.kept.group_ids
 
     @property
     def group_offsets(self) -> list[int]:
         """Index of the first completion of each group."""
-        sizes = [len(group.summary.kept) for group in self.groups]
-        return [0, *accumulate(sizes)][:-1]
+        return self.kept.group_offsets
 
     @property
     def keys(self) -> list[SampleKey]:
         """N keys of completions: (index of the group, index of the completion within the group)."""
-        return [(p, i) for p, group in enumerate(self.groups) for i in group.summary.kept]
+        return self.kept.keys
 
     @property
     def segment_keys(self) -> list[list[SampleKey]]:
         """Keys of the sequences of each of the N completions: (index of the group, index within its payload)."""
-        keys = []
-        for p, group in enumerate(self.groups):
-            if not any(summary.segment_tokens for summary in group.summary.trajectories):
-                keys += [[(p, i)] for i in group.summary.kept]
-                continue
-            first = [0, *accumulate(summary.num_segments for summary in group.summary.trajectories)]
-            keys += [[(p, s) for s in range(first[i], first[i + 1])] for i in group.summary.kept]
-        return keys
+        return self.kept.segment_keys
 
     @property
     def logged_advantages(self) -> list[float | None]:
         """Advantage of each sequence of `all_groups`; None for dropped ones, 0 if none was estimated."""
-        known = dict(zip(self.keys, self.scalars.get("advantages", [0.0] * len(self.keys)), strict=True))
-        summaries = [group.summary.trajectories for group in self.all_groups]
-        return [
-            known.get((p, i))
-            for p, of_group in enumerate(summaries)
-            for i, summary in enumerate(of_group)
-            for _ in range(summary.num_segments)
-        ]
+        logged: list[float | None] = []
+        estimated = iter(self.scalars.get("advantages", [0.0] * len(self.keys)))
+        for group in self.groups:
+            kept = set(group.summary.kept)
+            for i, summary in enumerate(group.summary.trajectories):
+                logged += [next(estimated) if i in kept else None] * summary.num_segments
+        num_dropped = sum(
+            summary.num_segments for group in self.dropped_groups for summary in group.summary.trajectories
+        )
+        return [*logged, *[None] * num_dropped]
 
     @property
     def num_dropped(self) -> int:
@@ -210,6 +214,7 @@ class RolloutBatch:
         return ForwardRequest(
             samples=self._table({}),
             payloads=self._payloads,
+            payload_blocks=self._payload_blocks(config),
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         )
 
@@ -226,7 +231,7 @@ class RolloutBatch:
             ValueError: the batch lacks a column of the loss other than `old_logprobs`, which the trainer computes.
         """
         columns = self._columns_of(loss, names or {})
-        algorithm, groups_N = config.algorithm, np.array(self.group_ids, np.int64)
+        algorithm, groups_N = config.algorithm, self.kept.group_numbers
         order_N = np.arange(len(groups_N)) if self.sample_indices is None else np.array(self.sample_indices, np.int64)
         order_N = order_N[np.argsort(groups_N[order_N], kind="stable")]  # group after group
         lengths_N = self._num_tokens(None if self.versions is None else self.versions.oldest)
@@ -253,6 +258,7 @@ class RolloutBatch:
         return TrainRequest(
             mini_batches=tuple(mini_batches),
             payloads=self._payloads,
+            payload_blocks=self._payload_blocks(config),
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
             loss=loss,
             columns={name: self.columns[own_name] for name, own_name in columns.items() if own_name in self.columns},
@@ -263,14 +269,12 @@ class RolloutBatch:
     @property
     def mixed_kv_share(self) -> float:
         """Share of the sampled tokens after a push within their request; 0 without tokens."""
-        return sum(s.num_mixed_since(0) for s in self.summaries) / max(
-            1, sum(s.response_length for s in self.summaries)
-        )
+        return sum(s.num_mixed_since(0) for s in self.summaries) / max(1, sum(self.kept.response_lengths))
 
     def _num_tokens(self, oldest: int | None) -> NDArray[np.int64]:
         """Return the number of sampled tokens of each completion, [N]; of versions from `oldest` on, if given."""
         if oldest is None:
-            return np.array([summary.response_length for summary in self.summaries], np.int64)
+            return np.array(self.kept.response_lengths, np.int64)
         return np.array([summary.num_tokens_since(oldest) for summary in self.summaries], np.int64)
 
     def _version_range(self, order_N: NDArray[np.int64]) -> VersionRange | None:
@@ -302,6 +306,11 @@ class RolloutBatch:
     def _payloads(self) -> tuple[StoredItem[Sequence[Trajectory]], ...]:
         return tuple(group.payload for group in self.groups)
 
+    def _payload_blocks(self, config: RunConfig) -> tuple[int, ...]:
+        """Return the block of each group: those that were sent to a worker together, if it had enough."""
+        per_object = groups_per_object(config)
+        return tuple([group.summary.group_id // per_object for group in self.groups])
+
     def _table(
         self, columns: Mapping[ColumnName, ColumnName], episode_tokens_N: NDArray[np.int64] | None = None
     ) -> SampleTable:
@@ -311,24 +320,23 @@ class RolloutBatch:
             episode_tokens_N: number of trained tokens of each completion. It becomes the column `EPISODE_TOKENS` if a
                 completion has several sequences: a mean over its tokens is one over those of all of them.
         """
-        summaries = self.summaries
-        num_segments_N = np.array([summary.num_segments for summary in summaries], np.int64)
+        kept = self.kept
         scalars = {
             name: np.array(self.scalars[own_name], np.float64)
             for name, own_name in columns.items()
             if own_name in self.scalars and own_name not in self.columns
         }
-        if episode_tokens_N is not None and bool((num_segments_N > 1).any()):
+        if episode_tokens_N is not None and bool((kept.num_segments > 1).any()):
             scalars[EPISODE_TOKENS] = episode_tokens_N.astype(np.float64)
         return SampleTable(
-            np.array(list(chain(*self.segment_keys)), np.int64).reshape(-1, 2),
-            np.array([n for summary in summaries for n in summary.segment_tokens or (summary.num_tokens,)], np.int64),
-            {name: np.repeat(values_N, num_segments_N) for name, values_N in scalars.items()},
+            kept.sequence_keys,
+            kept.sequence_tokens,
+            {name: np.repeat(values_N, kept.num_segments) for name, values_N in scalars.items()},
         )
 
     def _sequences_of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices, of S, of the sequences of these completions."""
-        offsets = np.cumsum([0, *(summary.num_segments for summary in self.summaries)])
+        offsets = self.kept.sequence_offsets
         if offsets[-1] == len(offsets) - 1:
             return indices
         return np.concatenate([np.arange(offsets[n], offsets[n + 1]) for n in indices.tolist()])
@@ -336,7 +344,11 @@ class RolloutBatch:
 
 def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Return the sum of a completion's terms, each times its weight; its source may lack some terms."""
-    return sum((weight * rewards[name] for name, weight in weights.items() if name in rewards), 0.0)
+    total = 0.0
+    for name, weight in weights.items():
+        if name in rewards:
+            total += weight * rewards[name]
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

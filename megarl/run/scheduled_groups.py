@@ -22,9 +22,16 @@ from megarl.run.schedule_log import ScheduleLog
 from megarl.schedule.events import Admitted, OpenGroup, Outcome, ScheduleState
 from megarl.schedule.schedule import Schedule
 from megarl.schedule.staleness import TokenStaleness, token_staleness
+from megarl.workers.call_batches import LINGER_SECONDS
 
 Keep = Callable[[FinishedGroup], bool]
 """Whether a step may train on a group; others are removed, and replaced by the next prompts."""
+
+ARRIVAL_SECONDS = LINGER_SECONDS + 0.02
+"""How long a push waits for one more finished group, if what it admits depends on how many there are.
+
+A worker returns a group at most `LINGER_SECONDS` after it has finished.
+"""
 
 READ_AHEAD = 2
 """Number of logged batches that are read from the journal before they are needed."""
@@ -39,6 +46,10 @@ class Stream(Protocol):
 
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
         """Return the groups that have finished since the last call; waits for one if there is none."""
+        ...
+
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        """Return the groups that have finished since the last call, until none arrives within `seconds`."""
         ...
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -155,6 +166,8 @@ class ScheduledGroups:
         dropped = {ordinal: self._arrived.pop(ordinal, None) for ordinal in event.dropped}
         self._stream.cancel([id_ for id_, ordinal in self._ordinals.items() if ordinal in dropped])
         self._step_begin = self.schedule.state()
+        if self.schedule.policy.adapt_lookahead and not self.schedule.is_replaying:
+            self._mark_finished(self._stream.take_finished(ARRIVAL_SECONDS))  # they arrived during training
         self._admit(self.schedule.capacity)
 
     def forget_kept(self) -> None:
@@ -216,7 +229,10 @@ class ScheduledGroups:
     def _receive(self) -> None:
         """Wait for at least one group, and mark those that have finished."""
         assert self._ordinals, f"step {self.schedule.step} waits for a group, but none is in flight"
-        for job, group in self._stream.wait(f"step-{self.schedule.step}"):
+        self._mark_finished(self._stream.wait(f"step-{self.schedule.step}"))
+
+    def _mark_finished(self, groups: Iterable[tuple[GroupJob, FinishedGroup]]) -> None:
+        for job, group in groups:
             ordinal = self._ordinals.pop(job.request_id)
             if self.schedule.is_unfinished(ordinal):
                 versions = [self._version(v) for t in group.summary.trajectories for v, _ in t.tokens_by_version]

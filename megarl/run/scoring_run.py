@@ -5,10 +5,11 @@ Tokens stay in the workers: the controller passes references on.
 
 from __future__ import annotations
 
-from itertools import chain
+import numpy as np
 
 from megarl.batch.pack import ColumnName
-from megarl.groups.estimation import EstimateJob, Estimator
+from megarl.groups.estimation.estimate_job import EstimateJob
+from megarl.groups.estimation.estimators import Estimator
 from megarl.run.kl_penalty import KL_METRIC
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.run.sampling_run import SamplingRun
@@ -65,10 +66,11 @@ class ScoringRun(SamplingRun):
     def estimate(
         self, estimator: Estimator, batch: RolloutBatch, *arguments: object, outputs: tuple[ColumnName, ...] = ()
     ) -> None:
-        """Run `estimator(tokens, *arguments)` in a rollout worker, where the tokens are; store its results in `batch`.
+        """Run `estimator(tokens, *arguments)` where the tokens are, in rollout workers; store its results in `batch`.
 
         Args:
-            estimator: a module-level function, such as `group_estimates`.
+            estimator: a module-level function, such as `group_estimates`. With `by_groups`, each worker runs it on some
+                of the groups; otherwise one worker runs it on all. Its tokens have the columns and scalars of `batch`.
             outputs: columns (per token) that it returns; scalars (per completion) and metrics need no declaration.
         """
         if not batch.groups:
@@ -77,17 +79,21 @@ class ScoringRun(SamplingRun):
             job = EstimateJob(
                 estimator=estimator,
                 arguments=arguments,
-                keys=tuple(chain(*batch.segment_keys)),
-                rewards=tuple(batch.rewards),
+                keys_S=batch.kept.sequence_keys,
+                groups_N=batch.kept.group_numbers,
+                rewards_N=np.array(batch.rewards, np.float64),
+                scalars={name: np.array(values, np.float64) for name, values in batch.scalars.items()},
                 columns=dict(batch.columns),
                 outputs=outputs,
+                num_tokens=int(batch.kept.sequence_tokens.sum()),
                 turn_weight=self._turn_weight,
             )
-            output, columns = self.rollout.estimate(job, batch.groups)
+            summary, columns = self.rollout.estimate(job, batch.groups)
         batch.columns.update(columns)
-        batch.scalars.update(output.scalars)
-        self._step_metrics.update(output.metrics)
-        if self._adaptive_kl is not None and KL_METRIC in output.metrics:
+        batch.scalars.update({name: values_N.tolist() for name, values_N in summary.scalars.items()})
+        metrics = summary.metric_values
+        self._step_metrics.update(metrics)
+        if self._adaptive_kl is not None and KL_METRIC in metrics:
             self._step_metrics["kl/coefficient"] = self._adaptive_kl.coefficient
 
     @property

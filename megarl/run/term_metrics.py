@@ -27,18 +27,18 @@ def term_metrics(batch: RolloutBatch, weights: Mapping[str, float]) -> dict[str,
     for name, times in seconds.items():
         metrics[f"reward/{name}/seconds_mean"] = sum(times) / len(times)
         metrics[f"reward/{name}/seconds_max"] = max(times)
-    found: dict[str, list[tuple[float, int]]] = {}
-    """By term, its value and the number of sampled tokens of each completion whose source has the term."""
-    for summary in batch.summaries:
-        for name in weights:
-            if name in summary.rewards:
-                found.setdefault(name, []).append((summary.rewards[name], summary.response_length))
-    parts = {name: sum(abs(weights[name] * value) for value, _ in pairs) for name, pairs in found.items()}
+    found: dict[str, tuple[list[float], list[int]]] = {}
+    """By term, its values and the numbers of sampled tokens of the completions whose source has the term."""
+    for name in weights:
+        scored = [summary for summary in batch.summaries if name in summary.rewards]
+        if scored:
+            found[name] = [each.rewards[name] for each in scored], [each.response_length for each in scored]
+    parts = {name: sum(abs(weights[name] * value) for value in values) for name, (values, _) in found.items()}
     total = sum(parts.values())
-    for name, pairs in found.items():
+    for name, (values, lengths) in found.items():
         if total > 0:
             metrics[f"reward/{name}/share"] = parts[name] / total
-        correlation = _correlation(*zip(*pairs, strict=True))
+        correlation = _correlation(values, lengths)
         if correlation is not None:
             metrics[f"reward/{name}/length_correlation"] = correlation
     return metrics

@@ -1,4 +1,4 @@
-"""What distinguishes one schedule from another: five settings of the same state machine."""
+"""What distinguishes one schedule from another: six settings of the same state machine."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ class SchedulePolicy:
     """How weights are pushed while groups are unfinished."""
     in_order: bool = False
     """Batches take groups in the order of their ordinals, whichever finish first."""
+    adapt_lookahead: bool = False
+    """Finished groups beyond a batch, which may be leased, take up the places of as many that are not admitted yet."""
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:

@@ -12,6 +12,10 @@ Two rules, with L = `lookahead`, eta = `max_staleness` and B groups per step:
 
 By the second rule no trained token is more than eta versions old. By the first one, and L <= eta, a step that waits can
 go on once its groups finish.
+
+With `adapt_lookahead`, finished groups count twice in the gate, but for B of them, those of a leased batch first: fewer
+groups are admitted while training is slower than generation. A batch is then finished already, and the groups that it
+may have to wait for are admitted.
 """
 
 from __future__ import annotations
@@ -140,7 +144,10 @@ class Schedule:
         if self.num_steps is not None:
             num_batches = max(0, min(num_batches, self.num_steps - self._version))
         num_leased = 0 if self._lease is None else self.groups_per_step
-        return max(0, num_batches * self.groups_per_step - len(self._queue) - num_leased)
+        num_waiting = 0
+        if self.policy.adapt_lookahead:
+            num_waiting = max(0, self._queue.num_finished + num_leased - self.groups_per_step)
+        return max(0, num_batches * self.groups_per_step - len(self._queue) - num_leased - num_waiting)
 
     @property
     def num_to_prime(self) -> int:

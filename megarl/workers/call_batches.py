@@ -29,6 +29,10 @@ class CallBatches(Generic[A, R]):
         """Number of calls that are running."""
         return sum(not future.done() for waiting in list(self._batches.values()) for future in list(waiting))
 
+    def num_ready(self, batch_id: str) -> int:
+        """Return the number of calls of a batch that have ended and were not collected."""
+        return sum(future.done() for future in self._batches.get(batch_id, ()))
+
     async def begin(
         self, batch_id: str, arguments: Sequence[A], limit: int | None = None
     ) -> list[tuple[int, R | MegarlError]]:
@@ -51,8 +55,13 @@ class CallBatches(Generic[A, R]):
         waiting = self._batches.get(batch_id, {})
         while waiting and not any(future.done() for future in waiting):
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if sum(future.done() for future in waiting) < min(len(waiting), limit or len(waiting)):
-            await asyncio.sleep(LINGER_SECONDS)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINGER_SECONDS
+        while (seconds := deadline - loop.time()) > 0:
+            running = [future for future in waiting if not future.done()]
+            if not running or len(waiting) - len(running) >= (limit or len(waiting)):
+                break
+            await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finished = [(index, future) for future, index in waiting.items() if future.done()][:limit]
         try:
             collected = [(index, self._outcome(future)) for index, future in finished]

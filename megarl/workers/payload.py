@@ -128,6 +128,32 @@ def distinct_refs(items: Sequence[StoredItem[T]]) -> tuple[list[Any], tuple[tupl
     return list(positions), tuple(places)  # a tuple: Ray pickles each item of a list by itself
 
 
+MAX_ARGUMENTS = 64
+"""Largest number of stored values that are arguments of one call. Ray fetches those below 100 kB to the caller, and
+sends them by value, all of them in one message, of at most 512 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfetchedArguments:
+    """References to the arguments of a call, whose receiver fetches the values."""
+
+    refs: tuple[Any, ...]
+
+
+def as_arguments(refs: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments with which a call gets the values of stored objects, however many, by `fetch_arguments`."""
+    return tuple(refs) if len(refs) <= MAX_ARGUMENTS else (UnfetchedArguments(tuple(refs)),)
+
+
+def fetch_arguments(arguments: Sequence[Any]) -> Sequence[Any]:
+    """Return the values of stored objects, given what has become of `as_arguments`; blocks until they are here."""
+    match arguments:
+        case [UnfetchedArguments(refs=refs)]:
+            return _get(list(refs))
+        case _:
+            return arguments  # Ray has replaced the references
+
+
 def _get(refs: list[Any]) -> list[Any]:
     import ray  # a trainer rank whose values are all local needs no Ray
 

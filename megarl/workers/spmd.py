@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.errors import MegarlError, WorkerError
 from megarl.placement.rank_grid import RankGrid
+from megarl.process.frozen_objects import freeze_objects
 from megarl.workers.dispatch import Dispatch
 from megarl.workers.payload import LocalPayload
 
@@ -111,6 +112,7 @@ class SpmdGroup(Generic[W]):
 
         def build() -> None:
             self._worker = self._run("start", lambda: factory(*arguments))
+            freeze_objects(collect=True)
 
         return LazyFuture(build, self._begun)
 

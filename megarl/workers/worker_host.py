@@ -8,11 +8,12 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from megarl.errors import MegarlError
+from megarl.process.frozen_objects import freeze_objects
 from megarl.process.stack_dump import ProcessInfo, register_stack_dump
 from megarl.process.startup_trace import StartupTiming, StartupTrace
 from megarl.workers.call_batches import CallBatches
@@ -27,6 +28,15 @@ def _read_process_info() -> ProcessInfo:
         pid=os.getpid(),
         dump_fd=register_stack_dump(),
     )
+
+
+class CollectedCalls(NamedTuple):
+    """Results of calls that were sent to a process together and have finished."""
+
+    results: tuple[tuple[int, Any | MegarlError], ...]
+    """The index of each call, and its small result or error."""
+    num_ready: int
+    """Number of calls that have finished as well, which the next call returns."""
 
 
 class WorkerHost:
@@ -55,6 +65,7 @@ class WorkerHost:
         with self._startup_trace.record_build(requested_at):
             os.environ.update(environment)
             self._workers[role] = factory(*arguments)
+            freeze_objects(collect=True)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Return the result of `function`, called in this process."""
@@ -127,6 +138,7 @@ class AsyncWorkerHost:
                 self._building = asyncio.ensure_future(worker)
                 worker = await self._building
             self._worker = worker
+            freeze_objects()
 
     async def startup_timing(self) -> StartupTiming:
         """Return the startup timing of this process."""
@@ -141,9 +153,11 @@ class AsyncWorkerHost:
         return await getattr(self._worker, method)(*arguments)
 
     async def begin_calls(
-        self, batch_id: str, method: str, arguments: Sequence[Any], limit: int
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        self, batch_id: str, method: str, arguments: Sequence[Any], per_object: int, num_objects: int
+    ) -> tuple[Any, ...]:
         """Begin `method(argument)` for each argument; the method returns a small result and a large value.
+
+        The values of an object are a tuple, or the sequence that the worker's function `join_values` makes of them.
 
         Returns:
             As `collect_calls`.
@@ -152,19 +166,21 @@ class AsyncWorkerHost:
             batch_id: name of these calls, unique in this process.
         """
         calls = [(method, argument) for argument in arguments]
-        return _separate_values(await self._batches.begin(batch_id, calls, limit))
+        finished = await self._batches.begin(batch_id, calls, per_object * num_objects)
+        return self._separate_values(batch_id, finished, per_object, num_objects)
 
-    async def collect_calls(self, batch_id: str, limit: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Wait for a result of a batch that `begin_calls` has begun; return up to `limit` results that have finished.
+    async def collect_calls(self, batch_id: str, per_object: int, num_objects: int) -> tuple[Any, ...]:
+        """Wait for a result of a batch that `begin_calls` has begun; return results that have finished.
 
         Returns:
-            For two object references: a tuple with the index of each of these calls and its small result or error, and
-            the tuple of their values, None for an error. Ray would pickle each item of a list by itself.
+            For 1 + `num_objects` object references: a `CollectedCalls`, and sequences of up to `per_object` values,
+            None for an error, in the order of the results; those that are not needed are empty tuples.
 
         Raises:
             Exception: a call raised an error that is not of megarl; the batch is over.
         """
-        return _separate_values(await self._batches.collect(batch_id, limit))
+        finished = await self._batches.collect(batch_id, per_object * num_objects)
+        return self._separate_values(batch_id, finished, per_object, num_objects)
 
     async def cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
         """Cancel these calls of a batch, whose results are not returned."""
@@ -175,6 +191,20 @@ class AsyncWorkerHost:
         result, value = await getattr(self._worker, method)(argument)
         return result, value
 
+    def _separate_values(
+        self,
+        batch_id: str,
+        finished: Sequence[tuple[int, tuple[Any, Any] | MegarlError]],
+        per_object: int,
+        num_objects: int,
+    ) -> tuple[Any, ...]:
+        results = tuple((i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished)
+        values = [None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished]
+        join: Callable[[Sequence[Any]], Any] = getattr(self._worker, "join_values", tuple)
+        parts = [values[n * per_object : (n + 1) * per_object] for n in range(num_objects)]
+        objects = [join(part) if part else () for part in parts]
+        return CollectedCalls(results, self._batches.num_ready(batch_id)), *objects
+
     async def stop(self) -> None:
         """Shut the worker down, or cancel its construction if it is not built yet."""
         if self._worker is not None:
@@ -182,10 +212,3 @@ class AsyncWorkerHost:
         elif self._building is not None:
             self._building.cancel()
             await asyncio.wait([self._building])
-
-
-def _separate_values(
-    finished: Sequence[tuple[int, tuple[Any, Any] | MegarlError]],
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    results = tuple((i, outcome if isinstance(outcome, MegarlError) else outcome[0]) for i, outcome in finished)
-    return results, tuple(None if isinstance(outcome, MegarlError) else outcome[1] for _, outcome in finished)

@@ -23,7 +23,7 @@ from megarl.config.trainer import OffloadConfig
 from megarl.data.run_prompts import RunPrompts
 from megarl.data.sampler import PromptOrder
 from megarl.groups.auxiliary_models import AuxiliaryModels
-from megarl.groups.estimation import EstimateJob, estimate
+from megarl.groups.estimation.estimate_job import EstimateJob
 from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.sync_update import PushReport
 from megarl.megatron.requests import ForwardRequest, TrainRequest, TrainStats
@@ -36,6 +36,7 @@ from megarl.run.run_state import RunState
 from megarl.tracking.phases import PhaseTimer
 from megarl.tracking.startup import Startup
 from megarl.workers.payload import LocalPayload
+from tests.groups.estimates import estimate_here
 from tests.run.finished_groups import completion, finished_group, run_config
 
 
@@ -224,8 +225,8 @@ class FakeRolloutGroup:
         return replace(completion(mask, reward=reward, rewards=rewards), finish_reason=finish_reason)
 
     def estimate(self, job: EstimateJob, groups: Sequence[FinishedGroup]) -> Any:
-        found, columns = estimate(job, [group.payload.fetch() for group in groups])
-        return found, {name: LocalPayload(column) for name, column in zip(job.outputs, columns, strict=True)}
+        found, columns = estimate_here(job, [group.payload.fetch() for group in groups])
+        return found, {name: LocalPayload([column]) for name, column in columns.items()}
 
     def flush_records(self) -> None:
         """Do nothing: the fake writes no records."""
@@ -251,6 +252,9 @@ class FakeGroupStream:
     def wait(self, label: str) -> list[tuple[GroupJob, FinishedGroup]]:
         job, first_version = self.jobs.pop()
         return [(job, self.rollout.sample_job(job, first_version))]
+
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        return []
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         cancelled = set(request_ids)

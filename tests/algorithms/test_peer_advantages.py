@@ -16,8 +16,8 @@ from megarl.algorithms.ppo import ppo_estimates
 from megarl.algorithms.prime import prime_estimates
 from megarl.algorithms.reinforce import reinforce_estimates
 from megarl.config.algorithms.algorithm import AlgorithmConfig
-from megarl.functional import whiten
-from megarl.groups.estimation import TokenBatch
+from megarl.functional import normalize, whiten
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch
 
 PEER = json.loads((Path(__file__).parent / "peer_advantages.json").read_text())
 
@@ -53,25 +53,33 @@ def assert_equal(got: Tensor, name: str) -> None:
     np.testing.assert_allclose(got.numpy(), packed(name).numpy(), rtol=2e-5, atol=2e-6)
 
 
+def whitened(out: EstimatorOutput) -> Tensor:
+    """Return the advantages as they are once the rollout workers have whitened them."""
+    advantages_T, whitening = out.columns["advantages"], out.whitening
+    assert whitening is not None
+    mask_T = torch.ones(len(advantages_T), dtype=torch.bool)
+    return normalize(advantages_T, mask_T, mean=whitening.mean, variance=whitening.variance)
+
+
 PENALTY = {"kl_reward": {"kind": "k1", "coefficient": 1.0}}
 
 
 def test_ppo_of_verl() -> None:
     config = algorithm("ppo", "compat:verl", gamma=PEER["gamma"], lam=PEER["lam"], **PENALTY)
     out = ppo_estimates(token_batch(penalty=True), config, 1.0)
-    assert_equal(out.columns["advantages"], "verl.compute_gae_advantage_return")
+    assert_equal(whitened(out), "verl.compute_gae_advantage_return")
 
 
 def test_reinforce_pp_of_verl() -> None:
     config = algorithm("reinforce_pp", "compat:verl", **PENALTY)
     out = reinforce_estimates(token_batch(penalty=True), config, 1.0)
-    assert_equal(out.columns["advantages"], "verl.compute_reinforce_plus_plus_outcome_advantage")
+    assert_equal(whitened(out), "verl.compute_reinforce_plus_plus_outcome_advantage")
 
 
 @pytest.mark.parametrize("preset", ["compat:verl", "compat:slime"])
 def test_reinforce_pp_baseline(preset: str) -> None:
     out = reinforce_estimates(token_batch(), algorithm("reinforce_pp_baseline", preset), 0.0)
-    assert_equal(out.columns["advantages"], "verl.compute_reinforce_plus_plus_baseline_outcome_advantage")
+    assert_equal(whitened(out), "verl.compute_reinforce_plus_plus_baseline_outcome_advantage")
 
 
 def test_whitening_of_slime() -> None:
@@ -83,6 +91,6 @@ def test_whitening_of_slime() -> None:
 
 def test_prime_of_its_authors() -> None:
     out = prime_estimates(token_batch(), algorithm("prime", "paper"))
-    assert_equal(out.columns["advantages"], "verl.prime.compute_rloo_advantage_return")
+    assert_equal(whitened(out), "verl.prime.compute_rloo_advantage_return")
     raw = prime_estimates(token_batch(), algorithm("prime", "paper", whiten=False))
     assert_equal(raw.columns["advantages"], "verl.prime.returns")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.batch.packed_trajectories import PackedTrajectories
+from megarl.batch.packed_trajectories import PackedGroups, PackedTrajectories
 from megarl.batch.trajectory import Trajectory, count_turns
 
 
@@ -92,6 +92,34 @@ def test_selected_trajectories_of_several_groups_are_joined_in_order(seed: int) 
     assert_same(joined, expected)
     again = sorted(random.sample(range(len(expected)), len(expected) // 2))
     assert_same(PackedTrajectories.join([(joined, again)]), [expected[i] for i in again])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_groups_that_are_stored_together_are_joined_with_others_in_any_order(seed: int) -> None:
+    random = Random(seed)
+    objects = [[random_group(random, number) for number in range(random.randint(0, 4))] for _ in range(3)]
+    packed = [PackedGroups.of([PackedTrajectories.of(group) for group in groups]) for groups in objects]
+    for groups, found in zip(objects, packed, strict=True):
+        assert len(found) == len(groups)
+        for group, own in zip(groups, found, strict=True):
+            assert_same(own, group)
+            assert_same(own[1:], group[1:])
+    chosen = [(o, g) for o, groups in enumerate(objects) for g in range(len(groups))]
+    random.shuffle(chosen)
+    members = [sorted(random.sample(range(n := len(objects[o][g])), random.randint(0, n))) for o, g in chosen]
+    parts = [(packed[o][g], own) for (o, g), own in zip(chosen, members, strict=True)]
+    expected = [objects[o][g][i] for (o, g), own in zip(chosen, members, strict=True) for i in own]
+    joined = PackedTrajectories.join(parts)
+    assert_same(joined, expected)
+    assert len(joined.details) <= sum(len(each.packed.details) for each in packed)
+
+
+def test_sequences_of_which_nothing_is_taken_leave_the_others_their_details() -> None:
+    random = Random(0)
+    groups = [random_group(random, number) for number in range(60)]
+    members = [range(len(group)) if number % 3 else range(0) for number, group in enumerate(groups)]
+    joined = PackedTrajectories.join(list(zip(groups, members, strict=True)))
+    assert_same(joined, [group[i] for group, own in zip(groups, members, strict=True) for i in own])
 
 
 def test_tokens_are_slices_of_the_block() -> None:

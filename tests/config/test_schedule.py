@@ -27,6 +27,7 @@ def test_defaults_by_type() -> None:
     one_step_off = SchedulePolicy(lookahead=1, max_staleness=1, update=Update.DRAIN, in_order=True)
     assert policy(type="one_step_off") == policy(type="one_step_off", lookahead=1) == one_step_off
     assert policy(type="async") == SchedulePolicy(lookahead=3, max_staleness=8, update=Update.RETRACT)
+    assert policy(type="async", adapt_lookahead=True).adapt_lookahead
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_async_settings(given: dict[str, int], expected: tuple[int, int]) -> Non
             {"type": "one_step_off", "update": "retract"},
             "update needs to be drain with type: one_step_off, got retract",
         ),
+        ({"adapt_lookahead": True}, "adapt_lookahead needs to be false with type: sync, got true"),
         ({"type": "async", "lookahead": -1}, "greater than or equal to 0"),
     ],
 )

@@ -1,6 +1,8 @@
-"""The vectorized recurrence against a loop. Shapes: K elements; R chunks of C elements."""
+"""The vectorized recurrence against a loop. Shapes: S sequences of K elements; R chunks of C elements."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,50 +10,66 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.functional.recurrence import CHUNK, column_index, solve_backwards_, to_columns
+from megarl.functional.recurrence import CHUNK, Columns, solve_backwards_
 
 
-def by_loop(b: np.ndarray, a: np.ndarray) -> np.ndarray:
-    out, behind = np.zeros_like(b), 0.0
-    for t in reversed(range(len(b))):
-        behind = out[t] = b[t] + a[t] * behind
+def by_loop(b: np.ndarray, a: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    out = np.zeros_like(b)
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+        behind = 0.0
+        for t in reversed(range(end - length, end)):
+            behind = out[t] = b[t] + a[t] * behind
     return out
 
 
-def solve_in_columns(b: np.ndarray, a: np.ndarray) -> np.ndarray:
-    num = len(b)
-    b_CR, a_CR = to_columns(torch.tensor(b)), to_columns(torch.tensor(a))
-    place_K = column_index(torch.arange(b_CR.numel()), num)
-    a_CR.view(-1)[place_K[num - 1 :]] = 0
+def solve_in_columns(b: np.ndarray, a: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    columns = Columns.of(torch.tensor(lengths))
+    b_CR = torch.from_numpy(b)[columns.index_CR]
+    a_CR = torch.from_numpy(a)[columns.index_CR].masked_fill_(columns.is_end_CR, 0)
     x_CR = solve_backwards_(b_CR, a_CR)
     assert x_CR.data_ptr() == b_CR.data_ptr()
-    x_K = x_CR.view(-1)[place_K].numpy()
-    # padding: copies of the last element, each with factor 0
-    assert (x_K[num:] == b[-1]).all()
-    return x_K[:num]
+    x_K = np.full_like(b, np.nan)
+    for k, x in zip(columns.index_CR.flatten().tolist(), x_CR.flatten().tolist(), strict=True):
+        assert np.isnan(x_K[k]) or x_K[k] == x  # padding has the result of the last element
+        x_K[k] = x
+    return x_K
 
 
-@pytest.mark.parametrize("num", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 5])
-def test_columns_are_chunks_padded_with_the_last_element(num: int) -> None:
-    values_CR = to_columns(torch.arange(num))
-    assert values_CR.is_contiguous()
-    assert len(values_CR) == CHUNK
-    assert values_CR.t().flatten().tolist() == [min(k, num - 1) for k in range(values_CR.numel())]
-    assert values_CR.numel() - num < CHUNK
-    places = column_index(torch.arange(num), num)
-    assert values_CR.flatten()[places].tolist() == list(range(num))
+def test_a_sequence_begins_a_column_and_repeats_its_last_element() -> None:
+    lengths = [1, CHUNK - 1, 0, CHUNK, CHUNK + 1, 0, 2 * CHUNK]
+    columns = Columns.of(torch.tensor(lengths))
+    want, ends, owners, first = [], [], [], 0
+    for sequence, length in enumerate(lengths):
+        for start in range(0, length, CHUNK):
+            want.append([first + min(start + c, length - 1) for c in range(CHUNK)])
+            ends.append([start + c >= length - 1 for c in range(CHUNK)])
+            owners.append(sequence)
+        first += length
+    assert columns.index_CR.is_contiguous()
+    assert columns.index_CR.t().tolist() == want
+    assert columns.is_end_CR.t().tolist() == ends
+    assert columns.sequence_R.tolist() == owners
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-9, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("num", [1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK**2, CHUNK**2 + 1, 40_000])
 def test_solution_matches_a_loop(num: int, factor: float) -> None:
     b, a = np.random.default_rng(num).normal(size=num), np.full(num, factor)
-    np.testing.assert_allclose(solve_in_columns(b, a), by_loop(b, a), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(solve_in_columns(b, a, [num]), by_loop(b, a, [num]), rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 200), st.floats(0, 1), st.integers(0, 2**32 - 1))
-def test_solution_matches_a_loop_with_random_factors(num: int, zeros: float, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=9).filter(sum), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_sequences_are_solved_one_by_one(lengths: list[int], zeros: float, seed: int) -> None:
+    """As by a loop, and with the same bits as each sequence alone."""
+    rng, num = np.random.default_rng(seed), sum(lengths)
     b, a = rng.normal(size=num), np.where(rng.random(num) < zeros, 0.0, rng.random(num))
-    np.testing.assert_allclose(solve_in_columns(b, a), by_loop(b, a), rtol=1e-12, atol=1e-12)
+    got = solve_in_columns(b, a, lengths)
+    np.testing.assert_allclose(got, by_loop(b, a, lengths), rtol=1e-12, atol=1e-12)
+    bounds = np.cumsum(lengths)
+    alone = [
+        solve_in_columns(b[end - length : end], a[end - length : end], [length])
+        for end, length in zip(bounds, lengths, strict=True)
+        if length
+    ]
+    assert got.tobytes() == np.concatenate(alone).tobytes()

@@ -25,7 +25,6 @@ from megarl.config.algorithms.reinforce_family import (
     RemaxConfig,
 )
 from megarl.functional import aggregate
-from megarl.groups.estimation import EstimateJob, estimate
 from megarl.megatron.losses.supervised import SftLoss
 from megarl.rollout.journal.group_codec import decode_group, encode_group
 from megarl.rollout.rollout_worker import summarize
@@ -33,6 +32,7 @@ from megarl.run.batch_metrics import batch_metrics
 from megarl.run.rollout_batch import RolloutBatch
 from megarl.workers.payload import LocalPayload
 from tests.algorithms.scripted_run import run_script
+from tests.groups.estimates import estimate_here, make_job
 from tests.run.finished_groups import completion, finished_group, run_config
 
 MASKS = [[[[0, 1, 1], [0, 0, 1]], [[0, 1]]], [[[0, 1, 0, 1]], [[0, 1, 1, 1], [0, 1], [0, 0, 1, 1]]]]
@@ -76,17 +76,18 @@ def run_estimator(
     parts = np.split(values, np.cumsum(lengths)[:-1])
     column: Any = LocalPayload([dict(zip(keys, parts, strict=True))])
     per_token = estimator is not group_estimates or turn_weight is not None
-    job = EstimateJob(
-        estimator=estimator,
-        arguments=tuple(arguments),
-        keys=tuple(keys),
-        rewards=tuple(reward for group in REWARDS for reward in group),
-        columns={"values": column},
-        outputs=("advantages",) if per_token else (),
+    job = make_job(
+        estimator,
+        arguments,
+        groups,
+        [reward for group in REWARDS for reward in group],
+        {"values": column},
+        ("advantages",) if per_token else (),
+        scalars={"greedy_rewards": [0.5, 0.5, 0.25, 0.25]},
         turn_weight=turn_weight,
     )
-    summary, columns = estimate(job, groups)
-    return summary, np.concatenate([columns[0][0][key] for key in keys]) if per_token else None
+    summary, columns = estimate_here(job, groups)
+    return summary, np.concatenate([columns["advantages"][key] for key in keys]) if per_token else None
 
 
 ESTIMATORS: list[tuple[Any, tuple[Any, ...]]] = [
@@ -96,7 +97,7 @@ ESTIMATORS: list[tuple[Any, tuple[Any, ...]]] = [
     (vapo_estimates, (VapoConfig(), 0.0)),
     (reinforce_estimates, (ReinforcePlusPlusConfig(kl_reward=None), 0.0)),
     (reinforce_estimates, (ReinforcePlusPlusBaselineConfig(), 0.0)),
-    (remax_estimates, (RemaxConfig(kl_reward=None), 0.0, [0.5, 0.5, 0.25, 0.25])),
+    (remax_estimates, (RemaxConfig(kl_reward=None), 0.0)),
 ]
 
 
@@ -120,17 +121,9 @@ def test_rewards_of_turns_and_the_rest_add_up_to_the_reward() -> None:
     keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
     zeros: Any = LocalPayload([{(g, i): np.zeros(groups[g][i].num_tokens, np.float32) for g, i in keys}])
     config = PpoConfig(lam=1.0, gamma=1.0, whiten=False, kl_reward=None)
-    rewards = tuple(reward for group in REWARDS for reward in group)
-    job = EstimateJob(
-        estimator=ppo_estimates,
-        arguments=(config, 0.0),
-        keys=tuple(keys),
-        rewards=rewards,
-        columns={"values": zeros},
-        outputs=("advantages",),
-        turn_weight=0.5,
-    )
-    _, (((column),),) = estimate(job, groups)
+    rewards = [reward for group in REWARDS for reward in group]
+    job = make_job(ppo_estimates, (config, 0.0), groups, rewards, {"values": zeros}, ("advantages",), turn_weight=0.5)
+    column = estimate_here(job, groups)[1]["advantages"]
     # episode 0: 0.5 * 0.5 and 0.5 * 0.25 for its turns, and 1 - 0.375 = 0.625 more at the end
     assert column[(0, 0)].tolist() == [0.0, 1.0, 1.0]
     assert column[(0, 1)].tolist() == [0.0, 0.0, 0.75]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -32,8 +33,11 @@ from megarl.config.algorithms.reinforce_family import (
     ReinforcePlusPlusConfig,
     RemaxConfig,
 )
-from megarl.groups.estimation import EstimateJob, EstimateSummary, TokenBatch, estimate, make_token_batch
+from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateSummary, share_groups
+from megarl.groups.estimation.estimators import EstimatorOutput, TokenBatch, make_token_batch
+from megarl.megatron.token_column import ComputedColumn
 from megarl.workers.payload import LocalPayload
+from tests.groups.estimates import assert_same_bits, estimate_here, make_job
 from tests.run.finished_groups import completion
 
 SIZES = (2, 4, 3)
@@ -64,6 +68,7 @@ KEYS = [(g, i) for g, group in enumerate(GROUPS) for i in range(len(group))]
 N = len(TRAJECTORIES)
 SAMPLED = [np.flatnonzero(t.loss_mask).tolist() for t in TRAJECTORIES]
 REWARDS = np.random.default_rng(1).normal(size=N).round(2).tolist()
+GREEDY_REWARDS = [0.5 * g for g, _ in KEYS]
 COSTS = np.random.default_rng(2).normal(size=N).round(2).tolist()
 MEMBERS = [[n for n, key in enumerate(KEYS) if key[0] == g] for g in range(len(GROUPS))]
 NAMES = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "reward_logprobs", "values", "cost_values")
@@ -86,23 +91,29 @@ def sampled_values(name: str) -> Values:
 def run_estimator(
     estimator: Callable[..., Any], *arguments: object, outputs: tuple[str, ...]
 ) -> tuple[EstimateSummary, dict[str, Values]]:
-    """Run the estimator as a worker does, with columns in two parts; check that unsampled tokens have 0."""
+    """Run the estimator as workers do, with columns in two parts; check that unsampled tokens have 0.
+
+    Also check that the result has the same bits if several workers share the groups.
+    """
     parts: Any = {
         name: LocalPayload([{KEYS[n]: column[n] for n in half} for half in (range(0, N, 2), range(1, N, 2))])
         for name, column in COLUMNS.items()
     }
-    job = EstimateJob(
-        estimator=estimator,
-        arguments=arguments,
-        keys=tuple(KEYS),
-        rewards=tuple(REWARDS),
-        columns=parts,
-        outputs=outputs,
+    job = make_job(
+        estimator,
+        arguments,
+        GROUPS,
+        REWARDS,
+        parts,
+        outputs,
+        scalars={"greedy_rewards": GREEDY_REWARDS, "costs": COSTS},
     )
-    found, columns = estimate(job, GROUPS)
+    found, columns = estimate_here(job, GROUPS)
+    for workers in ([0, 3, 0], [1, 2, 0]):
+        assert_same_bits((found, columns), estimate_here(job, GROUPS, workers))
     out = {}
-    for name, column in zip(outputs, columns, strict=True):
-        merged = {key: values for part in column for key, values in part.items()}
+    for name in outputs:
+        merged = columns[name]
         assert merged.keys() == set(KEYS)
         out[name] = [[float(merged[key][t]) for t in sampled] for key, sampled in zip(KEYS, SAMPLED, strict=True)]
         for key, trajectory in zip(KEYS, TRAJECTORIES, strict=True):
@@ -152,9 +163,9 @@ def token_rewards(kl: Kl, *, rewards: Sequence[float] = REWARDS, factor: float =
 
 def check_metrics(found: EstimateSummary, kl: Kl) -> None:
     if kl is None:
-        assert "kl/reference" not in found.metrics
+        assert "kl/reference" not in found.metric_values
     else:
-        assert found.metrics["kl/reference"] == pytest.approx(fmean(flatten(token_kl(kl))), rel=1e-4, abs=1e-6)
+        assert found.metric_values["kl/reference"] == pytest.approx(fmean(flatten(token_kl(kl))), rel=1e-4, abs=1e-6)
 
 
 def check_means(found: EstimateSummary, advantages: Values) -> None:
@@ -235,11 +246,10 @@ def test_reinforce_pp_baseline_estimates(kl: Kl) -> None:
 @pytest.mark.parametrize("kl", KLS)
 def test_remax_estimates(kl: Kl) -> None:
     section, coefficient = make_kl_section(kl)
-    baselines = [0.5 * KEYS[n][0] for n in range(N)]
     algorithm = RemaxConfig(kl_reward=section)
-    found, got = run_estimator(remax_estimates, algorithm, coefficient, baselines, outputs=("advantages",))
+    found, got = run_estimator(remax_estimates, algorithm, coefficient, outputs=("advantages",))
     to_go = returns_to_go(token_rewards(kl), 1.0)
-    want = [[r - base for r in each] for each, base in zip(to_go, baselines, strict=True)]
+    want = [[r - base for r in each] for each, base in zip(to_go, GREEDY_REWARDS, strict=True)]
     assert_close(got["advantages"], want)
     check_means(found, want)
     check_metrics(found, kl)
@@ -257,7 +267,7 @@ def test_ppo_estimates(kl: Kl, whiten: bool) -> None:
     assert_close(got["returns"], returns)
     check_means(found, want)
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(
+    assert found.metric_values["critic/explained_variance"] == pytest.approx(
         explained_variance_loop(sampled_values("values"), returns), rel=1e-4
     )
 
@@ -273,13 +283,13 @@ def test_vapo_estimates(kl: Kl, alpha: float | None) -> None:
     if alpha is not None:
         lams = [1 - 1 / max(alpha * len(sampled), 1) for sampled in SAMPLED]
         assert len(set(lams)) > 2
-        assert found.metrics["vapo/lambda"] == pytest.approx(fmean(lams), rel=1e-5)
+        assert found.metric_values["vapo/lambda"] == pytest.approx(fmean(lams), rel=1e-5)
         advantages, _ = gae_loop(rewards, sampled_values("values"), 0.97, lams)
     assert_close(got["advantages"], advantages)
     assert_close(got["returns"], returns)
     check_means(found, advantages)
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(
+    assert found.metric_values["critic/explained_variance"] == pytest.approx(
         explained_variance_loop(sampled_values("values"), returns), rel=1e-4
     )
 
@@ -293,7 +303,7 @@ def test_pretraining_estimates_are_monte_carlo_returns(kl: Kl) -> None:
     assert_close(got["returns"], returns)
     assert not found.scalars
     check_metrics(found, kl)
-    assert found.metrics["critic/explained_variance"] == pytest.approx(
+    assert found.metric_values["critic/explained_variance"] == pytest.approx(
         explained_variance_loop(sampled_values("values"), returns), rel=1e-4
     )
 
@@ -304,7 +314,7 @@ def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
     section, coefficient = make_kl_section(kl)
     algorithm = SafeRlhfConfig(gamma=0.97, lam=0.8, whiten=whiten, kl_reward=section)
     outputs = ("advantages", "returns", "cost_returns")
-    found, got = run_estimator(safe_estimates, algorithm, coefficient, COSTS, 1.7, outputs=outputs)
+    found, got = run_estimator(safe_estimates, algorithm, coefficient, 1.7, outputs=outputs)
     of_reward, returns = gae_loop(token_rewards(kl, factor=-0.5), sampled_values("values"), 0.97, [0.8] * N)
     of_cost, cost_returns = gae_loop(
         token_rewards(kl, rewards=COSTS, factor=0.5), sampled_values("cost_values"), 0.97, [0.8] * N
@@ -318,7 +328,7 @@ def test_safe_rlhf_estimates(kl: Kl, whiten: bool) -> None:
     check_means(found, want)
     check_metrics(found, kl)
     for name, values, of_values in (("critic", "values", returns), ("cost_critic", "cost_values", cost_returns)):
-        share = found.metrics[f"{name}/explained_variance"]
+        share = found.metric_values[f"{name}/explained_variance"]
         assert share == pytest.approx(explained_variance_loop(sampled_values(values), of_values), rel=1e-4)
 
 
@@ -338,7 +348,7 @@ def test_prime_estimates() -> None:
             want.append([3.0 * sum(r - base for r in process[n][t:]) + 2.0 * outcome for t in range(length)])
     assert_close(got["advantages"], want)
     check_means(found, want)
-    assert found.metrics == {"prime/process_reward": pytest.approx(fmean(flatten(process)), rel=1e-4)}
+    assert found.metric_values == {"prime/process_reward": pytest.approx(fmean(flatten(process)), rel=1e-4)}
 
 
 def test_distillation_estimates() -> None:
@@ -347,7 +357,7 @@ def test_distillation_estimates() -> None:
     want = [[a - b for a, b in zip(teacher, student, strict=True)] for teacher, student in pairs]
     assert_close(got["advantages"], want)
     check_means(found, want)
-    assert found.metrics == {"distillation/reverse_kl": pytest.approx(-fmean(flatten(want)), rel=1e-4)}
+    assert found.metric_values == {"distillation/reverse_kl": pytest.approx(-fmean(flatten(want)), rel=1e-4)}
 
 
 @pytest.fixture
@@ -379,7 +389,7 @@ def test_sums_and_means_ignore_tokens_that_were_not_sampled(tokens: TokenBatch) 
     starts = tokens.cu_seqlens_N.tolist()
     want = [sum(start + t for t in sampled) for start, sampled in zip(starts, SAMPLED, strict=False)]
     assert tokens.sequence_sums(values_T).tolist() == want
-    assert tokens.masked_mean(values_T) == pytest.approx(sum(want) / sum(map(len, SAMPLED)))
+    assert tokens.token_mean(values_T).value == pytest.approx(sum(want) / sum(map(len, SAMPLED)))
 
 
 def test_sequence_sums_are_exact_after_large_values() -> None:
@@ -393,16 +403,95 @@ def test_sequence_sums_are_exact_after_large_values() -> None:
 
 def test_explained_variance_of_good_constant_and_bad_values(tokens: TokenBatch) -> None:
     returns_T = torch.from_numpy(np.random.default_rng(4).normal(size=len(tokens.mask_T)))
-    assert tokens.explained_variance(returns_T + 3.0, returns_T) == pytest.approx(1.0)
-    assert tokens.explained_variance(torch.zeros_like(returns_T), returns_T) == pytest.approx(0.0)
-    assert tokens.explained_variance(-returns_T, returns_T) == pytest.approx(-3.0)
-    assert tokens.explained_variance(returns_T, torch.ones_like(returns_T)) == 0.0
+    assert tokens.explained_variance(returns_T + 3.0, returns_T).value == pytest.approx(1.0)
+    assert tokens.explained_variance(torch.zeros_like(returns_T), returns_T).value == pytest.approx(0.0)
+    assert tokens.explained_variance(-returns_T, returns_T).value == pytest.approx(-3.0)
+    assert tokens.explained_variance(returns_T, torch.full_like(returns_T, 0.1)).value == 0.0
 
 
 def test_token_batch_without_sampled_tokens_gives_zeros() -> None:
     tokens = make_token_batch([[completion([0, 0]), completion([0, 0, 0])]], [1.0, 2.0], {})
     zeros_T = torch.zeros(5)
-    assert tokens.masked_mean(zeros_T) == tokens.explained_variance(zeros_T, zeros_T) == 0.0
+    assert tokens.token_mean(zeros_T).value == tokens.explained_variance(zeros_T, zeros_T).value == 0.0
     assert tokens.lengths.tolist() == tokens.sequence_sums(zeros_T).tolist() == [0, 0]
     assert tokens.token_rewards().tolist() == [0.0] * 5
     assert tokens.with_advantages(torch.ones(5), {}).scalars["advantages"].tolist() == [0.0, 0.0]
+
+
+def test_bits_do_not_depend_on_who_takes_which_groups() -> None:
+    """All estimators; groups have many sizes and lengths, and begin at other places in each share."""
+    rng = np.random.default_rng(7)
+    groups = [
+        [completion((rng.random(int(rng.integers(2, 300))) < 0.8).astype(int).tolist()) for _ in range(size)]
+        for size in rng.integers(2, 6, 60)
+    ]
+    for group in groups:
+        for trajectory in group:
+            trajectory.loss_mask[0] = False
+    keys = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+    columns: Any = {
+        name: LocalPayload([{(g, i): rng.normal(size=groups[g][i].num_tokens).astype(np.float32) for g, i in keys}])
+        for name in NAMES
+    }
+    scalars = {name: rng.normal(size=len(keys)).tolist() for name in ("greedy_rewards", "costs")}
+    section = KlRewardConfig(kind="k3", coefficient=0.1)
+    both = ("advantages", "returns")
+    cases: list[tuple[Callable[..., Any], tuple[object, ...], tuple[str, ...]]] = [
+        (group_estimates, (GrpoConfig(kl_loss=None, kl_reward=section), 0.1), ()),
+        (reinforce_estimates, (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=section), 0.1), ("advantages",)),
+        (reinforce_estimates, (ReinforcePlusPlusBaselineConfig(kl_loss=None), 0.0), ("advantages",)),
+        (remax_estimates, (RemaxConfig(kl_reward=section), 0.1), ("advantages",)),
+        (ppo_estimates, (PpoConfig(gamma=0.97, lam=0.8, whiten=True, kl_reward=section), 0.1), both),
+        (vapo_estimates, (VapoConfig(gamma=0.97, length_alpha=0.05, kl_reward=section), 0.1), both),
+        (monte_carlo_estimates, (VapoConfig(gamma=0.97), 0.0), ("returns",)),
+        (safe_estimates, (SafeRlhfConfig(gamma=0.97, lam=0.8, whiten=True), 0.1, 1.7), (*both, "cost_returns")),
+        (prime_estimates, (PrimeConfig(whiten=True),), ("advantages",)),
+        (distillation_estimates, (), ("advantages",)),
+    ]
+    rewards = rng.normal(size=len(keys)).tolist()
+    for estimator, arguments, outputs in cases:
+        turn_weights = (None, 0.5) if estimator in (group_estimates, reinforce_estimates) else (None,)
+        for weight in turn_weights:
+            wanted = ("advantages",) if weight else outputs
+            job = make_job(estimator, arguments, groups, rewards, columns, wanted, scalars=scalars, turn_weight=weight)
+            whole = estimate_here(job, groups)
+            for num in (2, 7, 60):
+                assert_same_bits(whole, estimate_here(job, groups, rng.permutation(60) % num))
+
+
+def test_a_number_of_some_groups_is_no_metric_of_the_step() -> None:
+    job = make_job(count_completions, (), GROUPS, REWARDS, {}, ())
+    found, _ = estimate_here(job, GROUPS)
+    assert found.metric_values == {"completions": N}
+    with pytest.raises(ValueError, match="the metric 'completions' of an estimator with by_groups is a number"):
+        estimate_here(job, GROUPS, [0, 1, 0])
+
+
+def count_completions(tokens: TokenBatch) -> EstimatorOutput:
+    return EstimatorOutput(metrics={"completions": len(tokens.rewards_N)})
+
+
+def test_workers_take_what_they_generated_or_whole_parts_of_a_column() -> None:
+    workers = [1, 0, 1]
+    small = make_job(group_estimates, (), GROUPS, REWARDS, {}, ())
+    assert share_groups(small, workers, 2).tolist() == [0, 0, 0]
+    job = replace(small, num_tokens=TOKENS_PER_WORKER + 1)
+    assert share_groups(job, workers, 2).tolist() == workers
+    assert share_groups(job, [5, 0, 3], 6).tolist() == [1, 0, 1]
+    parts = [np.array([key for key in KEYS if key[0] in groups]) for groups in ((0,), (2,), (1,))]
+    column: Any = ComputedColumn.of(["part a", "part b", "part c"], parts)
+    with_column = replace(job, columns={"values": column})
+    owners = share_groups(with_column, workers, 2)
+    assert owners.tolist() == [0, 0, 1]
+    assert [own.columns["values"].refs for own in with_column.split(owners).values()] == [
+        ("part a", "part c"),
+        ("part b",),
+    ]
+    unmarked = replace(with_column, estimator=count_completions)
+    assert share_groups(unmarked, workers, 2).tolist() == [0, 0, 0]
+
+
+def test_whitened_advantages_need_an_output() -> None:
+    job = make_job(reinforce_estimates, (ReinforcePlusPlusConfig(kl_reward=None), 0.0), GROUPS, REWARDS, {}, ())
+    with pytest.raises(ValueError, match=r"whitens its advantages: pass outputs=\('advantages',\)"):
+        estimate_here(job, GROUPS)

@@ -3,17 +3,22 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 
+from megarl.algorithms.grpo import group_estimates
 from megarl.batch.trajectory import Prompt
 from megarl.config.recovery import RecoveryConfig
 from megarl.config.trainer import ParallelConfig
 from megarl.errors import RestartLimitError, RewardError, WorkerError
 from megarl.groups import group_stream, rollout_group, rollout_workers
+from megarl.groups.estimation.estimate_job import TOKENS_PER_WORKER, EstimateJob, EstimateSummary
+from megarl.groups.group_stream import FinishedGroup
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.rollout.engine import Sampling
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary
@@ -21,6 +26,8 @@ from megarl.supervision import liveness_probe
 from megarl.supervision.liveness_probe import LIVENESS_GROUP
 from megarl.supervision.restart_budget import RestartBudget
 from megarl.workers import failures
+from megarl.workers.payload import StoredItem
+from megarl.workers.worker_host import CollectedCalls
 
 PROMPTS = [Prompt(prompt_id=f"d.jsonl:{n}", text="", token_ids=(1,), row={}) for n in range(4)]
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=4)
@@ -47,8 +54,8 @@ class FakeBatch:
 class CollectRef(Ref):
     """The reference to the summaries of groups: done as soon as a group is that was not returned before."""
 
-    def __init__(self, batch: FakeBatch, limit: int) -> None:
-        self._batch, self._limit, self._found = batch, limit, list[tuple[int, Any]]()
+    def __init__(self, batch: FakeBatch, per_object: int, num_objects: int) -> None:
+        self._batch, self._limit, self._found = batch, per_object * num_objects, list[tuple[int, Any]]()
 
     @property
     def is_done(self) -> bool:  # type: ignore[override]
@@ -61,7 +68,8 @@ class CollectRef(Ref):
     @property
     def value(self) -> Any:  # type: ignore[override]
         errors = [value for _, value in self._found if isinstance(value, RayError)]
-        return errors[0] if errors else self._found
+        num_ready = sum(ref.is_done for ref in self._batch.refs) - len(self._batch.returned)
+        return errors[0] if errors else CollectedCalls(tuple(self._found), num_ready)
 
 
 def method(call: Callable[..., Any]) -> Any:
@@ -81,6 +89,7 @@ class FakeWorker:
 
     def __init__(self, ray: "FakeRay") -> None:
         self.ray, self.is_responsive, self.calls, self.pings = ray, True, dict[str, Ref](), list[Ref]()
+        self.arguments: dict[str, tuple[Any, ...]] = {}
         self.invoke, self.process_info = method(self._invoke), method(self._answer_ping)
         self.begin_calls, self.collect_calls = method(self._begin_calls), method(self._collect_calls)
         self.cancel_calls = method(self._cancel_calls)
@@ -90,20 +99,29 @@ class FakeWorker:
         self.stop = method(lambda: Ref(is_done=self.is_responsive))
 
     def _invoke(self, name: str, *arguments: Any) -> Any:
-        assert name == "record"
-        self.calls["record"] = Ref()
-        return self.calls["record"]
+        self.calls[name], self.arguments[name] = Ref(), arguments
+        if name == "record":
+            return self.calls[name]
+        num_returns = self.invoke.options_given["num_returns"]
+        return [self.calls[name], *(f"column {n} of {id(self)}" for n in range(1, num_returns))]
 
-    def _begin_calls(self, batch_id: str, name: str, jobs: Sequence[Any], limit: int) -> list[Any]:
+    def _begin_calls(
+        self, batch_id: str, name: str, jobs: Sequence[Any], per_object: int, num_objects: int
+    ) -> list[Any]:
         assert name == "rollout_group"
         refs = [Ref() for _ in jobs]
         self.batches[batch_id] = FakeBatch(refs)
         self.calls |= {job.request_id: ref for job, ref in zip(jobs, refs, strict=True)}
-        return self._collect_calls(batch_id, limit)
+        assert self.begin_calls.options_given == {"num_returns": 2}
+        return self._collect(batch_id, per_object, num_objects)
 
-    def _collect_calls(self, batch_id: str, limit: int) -> list[Any]:
-        assert self.collect_calls.options_given == {"num_returns": 2} or not self.collect_calls.options_given
-        return [CollectRef(self.batches[batch_id], limit), "groups"]
+    def _collect_calls(self, batch_id: str, per_object: int, num_objects: int) -> list[Any]:
+        assert self.collect_calls.options_given == {"num_returns": 1 + num_objects}
+        return self._collect(batch_id, per_object, num_objects)
+
+    def _collect(self, batch_id: str, per_object: int, num_objects: int) -> list[Any]:
+        call = CollectRef(self.batches[batch_id], per_object, num_objects)
+        return [call, *(f"groups of {id(call)}: {n}" for n in range(num_objects))]
 
     def _cancel_calls(self, batch_id: str, indices: Sequence[int]) -> None:
         for index in indices:
@@ -148,7 +166,9 @@ class FakeRay:
             self.now += timeout
         return done, [ref for ref in refs if ref not in done]
 
-    def get(self, ref: Ref) -> Any:
+    def get(self, ref: Ref | list[Ref]) -> Any:
+        if isinstance(ref, list):
+            return [self.get(each) for each in ref]
         assert ref.is_done
         if isinstance(ref.value, RayError):
             raise ref.value
@@ -251,7 +271,55 @@ def test_objects_are_smaller_than_the_share_of_a_replica(
         trainer=SimpleNamespace(parallel=ParallelConfig(tp=min(8, slots))),
         algorithm=SimpleNamespace(prompts_per_step=prompts, num_mini_batches=mini_batches),
     )
-    assert group_stream.groups_per_call(config) == expected
+    assert group_stream.groups_per_object(config) == expected
+
+
+def test_groups_that_have_finished_meanwhile_return_in_one_call_of_several_objects(ray: FakeRay) -> None:
+    run = start_group(ray, workers=1)
+    run.group._max_per_object = 1
+    (worker,) = ray.workers
+    stream = run.stream()
+    ray.before_waiting = lambda: finish(worker, *(f"step-3-{n}" for n in range(4)))
+    found = list(stream)
+    assert [group.summary.group_id for group in found] == [0, 1, 2, 3]
+    assert worker.collect_calls.options_given == {"num_returns": 1 + 3}
+    assert len({group.payload.ref for group in found}) == 4
+    assert {group.payload.index for group in found} == {0}
+
+
+def test_a_call_has_objects_for_twice_as_many_groups_as_the_one_before(ray: FakeRay) -> None:
+    """Groups that finish at the same pace return in fewer and fewer calls."""
+    run = start_group(ray, workers=1)
+    run.group._max_per_object = 2
+    (worker,) = ray.workers
+    jobs = [
+        GroupJob(prompt=PROMPTS[0], group_id=0, num_samples=1, sampling=SAMPLING, request_id=f"step-3-{i}")
+        for i in range(12)
+    ]
+    stream = run.group.open_stream()
+    stream.submit(*jobs)
+    num_objects = [1]
+    finished = 0
+    for count in (1, 2, 3, 4):
+        ray.before_waiting = partial(finish, worker, *(f"step-3-{n}" for n in range(finished, finished + count)))
+        finished += len(stream.wait("step-3"))
+        num_objects.append(worker.collect_calls.options_given["num_returns"] - 1)
+    assert num_objects == [1, 1, 2, 3, 1]  # two groups are left at last, and need one object
+
+
+def test_adjacent_groups_are_sent_to_one_worker_if_all_workers_get_some(ray: FakeRay) -> None:
+    run = start_group(ray, workers=2)
+    run.group._max_per_object = 2
+    jobs = [
+        GroupJob(prompt=PROMPTS[0], group_id=i, num_samples=1, sampling=SAMPLING, request_id=f"step-3-{i}")
+        for i in range(9)
+    ]
+    stream = run.group.open_stream()
+    stream.submit(*jobs[:7])
+    stream.submit(jobs[7])
+    stream.submit(jobs[8])
+    sent = [[int(name.rpartition("-")[2]) for name in worker.calls] for worker in ray.workers]
+    assert sent == [[0, 1, 4, 5, 7], [2, 3, 6, 8]]
 
 
 def finish(worker: FakeWorker, *requests: str, replayed: bool = False) -> None:
@@ -260,7 +328,7 @@ def finish(worker: FakeWorker, *requests: str, replayed: bool = False) -> None:
         worker.calls[request].end(
             GroupSummary(
                 group_id=number,
-                prompt_id=PROMPTS[number].prompt_id,
+                prompt_id=PROMPTS[number % len(PROMPTS)].prompt_id,
                 trajectories=(),
                 generation_seconds=1.0,
                 scoring_seconds=1.0,
@@ -276,7 +344,7 @@ def test_unfinished_groups_are_cancelled_if_a_group_fails(ray: FakeRay) -> None:
 
     def fail() -> None:
         finish(first, "step-3-0")
-        second.calls["step-3-1"].end(RayError("no answer"))
+        second.calls["step-3-2"].end(RayError("no answer"))
 
     ray.before_waiting = fail
     assert next(stream).summary.group_id == 0
@@ -301,6 +369,23 @@ def test_groups_are_returned_before_the_error_of_another_in_the_same_call(ray: F
     with pytest.raises(RewardError, match="no such column"):
         next(stream)
     assert [name for name, ref in worker.calls.items() if ref.was_cancelled] == ["step-3-1", "step-3-3"]
+
+
+def test_finished_groups_are_taken_without_waiting_for_others(ray: FakeRay) -> None:
+    run = start_group(ray)
+    stream = run.group.open_stream()
+    for i, prompt in enumerate(PROMPTS):
+        job = GroupJob(prompt=prompt, group_id=i, num_samples=1, sampling=SAMPLING, request_id=f"step-3-{i}")
+        stream.submit(job)
+    begun = ray.now
+    assert stream.take_finished(0.5) == []
+    assert ray.now == begun + 0.5
+    finish(ray.workers[0], "step-3-0", "step-3-2")
+    assert sorted(group.summary.group_id for _, group in stream.take_finished(0.5)) == [0, 2]
+    ray.workers[1].calls["step-3-1"].end(RayError("no answer"))
+    assert stream.take_finished(0.5) == []
+    with pytest.raises(WorkerError, match="no answer"):
+        stream.wait("step-3")
 
 
 def test_canceled_groups_are_not_returned(ray: FakeRay) -> None:
@@ -352,7 +437,7 @@ def test_hung_worker_is_replaced_and_its_groups_are_resubmitted(ray: FakeRay) ->
 
     def advance() -> None:
         if len(ray.workers) == 3:
-            finish(first, "step-3-0", "step-3-2")
+            finish(first, "step-3-0", "step-3-1")
             finish(ray.workers[2], *ray.workers[2].calls)
 
     ray.before_waiting = advance
@@ -393,6 +478,47 @@ def test_worker_that_hangs_while_writing_rollouts_is_replaced(ray: FakeRay) -> N
     run.group.flush_records()
     assert ray.killed[0] is ray.workers[0]
     assert run.messages[-1].startswith("rollout worker 0 was lost (")
+
+
+def test_workers_share_an_estimate_and_that_of_a_dead_one_is_repeated(ray: FakeRay) -> None:
+    run = start_group(ray)
+    summary: Any = None  # an estimate reads references only
+    groups = [FinishedGroup(summary, StoredItem(f"object {n}", 0), worker=n % 2) for n in range(3)]
+    job = EstimateJob(
+        estimator=group_estimates,
+        arguments=(),
+        keys_S=np.array([(0, 0), (1, 0), (1, 1), (2, 0)]),
+        groups_N=np.array([0, 1, 1, 2]),
+        rewards_N=np.zeros(4),
+        scalars={},
+        columns={},
+        outputs=("advantages",),
+        num_tokens=2 * TOKENS_PER_WORKER,
+    )
+
+    def answer(worker: FakeWorker, values: list[float]) -> None:
+        if not worker.calls["estimate"].is_done:
+            _, own, *_ = worker.arguments["estimate"]
+            scalars = {"advantages": np.array(values)}
+            worker.calls["estimate"].end(EstimateSummary(groups_N=own.groups_N, scalars=scalars, metrics={}))
+
+    def advance() -> None:
+        if len(ray.workers) == 2:
+            ray.workers[1].die()
+        answer(ray.workers[0], [1.0, 4.0])
+        if len(ray.workers) == 3 and "estimate" in ray.workers[2].calls:
+            answer(ray.workers[2], [2.0, 3.0])
+
+    ray.before_waiting = advance
+    found, columns = run.group.estimate(job, groups)
+    assert found.scalars["advantages"].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert ray.workers[0].arguments["estimate"][0] == ((0, 0), (1, 0))
+    assert ray.workers[0].arguments["estimate"][2:] == ("object 0", "object 2")
+    assert ray.workers[2].arguments["estimate"][2:] == ("object 1",)
+    column = columns["advantages"]
+    assert column.refs == tuple(f"column 1 of {id(worker)}" for worker in (ray.workers[0], ray.workers[2]))
+    assert column.find_parts(job.keys_S).tolist() == [0, 1, 1, 0]
+    assert run.messages[0].startswith("rollout worker 1 was lost (")
 
 
 def test_worker_whose_node_is_lost_before_it_starts_is_restarted(ray: FakeRay) -> None:

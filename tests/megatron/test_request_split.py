@@ -17,6 +17,7 @@ from megarl.functional.losses import Denominators
 from megarl.megatron.request_split import (
     computed_column,
     forward_dispatch,
+    plan_replicas,
     split_by_dp,
     split_forward_by_dp,
     train_dispatch,
@@ -140,21 +141,61 @@ def test_ranks_of_one_replica_get_the_same_object(grid: RankGrid) -> None:
 
 
 def test_replicas_need_few_stored_objects() -> None:
-    """64 groups in 16 objects; neighboring payloads are in different ones, as groups finish in any order."""
+    """64 groups in 16 objects; neighboring payloads are in different ones."""
     rng, stored = np.random.default_rng(0), [FakeRef(None) for _ in range(16)]
     samples = tuple(
         SampleRef(payload=p, index=i, num_tokens=int(rng.integers(1000, 2000))) for p in range(64) for i in range(16)
     )
     payloads: Any = tuple(StoredItem(stored[p % 16], p // 16) for p in range(64))
     batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
-    request = TrainRequest(mini_batches=(batch,), payloads=payloads, max_tokens_per_micro_batch=8192)
+    request = TrainRequest(
+        mini_batches=(batch,),
+        payloads=payloads,
+        payload_blocks=[p % 16 for p in range(64)],
+        max_tokens_per_micro_batch=8192,
+    )
     requests = split_by_dp(request, RankGrid(dp=4))
     num_objects = [len({payload.refs for payload in payloads_by_index(own).values()}) for own in requests]
     assert all(4 <= num <= 6 for num in num_objects)
+    assert all(not own.payload_blocks for own in requests)
     assert sorted(key for own in requests for key in all_keys(own.mini_batches[0].samples)) == all_keys(samples)
-    separate: Any = tuple(StoredItem(FakeRef(None), 0) for _ in range(64))
-    by_group = split_by_dp(replace(request, payloads=separate), RankGrid(dp=4))
+    by_group = split_by_dp(replace(request, payload_blocks=()), RankGrid(dp=4))
     assert all(16 <= len(payloads_by_index(own)) <= 18 for own in by_group)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_micro_batches_do_not_depend_on_how_groups_are_stored(ep: int) -> None:
+    """Which groups finish, and are stored, together differs from run to run; a resumed run is bitwise the same."""
+    rng = np.random.default_rng(1)
+    samples = tuple(
+        SampleRef(payload=p, index=i, num_tokens=int(rng.integers(1000, 2000))) for p in range(128) for i in range(8)
+    )
+    batch = MiniBatch(samples=samples, denominators=Denominators(num_tokens=9, num_sequences=len(samples)))
+    grid = RankGrid(dp=2, ep=ep)
+    found = []
+    for _ in range(5):
+        order = rng.permutation(128)
+        stored = [FakeRef(None) for _ in range(int(rng.integers(16, 128)))]
+        payloads: Any = tuple(StoredItem(stored[p % len(stored)], int(p) // len(stored)) for p in order)
+        request = TrainRequest(
+            mini_batches=(batch,),
+            payloads=payloads,
+            payload_blocks=[p // 4 for p in range(128)],
+            max_tokens_per_micro_batch=8192,
+        )
+        forward = ForwardRequest(
+            samples=samples,
+            payloads=payloads,
+            payload_blocks=request.payload_blocks,
+            max_tokens_per_micro_batch=8192,
+        )
+        plan_replicas.cache_clear()
+        trained = [
+            (all_keys(own.samples), own.micro_batches) for r in split_by_dp(request, grid) for own in r.mini_batches
+        ]
+        scored = [(all_keys(own.samples), own.micro_batches) for own in split_forward_by_dp(forward, grid)]
+        found.append((trained, scored))
+    assert all(each == found[0] for each in found)
 
 
 def test_totals_count_the_samples_of_all_replicas() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.batch.trajectory import Trajectory
 from megarl.config import RunConfig
 from megarl.groups.group_stream import FinishedGroup
-from megarl.rollout.journal.journal import Journal, open_journal, parse_step
+from megarl.rollout.journal.journal import FinishedJob, Journal, open_journal, parse_step
 from megarl.rollout.rollout_worker import GroupJob, summarize
 from tests.run.finished_groups import finished_group
 
@@ -38,6 +38,8 @@ class ScriptedStream:
     in_flight: dict[str, tuple[GroupJob, int]] = field(default_factory=dict)
     """By request id, the job and the version at its start."""
     replayed: list[tuple[GroupJob, FinishedGroup]] = field(default_factory=list)
+    num_during_training: int = 0
+    """Number of groups that finish while the trainer works."""
     num_sampled: int = 0
     """Number of groups that were generated."""
     is_closed: bool = False
@@ -66,6 +68,10 @@ class ScriptedStream:
                 finished.append(self.finish(self.choose(sorted(self.in_flight))))
         return finished
 
+    def take_finished(self, seconds: float) -> list[tuple[GroupJob, FinishedGroup]]:
+        finished, self.replayed = self.replayed, []
+        return finished + [self.finish(request_id) for request_id in sorted(self.in_flight)[: self.num_during_training]]
+
     def choose(self, request_ids: list[str]) -> str:
         """Return the job that finishes next."""
         if self.seconds is None:
@@ -82,7 +88,7 @@ class ScriptedStream:
         summary = replace(
             group.summary, group_id=job.group_id, prompt_id=job.prompt.prompt_id, has_baseline=job.has_baseline
         )
-        self.journal.append(step, job, summary, group.payload.fetch())
+        self.journal.append(step, [FinishedJob(job, summary, group.payload.fetch())])
         return job, replace(group, summary=summary)
 
     def sample(self, job: GroupJob, sample: int, versions: np.ndarray) -> Trajectory:

@@ -132,7 +132,15 @@ def test_one_step_off_is_in_order_and_exactly_one_version_old(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("schedule", [{"lookahead": 2, "max_staleness": 3}, {"type": "one_step_off"}], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"lookahead": 2, "max_staleness": 3},
+        {"lookahead": 3, "max_staleness": 3, "adapt_lookahead": True},
+        {"type": "one_step_off"},
+    ],
+    ids=str,
+)
 def test_a_killed_run_trains_the_logged_batches_again(tmp_path: Path, seed: int, schedule: dict[str, object]) -> None:
     trainer, random = Trainer(tmp_path, seed, **schedule), Random(seed)
     checkpoint, num_kills, cap = (trainer.groups.state(), trainer.label), 0, 1 if schedule.get("type") else 3
@@ -224,6 +232,24 @@ def test_a_gap_in_the_log_is_noticed(tmp_path: Path) -> None:
     trainer.take()
     assert continues_log(trainer.config, last)
     assert not continues_log(trainer.config, state)
+
+
+def test_groups_that_finish_during_training_count_before_others_are_admitted(tmp_path: Path) -> None:
+    """With L = 3, a push opens B places; finished groups beyond one batch take them."""
+    trainer = Trainer(tmp_path, 6, adapt_lookahead=True)
+    trainer.take()
+    num_open = len(trainer.stream.in_flight) + trainer.groups.schedule.num_finished
+    assert num_open == 3 * B
+    trainer.stream.num_during_training = num_open
+    trainer.groups.take_prompts()
+    trainer.push()
+    assert trainer.groups.schedule.num_finished == num_open
+    assert trainer.groups.take_prompts() == []
+    trainer.stream.num_during_training = 0
+    while trainer.groups.schedule.version < STEPS:
+        trainer.take()
+        trainer.push()
+    assert sorted(prompts(trainer), key=lambda name: int(name[1:])) == [f"p{ordinal}" for ordinal in range(B * STEPS)]
 
 
 def test_a_lost_engine_ends_the_wait_for_unfinished_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

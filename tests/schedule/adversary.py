@@ -222,6 +222,7 @@ def random_case(random: Random) -> Case:
             max_staleness=max_staleness,
             update=Update.DRAIN if in_order or random.random() < 0.1 else Update.RETRACT,
             in_order=in_order,
+            adapt_lookahead=not in_order and random.random() < 0.5,
         ),
         groups_per_step=random.choice([1, 2, 3]),
         num_steps=random.randint(4, 8),

@@ -37,6 +37,7 @@ def test_no_token_is_above_the_cap_and_no_group_is_lost(part: int) -> None:
         seen["kills"] += result.num_kills
         seen["removed"] += len(result.removed)
         seen["at the cap"] += result.excess == 0 < case.policy.max_staleness
+        seen["adapted"] += case.policy.adapt_lookahead and case.policy.lookahead > 0
     assert min(seen.values()) > NUM_CASES / 10, seen  # the cases are no easy ones
 
 

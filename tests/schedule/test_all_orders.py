@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,9 @@ def check_state(schedule: Schedule, policy: SchedulePolicy, groups_per_step: int
 
 @pytest.mark.parametrize("groups_per_step", [1, 2])
 @pytest.mark.parametrize(("lookahead", "max_staleness"), [(0, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 2)])
-@pytest.mark.parametrize(("update", "in_order"), [(Update.RETRACT, False), (Update.DRAIN, True)])
-def test_all_orders(lookahead: int, max_staleness: int, groups_per_step: int, update: Update, in_order: bool) -> None:
-    policy = SchedulePolicy(lookahead=lookahead, max_staleness=max_staleness, update=update, in_order=in_order)
+@pytest.mark.parametrize("kind", [{}, {"adapt_lookahead": True}, {"update": Update.DRAIN, "in_order": True}])
+def test_all_orders(lookahead: int, max_staleness: int, groups_per_step: int, kind: dict[str, Any]) -> None:
+    policy = SchedulePolicy(lookahead=lookahead, max_staleness=max_staleness, **kind)
     num_steps = NUM_GROUPS // groups_per_step
     seen = set()
     paths: list[tuple[Action, ...]] = [()]

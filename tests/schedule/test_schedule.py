@@ -100,6 +100,22 @@ def test_a_leased_batch_counts_until_its_push() -> None:
     assert schedule.capacity == 2
 
 
+def test_finished_groups_that_wait_take_up_places_of_an_adapted_lookahead() -> None:
+    schedule = Schedule(SchedulePolicy(lookahead=2, max_staleness=2, adapt_lookahead=True), 2)
+    schedule.admit(schedule.capacity)
+    finish_all(schedule)
+    train(schedule)
+    assert (schedule.num_finished, schedule.capacity) == (4, 0)  # without adapting: 2
+    train(schedule)
+    assert (schedule.num_finished, schedule.capacity) == (2, 4)  # a batch is ready, and no other group waits
+    schedule.admit(4)
+    schedule.finish(8)
+    schedule.lease(schedule.pick() or ())
+    assert (schedule.num_finished, schedule.num_unfinished, schedule.capacity) == (1, 3, 0)
+    schedule.push()
+    assert schedule.capacity == 2
+
+
 def test_a_short_batch_counts_as_a_full_one() -> None:
     schedule = make(1, 1)
     schedule.admit(4)

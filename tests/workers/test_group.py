@@ -35,11 +35,21 @@ from megarl.errors import (
 from megarl.placement.pool import Slot, SlotPool, reserve
 from megarl.placement.rank_grid import RankGrid
 from megarl.supervision.phase_watchdog import PhaseWatchdog
+from megarl.workers import payload
 from megarl.workers.dispatch import BROADCAST, Dispatch
 from megarl.workers.failures import find_losses, interruptible, wait_all
 from megarl.workers.group import WorkerGroup, WorkerProcesses
 from megarl.workers.master_port import join_world
-from megarl.workers.payload import LocalPayload, Payload, StoredItem, StoredPayload, distinct_refs, fetch_all
+from megarl.workers.payload import (
+    LocalPayload,
+    Payload,
+    StoredItem,
+    StoredPayload,
+    as_arguments,
+    distinct_refs,
+    fetch_all,
+    fetch_arguments,
+)
 from megarl.workers.stack_collector import collect_stacks
 from megarl.workers.stragglers import MIN_CONSECUTIVE_STEPS, StragglerMonitor
 from megarl.workers.worker_host import AsyncWorkerHost
@@ -484,6 +494,19 @@ def test_stop_without_a_worker_does_nothing(host: Any) -> None:
 def test_payloads_return_their_values() -> None:
     assert LocalPayload([1, 2]).fetch() == [1, 2]
     assert StoredPayload(ray.put([1, 2])).fetch() == [1, 2]
+
+
+@ray.remote
+def sum_arguments(*stored: Any) -> int:
+    return sum(fetch_arguments(stored))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_any_number_of_stored_values_can_be_arguments(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "MAX_ARGUMENTS", 2)
+    arguments = as_arguments([ray.put(10**i) for i in range(count)])
+    assert len(arguments) == (count if count <= 2 else 1)
+    assert ray.get(sum_arguments.options(num_cpus=0).remote(*arguments), timeout=HANG_SECONDS) == (10**count - 1) // 9
 
 
 def test_items_of_one_object_are_fetched_once() -> None:

@@ -11,6 +11,7 @@ ranks' heartbeats use, so that a weight sync takes one call of each engine inste
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,6 +27,12 @@ _RECEIVED, _DECISION = "received", "decision"
 _BYTES_SENT, _BYTES_RECEIVED = "bytes sent", "bytes received"
 
 _COMMIT = "commit"
+
+RECEIVED_SECONDS = 0.02
+"""Longest wait of `has_everyone_received`, for engines that report at about the same time as the trainer ranks."""
+
+RECEIVED_POLL_SECONDS = 0.001
+"""How often it reads the store, which is in the same process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +78,13 @@ class CommitDecision:
         return TransferredBytes(sent, received)
 
     def has_everyone_received(self) -> bool:
-        """Return whether all engines have received all weights."""
-        return self._add_nothing(_RECEIVED) == self._spec.size
+        """Return True once all engines have received all weights, or False after `RECEIVED_SECONDS`."""
+        end = time.monotonic() + RECEIVED_SECONDS
+        while self._add_nothing(_RECEIVED) < self._spec.size:
+            if time.monotonic() > end:
+                return False
+            time.sleep(RECEIVED_POLL_SECONDS)
+        return True
 
     def decide(self, reason: str = "") -> None:
         """Decide that the engines serve the weights or, given a reason, abort the update; the first call counts."""

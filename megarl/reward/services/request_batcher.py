@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from megarl.workers.shared_call import call_for_all
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -55,19 +57,6 @@ class RequestBatcher(Generic[T, R]):
         batch = [(item, result) for item, result in self._waiting if not result.done()]  # others were canceled
         self._waiting = []
         if batch:
-            request = asyncio.create_task(self._run(batch))
+            request = asyncio.create_task(call_for_all(self._send, batch))
             self._requests.add(request)
             request.add_done_callback(self._requests.discard)
-
-    async def _run(self, batch: Sequence[tuple[T, asyncio.Future[R]]]) -> None:
-        try:
-            values = await self._send([item for item, _ in batch])
-            assert len(values) == len(batch), f"send returned {len(values)} results for {len(batch)} items"
-        except Exception as error:  # noqa: BLE001 -- raised again in each of the callers
-            for _, result in batch:
-                if not result.done():
-                    result.set_exception(error)
-            return
-        for (_, result), value in zip(batch, values, strict=True):
-            if not result.done():
-                result.set_result(value)

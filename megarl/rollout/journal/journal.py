@@ -49,6 +49,15 @@ class JournalEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A job and its group, which is not in the journal yet."""
+
+    job: GroupJob
+    summary: GroupSummary
+    trajectories: Sequence[Trajectory]
+
+
+@dataclass(frozen=True, slots=True)
 class _EntryLocation:
     path: Path
     record: Record
@@ -90,7 +99,7 @@ class Journal:
             WorkerError: the journal belongs to another run, or cannot be read.
         """
         index = self._refresh_index(step)
-        entries = [_find_entry(index, job) for job in jobs]
+        entries = [_find_entry(index, job.request_id, job_digest(job)) for job in jobs]
         for job, entry in zip(jobs, entries, strict=True):
             locations = index.locations.get(job.request_id)
             if entry is None and locations:
@@ -102,10 +111,11 @@ class Journal:
                 )
         return entries
 
-    def append(
-        self, step: int, job: GroupJob, summary: GroupSummary, trajectories: Sequence[Trajectory]
-    ) -> JournalEntry:
-        """Append the group and return the entry that counts: the existing one if another process was faster.
+    def append(self, step: int, finished: Sequence[FinishedJob]) -> list[JournalEntry]:
+        """Append groups of the step in one write.
+
+        Returns:
+            For each group the entry that counts: the existing one if another process was faster.
 
         Raises:
             DataError: the journal has another format.
@@ -113,26 +123,24 @@ class Journal:
             WorkerError: the file cannot be written, or as `lookup`.
         """
         index = self._refresh_index(step)
-        found = _find_entry(index, job)
-        if found is not None:
-            return found
-        meta = {
-            "request_id": job.request_id,
-            "prompt_id": job.prompt.prompt_id,
-            "job": job_digest(job),
-            "generation_seconds": summary.generation_seconds,
-            "scoring_seconds": summary.scoring_seconds,
-            "terms": {name: asdict(report) for name, report in summary.terms.items()},
-            **({"has_baseline": True} if summary.has_baseline else {}),
-            **({"source": summary.source} if summary.source else {}),
-        }
-        self._write(step, index, encode_record(meta, encode_group(trajectories)), job.request_id)
-        return JournalEntry(
-            request_id=job.request_id,
-            prompt_id=job.prompt.prompt_id,
-            summary=summary,
-            trajectories=list(trajectories),
-        )
+        entries: list[JournalEntry] = []
+        new: dict[tuple[str, str], JournalEntry] = {}
+        records: list[bytes] = []
+        for group in finished:
+            job, digest = group.job, job_digest(group.job)
+            found = new.get((job.request_id, digest)) or _find_entry(index, job.request_id, digest)
+            if found is None:
+                records.append(_encode_entry(group, digest))
+                found = new[job.request_id, digest] = JournalEntry(
+                    request_id=job.request_id,
+                    prompt_id=job.prompt.prompt_id,
+                    summary=group.summary,
+                    trajectories=list(group.trajectories),
+                )
+            entries.append(found)
+        if records:
+            self._write(step, index, b"".join(records), [request_id for request_id, _ in new])
+        return entries
 
     def _refresh_index(self, step: int) -> _StepIndex:
         """Return the step's index, updated with the records that were appended since the last call."""
@@ -149,7 +157,7 @@ class Journal:
             raise WorkerError(f"the rollout journal {folder} cannot be read: {e}") from e
         return index
 
-    def _write(self, step: int, index: _StepIndex, data: bytes, request_id: str) -> None:
+    def _write(self, step: int, index: _StepIndex, data: bytes, request_ids: Sequence[str]) -> None:
         require_lock(self._run_dir)
         path = index.writer.path if index.writer else step_folder(self._folder, step) / _make_file_name()
         try:
@@ -161,7 +169,10 @@ class Journal:
             if index.writer:  # its file may end in an incomplete record
                 index.writer.close()
                 index.writer = None
-            raise WorkerError(f"{request_id} is done but cannot be written to the rollout journal {path}: {e}") from e
+            others = f" (and {len(request_ids) - 1} more)" if len(request_ids) > 1 else ""
+            raise WorkerError(
+                f"{request_ids[0]}{others} is done but cannot be written to the rollout journal {path}: {e}"
+            ) from e
 
 
 def open_journal(config: RunConfig) -> Journal:
@@ -288,9 +299,25 @@ def _check_owner(path: Path, meta: JsonMapping, fingerprint: str | None) -> None
         )
 
 
-def _find_entry(index: _StepIndex, job: GroupJob) -> JournalEntry | None:
-    """Return the first readable entry of the job; unreadable ones are removed from the index."""
-    digest, locations = job_digest(job), index.locations.get(job.request_id, [])
+def _encode_entry(group: FinishedJob, digest: str) -> bytes:
+    """Return the record of a group; `digest`: that of its job."""
+    summary = group.summary
+    meta = {
+        "request_id": group.job.request_id,
+        "prompt_id": group.job.prompt.prompt_id,
+        "job": digest,
+        "generation_seconds": summary.generation_seconds,
+        "scoring_seconds": summary.scoring_seconds,
+        "terms": {name: asdict(report) for name, report in summary.terms.items()},
+        **({"has_baseline": True} if summary.has_baseline else {}),
+        **({"source": summary.source} if summary.source else {}),
+    }
+    return encode_record(meta, encode_group(group.trajectories))
+
+
+def _find_entry(index: _StepIndex, request_id: str, digest: str) -> JournalEntry | None:
+    """Return the first readable entry of the job with this digest; unreadable ones are removed from the index."""
+    locations = index.locations.get(request_id, [])
     for location in [location for location in locations if location.record.meta["job"] == digest]:
         entry = _read_entry(location)
         if entry is not None:

@@ -39,13 +39,16 @@ LAYOUTS = [
 def engines(tmp_path_factory):
     """Return, by model, its folder, the folder in FP8, and the layouts of an engine of the latter."""
     from megarl.rollout.sglang.weight_layout.offline_trace import trace_layouts
+    from tests.rollout.remote import fork_traces
 
     found = {}
     for name, config in MODELS.items():
         root = tmp_path_factory.mktemp(name)
         build(config).save_pretrained(root / "plain")
         quantized = quantize_folder(root / "plain", root / "fp8")
-        layouts = trace_layouts(quantized, tp=ENGINE_TP[name], device="cuda", dtype="bfloat16")
+        with pytest.MonkeyPatch.context() as patch:
+            fork_traces(patch)
+            layouts = trace_layouts(quantized, tp=ENGINE_TP[name], device="cuda", dtype="bfloat16")
         found[name] = str(root / "plain"), root / "fp8", layouts
     return found
 

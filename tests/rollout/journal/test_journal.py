@@ -15,7 +15,7 @@ from megarl.batch.trajectory import Prompt, Trajectory
 from megarl.config import RunConfig
 from megarl.errors import DataError, WorkerError
 from megarl.rollout.engine import Sampling
-from megarl.rollout.journal.journal import Journal, journal_fingerprint, parse_step, read_step
+from megarl.rollout.journal.journal import FinishedJob, Journal, journal_fingerprint, parse_step, read_step
 from megarl.rollout.journal.journal_folder import list_steps, read_fingerprints, remove_steps
 from megarl.rollout.journal.record_file import read_records
 from megarl.rollout.rollout_worker import GroupJob, GroupSummary, summarize
@@ -72,6 +72,12 @@ def journal(folder, fingerprint="ours"):
     return Journal(folder, fingerprint)
 
 
+def append(writer, step, request, summary, found):
+    """Append one group and return the entry that counts."""
+    (entry,) = writer.append(step, [FinishedJob(request, summary, found)])
+    return entry
+
+
 def as_bits(group):
     summary, found = (group.summary, group.trajectories) if hasattr(group, "summary") else group
     plain = [f.name for f in fields(Trajectory) if f.name not in ARRAYS]
@@ -86,13 +92,13 @@ def as_bits(group):
 def write_journal(folder, count=3):
     writer = journal(folder)
     for group in range(count):
-        writer.append(STEP, job(group), *finished_group(job(group)))
+        append(writer, STEP, job(group), *finished_group(job(group)))
     (path,) = (folder / "journal" / "step-000012").iterdir()
     return path
 
 
 def test_another_process_reads_a_group_bit_for_bit(tmp_path):
-    appended = [journal(tmp_path).append(STEP, job(g), *finished_group(job(g))) for g in range(3)]
+    appended = [append(journal(tmp_path), STEP, job(g), *finished_group(job(g))) for g in range(3)]
     found = journal(tmp_path).lookup(STEP, [job(2), job(3), job(0)])
     assert found[1] is None
     assert as_bits(found[0]) == as_bits(appended[2]) == as_bits(finished_group(job(2)))
@@ -108,8 +114,8 @@ def test_another_process_reads_a_group_bit_for_bit(tmp_path):
 def test_lookup_sees_new_groups_of_all_writers(tmp_path):
     ours, theirs = journal(tmp_path), journal(tmp_path)
     assert ours.lookup(STEP, [job(0), job(1)]) == [None, None]
-    ours.append(STEP, job(0), *finished_group(job(0)))
-    theirs.append(STEP, job(1), *finished_group(job(1)))
+    append(ours, STEP, job(0), *finished_group(job(0)))
+    append(theirs, STEP, job(1), *finished_group(job(1)))
     assert None not in ours.lookup(STEP, [job(0), job(1)])
     assert None not in theirs.lookup(STEP, [job(0), job(1)])
     assert ours.lookup(STEP + 1, [job(0)]) == [None]
@@ -156,7 +162,7 @@ def test_damage_is_logged_and_its_group_is_generated_again(tmp_path, caplog, par
     assert found == [bool(s) for s in survive]
     assert str(path) in caplog.text
     writer = journal(tmp_path)
-    writer.append(STEP, job(1), *finished_group(job(1), seed=5))
+    append(writer, STEP, job(1), *finished_group(job(1), seed=5))
     assert as_bits(journal(tmp_path).lookup(STEP, [job(1)])[0]) == as_bits(finished_group(job(1), seed=5))
 
 
@@ -182,8 +188,8 @@ def test_groups_appended_to_a_file_with_a_damaged_beginning_are_not_used(tmp_pat
 def test_append_returns_the_entry_that_was_written_first(tmp_path):
     first, late = journal(tmp_path), journal(tmp_path)
     assert late.lookup(STEP, [job()]) == [None]
-    first.append(STEP, job(), *finished_group(job(), seed=1))
-    assert as_bits(late.append(STEP, job(), *finished_group(job(), seed=2))) == as_bits(finished_group(job(), seed=1))
+    append(first, STEP, job(), *finished_group(job(), seed=1))
+    assert as_bits(append(late, STEP, job(), *finished_group(job(), seed=2))) == as_bits(finished_group(job(), seed=1))
     assert len(list((tmp_path / "journal" / "step-000012").iterdir())) == 1
 
 
@@ -193,7 +199,7 @@ def test_all_readers_choose_the_same_of_two_entries(tmp_path):
     folder.mkdir(parents=True)
     early = journal(tmp_path / "run")
     for name, seed in (("z", 1), ("a", 0)):
-        journal(tmp_path / name).append(STEP, job(), *finished_group(job(), seed=seed))
+        append(journal(tmp_path / name), STEP, job(), *finished_group(job(), seed=seed))
         (path,) = (tmp_path / name / "journal" / "step-000012").iterdir()
         path.rename(folder / f"{name}.groups")
         assert as_bits(early.lookup(STEP, [job()])[0]) == as_bits(finished_group(job(), seed=seed))
@@ -210,7 +216,7 @@ def test_different_job_with_the_same_id_is_logged_and_generated_again(tmp_path, 
     with caplog.at_level(logging.WARNING):
         assert again.lookup(STEP, [other]) == [None]
     assert "step-12-0: the journal has another job under this name (prompt train.jsonl:1" in caplog.text
-    again.append(STEP, other, *finished_group(other))
+    append(again, STEP, other, *finished_group(other))
     assert as_bits(journal(tmp_path).lookup(STEP, [other])[0]) == as_bits(finished_group(other))
     assert as_bits(journal(tmp_path).lookup(STEP, [job()])[0]) == as_bits(finished_group(job()))
 
@@ -233,7 +239,7 @@ def test_records_of_another_run_in_the_same_file_are_rejected(tmp_path):
     path = write_journal(tmp_path / "run", count=1)
     reader = journal(tmp_path / "run")
     assert reader.lookup(STEP, [job(0), job(1)])[1] is None
-    journal(tmp_path / "other", "theirs").append(STEP, job(1), *finished_group(job(1)))
+    append(journal(tmp_path / "other", "theirs"), STEP, job(1), *finished_group(job(1)))
     (other,) = (tmp_path / "other" / "journal" / "step-000012").iterdir()
     path.write_bytes(path.read_bytes() + other.read_bytes())
     for each in (reader, reader, journal(tmp_path / "run")):
@@ -266,7 +272,7 @@ def test_journal_of_another_format_is_rejected(tmp_path, first, got):
     for read in (
         lambda: reader.lookup(STEP, [job()]),
         lambda: reader.lookup(STEP, [job()]),
-        lambda: reader.append(STEP, job(), *finished_group(job())),
+        lambda: append(reader, STEP, job(), *finished_group(job())),
         lambda: read_step(tmp_path, STEP),
         lambda: read_fingerprints(tmp_path),
     ):
@@ -285,15 +291,33 @@ def test_handwritten_record_of_this_format_is_accepted(tmp_path):
     assert journal(tmp_path).lookup(STEP, [job()]) == [None]
 
 
+def test_groups_that_are_appended_together_count_once(tmp_path):
+    """Of two groups of the same job the first one counts, also one of another process; other jobs get their own."""
+    theirs = append(journal(tmp_path), STEP, job(0), *finished_group(job(0), seed=5))
+    requests = [job(0), job(1), job(1), job(1, prompt_id="another"), job(2)]
+    groups = [finished_group(request, seed) for seed, request in enumerate(requests)]
+    writer = journal(tmp_path)
+    found = writer.append(STEP, [FinishedJob(request, *group) for request, group in zip(requests, groups, strict=True)])
+    assert [as_bits(entry) for entry in found] == [
+        as_bits(theirs),
+        as_bits(groups[1]),
+        as_bits(groups[1]),
+        as_bits(groups[3]),
+        as_bits(groups[4]),
+    ]
+    assert len(read_step(tmp_path, STEP)) == 4
+    assert writer.append(STEP, []) == []
+
+
 def test_write_error_names_the_file(tmp_path):
     (tmp_path / "journal").write_text("a file where the folder belongs")
     with pytest.raises(WorkerError, match=r"step-12-0 is done but cannot be written to .*step-000012/.*\.groups: "):
-        journal(tmp_path).append(STEP, job(), *finished_group(job()))
+        append(journal(tmp_path), STEP, job(), *finished_group(job()))
 
 
 def test_full_disk_keeps_earlier_groups(tmp_path, monkeypatch):
     writer = journal(tmp_path)
-    writer.append(STEP, job(0), *finished_group(job(0)))
+    append(writer, STEP, job(0), *finished_group(job(0)))
     write = os.write
 
     def full(descriptor, data):
@@ -302,9 +326,9 @@ def test_full_disk_keeps_earlier_groups(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(WorkerError, match="No space left on device"):
-        writer.append(STEP, job(1), *finished_group(job(1)))
+        append(writer, STEP, job(1), *finished_group(job(1)))
     monkeypatch.setattr(os, "write", write)
-    writer.append(STEP, job(2), *finished_group(job(2)))
+    append(writer, STEP, job(2), *finished_group(job(2)))
     assert [g is not None for g in journal(tmp_path).lookup(STEP, [job(g) for g in range(3)])] == [True, False, True]
 
 
@@ -313,7 +337,7 @@ def test_remove_steps(tmp_path):
     remove_steps(tmp_path, up_to=3)
     writer = journal(tmp_path)
     for step in (0, 2, 9, 10, 11):
-        writer.append(step, job(), *finished_group(job()))
+        append(writer, step, job(), *finished_group(job()))
     (tmp_path / "journal" / "step-000009.kept").mkdir()
     assert list_steps(tmp_path) == [0, 2, 9, 10, 11]
     remove_steps(tmp_path, up_to=2)
@@ -327,7 +351,7 @@ def test_step_that_cannot_be_removed_is_removed_by_the_next_call(tmp_path, monke
     """On NFS, removing a file that a process has open renames it instead, so that its folder is not empty."""
     writer = journal(tmp_path)
     for step in (1, 2, 3):
-        writer.append(step, job(), *finished_group(job()))
+        append(writer, step, job(), *finished_group(job()))
     rmdir = os.rmdir
 
     def busy(path, **given):
@@ -410,7 +434,7 @@ def test_appended_groups_survive_a_killed_process(tmp_path):
             try:
                 writer = journal(tmp_path)
                 for group in range(incarnation * 10_000, 10**6):
-                    writer.append(STEP, job(group), *finished_group(job(group)))
+                    append(writer, STEP, job(group), *finished_group(job(group)))
                     os.write(write_end, group.to_bytes(4, "little"))
             finally:
                 os._exit(1)

@@ -1,0 +1,108 @@
+"""The completions of a batch that are not dropped, numbered once.
+
+Metrics, estimates and training requests each ask for them several times in a step; with 100,000 completions, numbering
+them again for each question would be most of the controller's work.
+
+Shapes: N completions of all groups, numbered group after group; S sequences that they consist of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.batch.sample_table import SampleKey
+from megarl.groups.group_stream import FinishedGroup
+from megarl.rollout.rollout_worker import TrajectorySummary
+
+
+class KeptCompletions:
+    """The N kept completions of some groups, in columns that are computed when they are first read."""
+
+    def __init__(self, groups: Sequence[FinishedGroup]) -> None:
+        self.groups = groups
+        self._kept = [group.summary.kept for group in groups]
+        """Indices of the kept completions of each group."""
+
+    @cached_property
+    def summaries(self) -> list[TrajectorySummary]:
+        """Summaries of the N completions."""
+        return [
+            group.summary.trajectories[i] for group, kept in zip(self.groups, self._kept, strict=True) for i in kept
+        ]
+
+    @cached_property
+    def keys(self) -> list[SampleKey]:
+        """N keys: (index of the group, index of the completion within the group)."""
+        return [(p, i) for p, kept in enumerate(self._kept) for i in kept]
+
+    @cached_property
+    def group_numbers(self) -> NDArray[np.int64]:
+        """Index of the group of each completion, [N]."""
+        return np.repeat(np.arange(len(self._kept)), self._sizes)
+
+    @cached_property
+    def group_ids(self) -> list[int]:
+        """`group_numbers` as a list."""
+        ids: list[int] = self.group_numbers.tolist()
+        return ids
+
+    @property
+    def group_offsets(self) -> list[int]:
+        """Index of the first completion of each group."""
+        return [0, *accumulate(self._sizes)][:-1]
+
+    @cached_property
+    def num_segments(self) -> NDArray[np.int64]:
+        """Number of sequences of each completion, [N]."""
+        return np.array([len(summary.segment_tokens) or 1 for summary in self.summaries], np.int64)
+
+    @cached_property
+    def sequence_offsets(self) -> NDArray[np.int64]:
+        """Number of sequences before each completion, and that of all, [N + 1]."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.num_segments)])
+
+    @cached_property
+    def sequence_keys(self) -> NDArray[np.int64]:
+        """Key of each sequence, index of the group and index within the group's payload, [S, 2]."""
+        if not self._is_forked:
+            return np.array(self.keys, np.int64).reshape(-1, 2)
+        keys: list[SampleKey] = []
+        for p, (group, kept) in enumerate(zip(self.groups, self._kept, strict=True)):
+            first = [0, *accumulate(summary.num_segments for summary in group.summary.trajectories)]
+            keys += [(p, s) for i in kept for s in range(first[i], first[i + 1])]
+        return np.array(keys, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def sequence_tokens(self) -> NDArray[np.int64]:
+        """Number of tokens of each sequence, [S]."""
+        return np.array([n for each in self.summaries for n in each.segment_tokens or (each.num_tokens,)], np.int64)
+
+    @cached_property
+    def segment_keys(self) -> list[list[SampleKey]]:
+        """Keys of the sequences of each of the N completions."""
+        keys, offsets = list(map(tuple, self.sequence_keys.tolist())), self.sequence_offsets.tolist()
+        return [keys[offsets[n] : offsets[n + 1]] for n in range(len(self.summaries))]
+
+    @cached_property
+    def response_lengths(self) -> list[int]:
+        """Numbers of sampled tokens of the N completions."""
+        return [summary.response_length for summary in self.summaries]
+
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Total rewards of the N completions."""
+        return [summary.reward for summary in self.summaries]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return list(map(len, self._kept))
+
+    @cached_property
+    def _is_forked(self) -> bool:
+        """Whether an episode of the groups, also a dropped one, has several segments."""
+        return any(summary.segment_tokens for group in self.groups for summary in group.summary.trajectories)
