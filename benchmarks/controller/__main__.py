@@ -48,6 +48,10 @@ the controller's process, medians over the steps after the first one.
   each rank holds its own. `verl`: the same tokens, log-probabilities, masks and versions, 13 bytes a token, as
   DataProto without padding, collected by the controller and dispatched to as many ranks; also without the time to
   collect. megarl stores masks and versions as runs, in all 8 bytes a token. `ratio`: `verl` over `dispatch`.
+- `of the controller`, `of verl's controller`: CPU time of the controller's process within `dispatch` and `verl`. It is
+  the same on a cluster; the rest is not, because here {processes} processes do the work of all ranks.
+- `rank calls wall`: time of one call of each rank that fetches a stored kilobyte and does nothing. Both dispatches call
+  each rank, so that neither can take less, and no ratio can be above `verl` over it.
 - Ranks that share a process share references as well: what Ray spends on the references of each process is counted for
   {processes} processes only. With several ranks in a replica, only the first one gets references to groups.
 
@@ -63,9 +67,12 @@ COLUMNS = (
     "memory MB",
     "prompt bytes",
     "fetched / used",
+    "rank calls wall s",
     "dispatch s",
+    "of the controller s",
     "verl s",
     "verl without collecting s",
+    "of verl's controller s",
     "ratio",
 )
 
@@ -125,14 +132,21 @@ def markdown(reports: Sequence[ControllerReport]) -> str:
             f"{r.rss_mb:.0f}",
             f"{r.prompt_bytes:,.0f}",
             f"{r.fetched_per_used:.2f}",
+            f"{r.rank_calls_seconds:.2f}",
             f"{r.dispatch_seconds:.2f}",
-            "-" if r.peer_dispatch_seconds is None else f"{r.peer_dispatch_seconds:.2f}",
-            "-" if r.peer_send_seconds is None else f"{r.peer_send_seconds:.2f}",
-            "-" if r.ratio_dispatch is None else f"{r.ratio_dispatch:.2f}",
+            f"{r.dispatch_cpu_seconds:.2f}",
+            _show(r.peer_dispatch_seconds),
+            _show(r.peer_send_seconds),
+            _show(r.peer_dispatch_cpu_seconds),
+            _show(r.ratio_dispatch),
         )
         for r in reports
     ]
     return markdown_rows(COLUMNS, rows, 0)
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _parser() -> argparse.ArgumentParser:

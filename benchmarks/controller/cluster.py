@@ -6,11 +6,13 @@ own. What a rank receives, and what it returns, has the sizes of a run; nothing 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -44,6 +46,29 @@ NUM_PROCESSES = 2
 
 PROMPT_TOKENS = 100
 MAX_RESPONSE_TOKENS = 2000
+
+
+class Cost(NamedTuple):
+    """Time, and CPU time of all threads of this process."""
+
+    seconds: float
+    cpu_seconds: float
+
+    @classmethod
+    def median(cls, costs: Sequence[Cost]) -> Cost:
+        """Return the median of the times, and that of the CPU times."""
+        return cls(*map(statistics.median, zip(*costs, strict=True)))
+
+
+class Stopwatch:
+    """Measures the cost since it was created."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> Cost:
+        """Return the cost so far."""
+        return Cost(time.perf_counter() - self._began, time.process_time() - self._cpu)
 
 
 class FakeTrainer:
@@ -81,7 +106,8 @@ class FakeRolloutWorker:
         )
         return summary, PackedTrajectories.of(trajectories)
 
-    estimate = RolloutActor.estimate
+    estimate, whiten = RolloutActor.estimate, RolloutActor.whiten
+    join_values = staticmethod(RolloutActor.join_values)
 
     async def record(self, *arguments: object) -> None:
         """Receive the rollouts that a worker writes to disk."""
@@ -219,26 +245,28 @@ class FakeCluster:
         group: WorkerGroup[TrainerWorker] = WorkerGroup("trainer", processes, grid)
         return cls(RecordingTrainerGroup(group, cost=cost, offload_config=offload), rollout, processes.actors)
 
-    def call_ranks(self, dp: int) -> None:
-        """Call each rank once with a reference to a stored value, of which each replica has one; wait for all."""
+    def call_ranks(self, dp: int) -> Cost:
+        """Return the cost of a call of each rank with a reference to a stored value, of which each replica has one."""
+        watch = Stopwatch()
         stored = [ray.put(bytes(1024)) for _ in range(dp)]
         actors = self.actors
         per_replica = len(actors) // dp
         refs = [actor.invoke.remote("trainer", "answer", stored[i // per_replica], 0) for i, actor in enumerate(actors)]
         wait_all(refs, what="answer", names={ref: f"rank {i}" for i, ref in enumerate(refs)})
+        return watch.read()
 
-    def dispatch(self, request: TrainRequest) -> float:
-        """Return the seconds from a training request until each rank holds its samples, the plan included."""
+    def dispatch(self, request: TrainRequest) -> Cost:
+        """Return the cost from a training request until each rank holds its samples, the plan included."""
         plan_replicas.cache_clear()
         train: Any = train_dispatch(QWEN2_5_7B)
         dispatch, grid = replace(train, collect=lambda held, _: held), self.trainer.grid
         method: Any = FakeTrainer.hold
-        began = time.perf_counter()
+        watch = Stopwatch()
         held: Any = self.trainer.group.call(method, request, dispatch=dispatch)
-        seconds = time.perf_counter() - began
+        cost = watch.read()
         num_samples = sum(len(batch.samples) for batch in request.mini_batches)
         assert sum(held) == num_samples * grid.size // grid.dp, f"{sum(held)} samples of {num_samples}"
-        return seconds
+        return cost
 
 
 def fetched_per_used(request: TrainRequest, grid: RankGrid) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.controller.cluster import FakeCluster, fetched_per_used
+from benchmarks.controller.cluster import Cost, FakeCluster, fetched_per_used
 from megarl.algorithms.registry import train
 from megarl.batch.balance import QWEN2_5_7B
 from megarl.batch.sample_table import SampleTable
@@ -58,6 +58,8 @@ class ControllerReport:
     """CPU of a step from its prompts to its metrics, without the calls of the ranks."""
     rank_calls_cpu_seconds: float
     """CPU of one call of each rank with a reference as argument, and of waiting for the answers."""
+    rank_calls_seconds: float
+    """Time of these calls: no dispatch that calls each rank takes less."""
     rss_mb: float
     """Growth of the controller's anonymous memory over its first step."""
     prompt_bytes: float
@@ -66,6 +68,8 @@ class ControllerReport:
     """Duration of a step."""
     dispatch_seconds: float
     """Time from the training request, whose samples lie where they were sampled, until each rank holds its samples."""
+    dispatch_cpu_seconds: float
+    """CPU of the controller in that time, the call of each rank included."""
     fetched_per_used: float
     """Tokens of the groups that a replica fetches, over tokens that it trains on; mean over the replicas."""
     tokens_per_trajectory: int
@@ -75,6 +79,8 @@ class ControllerReport:
     """verl's time for the same: its controller collects the samples and dispatches them."""
     peer_send_seconds: float | None = None
     """The part after the controller has collected them."""
+    peer_dispatch_cpu_seconds: float | None = None
+    """CPU of verl's controller in `peer_dispatch_seconds`."""
     ratio_dispatch: float | None = None
     """`peer_dispatch_seconds` over `dispatch_seconds`."""
 
@@ -173,37 +179,33 @@ def measure(work: Workload, folder: Path, prompt_bytes: float) -> ControllerRepo
         config, EventLog(), PhaseTimer(), Startup(time.time()), models=nothing, prompts=run_prompts, **fakes
     )
     cluster.call_ranks(work.replicas)
-    rank_calls = [_cpu_of_rank_calls(cluster, work) for _ in range(3)]
+    rank_calls = [cluster.call_ranks(work.replicas) for _ in range(3)]
     rss_before = anonymous_bytes()
     train(run)
-    rank_calls += [_cpu_of_rank_calls(cluster, work) for _ in range(2)]
+    rank_calls += [cluster.call_ranks(work.replicas) for _ in range(2)]
     request = cluster.trainer.last_request
-    dispatch_seconds = [cluster.dispatch(request) for _ in range(DISPATCHES)]
+    dispatch = Cost.median([cluster.dispatch(request) for _ in range(DISPATCHES)])
     run.finish()
     cluster.rollout.shutdown()
-    calls = statistics.median(rank_calls)
+    calls = Cost.median(rank_calls)
     later = run.cpu_seconds[1:]
     median = {name: statistics.median(step[name] for step in later) for name in later[0]}
     return ControllerReport(
         ranks=work.ranks,
         trajectories=work.trajectories,
         replicas=work.replicas,
-        train_call_cpu_seconds=max(0.0, median["train_policy"] - calls),
-        step_cpu_seconds=max(0.0, median["step"] - calls),
-        rank_calls_cpu_seconds=calls,
+        train_call_cpu_seconds=max(0.0, median["train_policy"] - calls.cpu_seconds),
+        step_cpu_seconds=max(0.0, median["step"] - calls.cpu_seconds),
+        rank_calls_cpu_seconds=calls.cpu_seconds,
+        rank_calls_seconds=calls.seconds,
         rss_mb=(run.rss_after_first_step - rss_before) / 1e6,
         prompt_bytes=prompt_bytes,
         step_seconds=statistics.median(run.step_seconds[1:]),
-        dispatch_seconds=statistics.median(dispatch_seconds),
+        dispatch_seconds=dispatch.seconds,
+        dispatch_cpu_seconds=dispatch.cpu_seconds,
         fetched_per_used=fetched_per_used(request, grid),
         tokens_per_trajectory=round(
             sum(SampleTable.of(batch.samples).num_tokens for batch in request.mini_batches) / work.trajectories
         ),
         cpu_seconds_by_phase=median,
     )
-
-
-def _cpu_of_rank_calls(cluster: FakeCluster, work: Workload) -> float:
-    began = time.process_time()
-    cluster.call_ranks(work.replicas)
-    return time.process_time() - began

@@ -52,7 +52,11 @@ def make_batch(trajectories: int, tokens: int) -> DataProto:
 
 
 def main() -> None:
-    """Print the seconds in which the controller collects the samples, and those until every rank holds its own."""
+    """Print by repetition three numbers of seconds.
+
+    They are the time in which the controller collects the samples, that until every rank holds its own, and the CPU
+    time of the controller in both.
+    """
     spec = json.loads(sys.argv[1])
     ray.init(
         address="local",
@@ -71,12 +75,12 @@ def main() -> None:
             processes[part % len(processes)].sample.remote(per_replica, spec["tokens"]) for part in range(replicas)
         ]
         ray.wait(sampled, num_returns=replicas, fetch_local=False)
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         batch = DataProto.concat(ray.get(sampled))
         collected = time.perf_counter()
         arguments, _ = dispatch_nd_compute_dataproto(dp_ranks, replicas, group, batch)
         held = ray.get(group.execute_all_async("hold", *arguments))
-        seconds.append((collected - began, time.perf_counter() - collected))
+        seconds.append((collected - began, time.perf_counter() - collected, time.process_time() - cpu))
         assert sum(held) == 13 * len(batch) * spec["tokens"] * (ranks // replicas), held
     print(json.dumps(seconds[1:]))
 

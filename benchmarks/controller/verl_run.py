@@ -44,10 +44,11 @@ def add_verl(report: ControllerReport, work: Workload, python: Path, store_bytes
     if done.returncode:
         raise WorkerError(f"verl failed with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     seconds = json.loads(done.stdout.splitlines()[-1])
-    total = statistics.median(collect + send for collect, send in seconds)
+    total = statistics.median(collect + send for collect, send, _ in seconds)
     return replace(
         report,
         peer_dispatch_seconds=total,
-        peer_send_seconds=statistics.median(send for _, send in seconds),
+        peer_send_seconds=statistics.median(send for _, send, _ in seconds),
+        peer_dispatch_cpu_seconds=statistics.median(cpu for _, _, cpu in seconds),
         ratio_dispatch=total / report.dispatch_seconds,
     )

@@ -16,6 +16,10 @@ Run = Callable[[int], TimedRun]
 SIGNIFICANCE = 1.95
 """Factor of the Kolmogorov-Smirnov test at a level of 0.001."""
 
+SMALL_DISTANCE = 0.03
+"""Distance that is not reported as a difference. The test supposes independent samples: the completions of a prompt are
+not, and each trainer draws its own prompts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadReport:
@@ -88,12 +92,13 @@ def require_equal_lengths(first: np.ndarray, second: np.ndarray) -> float:
     """Return the Kolmogorov-Smirnov distance of two samples.
 
     Raises:
-        ArithmeticError: equal distributions would be that far apart in fewer than 1 of 1,000 cases.
+        ArithmeticError: the distance is above `SMALL_DISTANCE`, and independent samples of one distribution would be
+            that far apart in fewer than 1 of 1,000 cases.
     """
     points = np.union1d(first, second)
     shares = [np.searchsorted(np.sort(sample), points, side="right") / len(sample) for sample in (first, second)]
     distance = float(np.abs(shares[0] - shares[1]).max())
-    limit = SIGNIFICANCE * float(np.sqrt((len(first) + len(second)) / (len(first) * len(second))))
+    limit = max(SMALL_DISTANCE, SIGNIFICANCE * float(np.sqrt(1 / len(first) + 1 / len(second))))
     if distance > limit:
         raise ArithmeticError(
             f"the trainers sampled completions of different lengths, of mean {first.mean():.1f} and "

@@ -28,6 +28,7 @@ class ProcessorTime:
         self._processes: dict[str, list[psutil.Process]] = {}
         self._before: dict[str, float] = {}
         self._after: dict[str, float] = {}
+        self._machine_before, self._machine_after = 0.0, 0.0
 
     def wait(self) -> int:
         """Measure until the command ends, and return its exit code."""
@@ -42,6 +43,12 @@ class ProcessorTime:
         count = self._step - self._first_step
         return {kind: (self._after[kind] - self._before[kind]) / count for kind in self._before} if count else {}
 
+    @property
+    def machine_seconds_per_step(self) -> float:
+        """Mean CPU seconds a step of all processes of the machine; 0 if the run ended before the second step."""
+        count = self._step - self._first_step
+        return (self._machine_after - self._machine_before) / count if count else 0.0
+
     def _read(self) -> None:
         step = self._metrics.read_text().count('"loss"') if self._metrics.exists() else 0
         if step < self._first_step or (self._before and step == self._step):
@@ -55,10 +62,16 @@ class ProcessorTime:
             seconds = {kind: sum(map(_cpu_seconds, processes)) for kind, processes in self._processes.items()}
         except psutil.NoSuchProcess:
             return  # the run is ending
-        self._step, self._after = step, seconds
-        self._before = self._before or seconds
+        self._step, self._after, self._machine_after = step, seconds, _machine_seconds()
+        if not self._before:
+            self._before, self._machine_before = seconds, self._machine_after
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def _machine_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)

@@ -30,7 +30,7 @@ INTRODUCTION = """\
 ```
 
 {method}
-Generation with all slots busy and training take the same time, 1, the bound of a step; a push stops both for
+Generation with all slots busy takes 1, and training {train:g}; the larger is the bound of a step. A push stops both for
 {pause}. A group is {group_size} samples, a step {groups_per_step} groups. Lengths are log-normal: `moderate` with sigma
 0.8, cut at 5 times the mean; `heavy` with sigma 1, cut at 20 times. The engines have slots for half the samples of a
 step, or for a quarter. The first fifth of the {steps} steps does not count.
@@ -41,7 +41,8 @@ step, or for a quarter. The first fifth of the {steps} steps does not count.
 - `W`, `W max`: time from a group's admission to its last sample, in steps, mean and maximum.
 - `trained / admitted length`: mean length of the groups trained on, divided by that of the admitted ones. `open`:
   groups left at the end.
-- `count gate` limits the number of open groups and nothing else; `drop` discards groups above the cap.
+- `adapts` is `adapt_lookahead: true`. `count gate` limits the number of open groups and nothing else; `drop` discards
+  groups above the cap.
 
 """
 SIMULATED = "Simulated: the state machine of `megarl/schedule` drives engines and a trainer that are numbers."
@@ -80,6 +81,7 @@ def main() -> int:
             module="benchmarks.schedule",
             method=method,
             pause=workload.pause_seconds,
+            train=workload.train_seconds,
             group_size=workload.group_size,
             groups_per_step=workload.groups_per_step,
             steps=workload.num_steps,
@@ -91,11 +93,14 @@ def _workload(args: argparse.Namespace) -> Workload:
     for name in ("steps", "groups_per_step", "group_size"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} needs at least 1, got {getattr(args, name)}")
+    if args.train_seconds <= 0:
+        raise ConfigError(f"--train-seconds needs to be above 0, got {args.train_seconds:g}")
     return Workload(
         tail=TAILS["moderate"],
         groups_per_step=args.groups_per_step,
         group_size=args.group_size,
         num_steps=args.steps,
+        train_seconds=args.train_seconds,
         seed=args.seed,
     )
 
@@ -161,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="number of steps; default: 200, with --lengths 2000")
     parser.add_argument("--groups-per-step", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument(
+        "--train-seconds", type=float, default=1.0, help="time of a training step; that of generation is 1"
+    )
     parser.add_argument("--step-seconds", type=float, default=5.0, help="time of a phase with --processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

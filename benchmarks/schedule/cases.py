@@ -17,8 +17,12 @@ class Case:
     """With `late: mask`, whether tokens above the cap are left out: if not, the cap is only the gate's count."""
 
 
-def _async(lookahead: int, max_staleness: int, late: Late = Late.WAIT, *, in_order: bool = False) -> SchedulePolicy:
-    return SchedulePolicy(lookahead=lookahead, max_staleness=max_staleness, late=late, in_order=in_order)
+def _async(
+    lookahead: int, max_staleness: int, late: Late = Late.WAIT, *, in_order: bool = False, adapts: bool = False
+) -> SchedulePolicy:
+    return SchedulePolicy(
+        lookahead=lookahead, max_staleness=max_staleness, late=late, in_order=in_order, adapt_lookahead=adapts
+    )
 
 
 CASES: Mapping[str, Case] = {
@@ -28,6 +32,7 @@ CASES: Mapping[str, Case] = {
     "wait, L 2 eta 4": Case(policy=_async(2, 4)),
     "wait, L 4 eta 4": Case(policy=_async(4, 4)),
     "wait, L 3 eta 8": Case(policy=_async(3, 8)),
+    "wait, L 3 eta 8, adapts": Case(policy=_async(3, 8, adapts=True)),
     "mask, L 4 eta 4": Case(policy=_async(4, 4, Late.MASK)),
     "count gate, L 4": Case(policy=_async(4, 4, Late.MASK), masks=False),
     "drop, L 2 eta 4": Case(policy=_async(2, 4, Late.DROP)),

@@ -46,7 +46,7 @@ TAILS: Mapping[str, Tail] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A run whose training takes as long as its generation with all slots busy; that time is 1."""
+    """A run whose generation of a step takes the time 1 with all slots busy."""
 
     tail: Tail
     groups_per_step: int = 32

@@ -1,15 +1,18 @@
 """The reshard benchmark on four real ranks; its verification detects errors."""
 
+import io
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.reshard import __main__ as benchmark
 from benchmarks.reshard import changed_weights
 from benchmarks.reshard.__main__ import BOXES, CONTENDERS, POINT_TO_POINT
 from benchmarks.reshard.contender import frozen_tensors
@@ -22,6 +25,7 @@ from megarl.offline.reshard_explain import make_scenario
 from megarl.placement.rank_grid import RankGrid
 from megarl.reshard.analysis.scenario import STRATEGIES
 from megarl.reshard.analysis.sync_report import RUN_ONLY_FIELDS, SyncReport, explain
+from tests.megatron.ranks import run_ranks
 from tests.reshard.analysis.test_sync_report import FIELDS
 from tests.reshard.scenarios import scenario
 from tests.time_limits import HANG_SECONDS
@@ -31,7 +35,27 @@ LAYOUTS = {"1-4-1 -> 1-2": ("tp=4", "tp=2"), "1-1-4 -> 1-2": ("dp=4", "tp=2")}
 COMMON = ("--model=synthetic:1", "--bucket-mb=0.25", "--repeats=3")
 
 
-def run(world, *args):
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(world, folder, *args):
+    """Run the benchmark on ranks that are forked from a process with its imports, which take seconds."""
+    return run_ranks(main, world, folder, args)
+
+
+def main(args):
+    """Run the benchmark as this rank; return the exit code and what it has printed."""
+    sys.argv = ["benchmarks.reshard", *args]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = benchmark.main()
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_with_torchrun(world, *args):
     command = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(world), "-m", "benchmarks.reshard", *args]
     return subprocess.run(
         command,
@@ -48,9 +72,9 @@ def json_lines(done):
 
 
 @pytest.fixture(scope="module")
-def done():
+def done(tmp_path_factory):
     trains, gens = zip(*LAYOUTS.values(), strict=True)
-    return run(4, *COMMON, "--nodes=2", "--json", "--train", *trains, "--gen", *gens)
+    return run(4, tmp_path_factory.mktemp("done"), *COMMON, "--nodes=2", "--json", "--train", *trains, "--gen", *gens)
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +146,8 @@ def test_the_plan_reaches_the_bound_of_either_placement(reports):
         assert of_layout[name]["bytes_total"] == of_layout["gather_hf"]["bytes_total"]
 
 
-def test_every_contender_hands_over_through_shared_memory():
-    done = run(4, *COMMON, "--json", "--hand-over=shared-memory", "--train=tp=4", "--gen=tp=2")
+def test_every_contender_hands_over_through_shared_memory(tmp_path):
+    done = run(4, tmp_path, *COMMON, "--json", "--hand-over=shared-memory", "--train=tp=4", "--gen=tp=2")
     assert done.returncode == 0, done.stderr
     found = {line["strategy"]: line for line in json_lines(done) if "left_out" not in line}
     assert list(found) == [name for name in CONTENDERS if name != "nccl_m2n"]
@@ -132,9 +156,9 @@ def test_every_contender_hands_over_through_shared_memory():
     assert found["exact"]["bytes_in_max"] < found["exact_consecutive"]["bytes_in_max"]
 
 
-def test_experts():
+def test_experts(tmp_path):
     args = ("--bucket-mb=0.25", "--repeats=3", "--json", "--train=tp=2,dp=2,ep=4,etp=1", "--gen=tp=2")
-    done = run(4, "--model=synthetic-moe:4", *args, "--skip", "ds_chat", "hybridflow_v", "nccl_m2n")
+    done = run(4, tmp_path, "--model=synthetic-moe:4", *args, "--skip", "ds_chat", "hybridflow_v", "nccl_m2n")
     assert done.returncode == 0, done.stderr
     lines = json_lines(done)
     found = {line["strategy"]: line for line in lines if "left_out" not in line}
@@ -143,10 +167,10 @@ def test_experts():
     assert {line["mismatched_bytes"] for line in found.values()} == {0}
 
 
-def test_messages_complete_in_nccl_order():
+def test_messages_complete_in_nccl_order(tmp_path):
     """Every strategy that sends messages runs over gloo with NCCL's rules; a deadlock ends in a timeout."""
     args = ("--nodes=2", "--json", "--transport=nccl-order", "--train=tp=4", "--gen=tp=1")
-    done = run(4, *COMMON, *args)
+    done = run(4, tmp_path, *COMMON, *args)
     assert done.returncode == 0, done.stderr
     reports = json_lines(done)
     assert [report["strategy"] for report in reports] == list(POINT_TO_POINT)
@@ -154,9 +178,9 @@ def test_messages_complete_in_nccl_order():
     assert sum(report["messages"] for report in reports) > 0
 
 
-def test_only_layers_that_change_are_sent():
+def test_only_layers_that_change_are_sent(tmp_path):
     args = ("--json", "--delta=2", "--train=tp=2", "--gen=tp=1", "--transport=nccl-order")
-    done = run(2, *COMMON, *args)
+    done = run(2, tmp_path, *COMMON, *args)
     assert done.returncode == 0, done.stderr
     found = {line["strategy"]: line for line in json_lines(done)}
     assert list(found) == list(BOXES)
@@ -191,11 +215,11 @@ def test_an_adam_step_changes_few_weights_and_nearly_all_pieces():
 def test_wrong_rank_count_is_refused_and_plot_is_written(tmp_path):
     assert (
         "--train takes 4 ranks, torchrun started 1"
-        in run(1, *COMMON, "--skip=megatron_core", "--train=tp=4", "--gen=tp=2").stderr
+        in run_with_torchrun(1, *COMMON, "--skip=megatron_core", "--train=tp=4", "--gen=tp=2").stderr
     )
     picture = tmp_path / "out.png"
     args = ("--train=tp=1", "--gen=tp=1", "--strategies", "exact", "gather_hf", f"--plot={picture}")
-    done = run(1, *COMMON, *args)
+    done = run_with_torchrun(1, *COMMON, *args)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["strategy", "gather_hf", "exact"]
     assert picture.stat().st_size > 1000

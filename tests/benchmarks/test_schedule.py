@@ -65,6 +65,18 @@ def test_baselines() -> None:
     assert drop.length_ratio < 0.98
 
 
+@pytest.mark.parametrize("tail", ["moderate", "heavy"])
+def test_an_adapted_lookahead_makes_samples_younger_where_training_is_slower(tail: str) -> None:
+    workload = Workload(tail=TAILS[tail], num_steps=STEPS, train_seconds=1.5)
+    fixed, adapted = (
+        simulate(CASES[schedule], workload).report(tail, schedule)
+        for schedule in ("wait, L 3 eta 8", "wait, L 3 eta 8, adapts")
+    )
+    assert adapted.mean_staleness <= 0.9 * fixed.mean_staleness
+    assert adapted.step_over_bound <= fixed.step_over_bound + 0.01
+    assert is_nothing_lost(adapted)
+
+
 def test_samples_of_equal_length_take_what_a_pipeline_takes() -> None:
     """All slots busy: generation takes 1, and so does training; a push takes 0.02."""
     workload = Workload(tail=CONSTANT, num_steps=20)

@@ -1,0 +1,1 @@
+"""Asynchronous against synchronous steps of an agent whose tool makes it wait."""
