@@ -6,8 +6,8 @@ TORCH_INSTALL_ARGS ?=
 GSM8K ?=
 # Additional pytest arguments, such as ARGS="-k loss -x".
 ARGS ?=
-# Number of processes that `make test` runs tests in; each of them may start a dozen more.
-TEST_PROCESSES ?= 2
+# Number of processes that `make test` runs tests in; each of them may start a dozen more, which wait much of the time.
+TEST_PROCESSES ?= 3
 
 # One BLAS thread per process: there are many workers and few cores.
 export OMP_NUM_THREADS ?= 1
@@ -25,6 +25,8 @@ INSTALLED_GPU := $(VENV)/.installed-gpu
 INSTALLED := $(if $(wildcard $(VENV)/.gpu),$(INSTALLED_GPU),$(VENV)/.installed)
 # A CPU environment gets Triton for its interpreter, in a folder that only tests of kernels read.
 INTERPRETER := $(if $(wildcard $(VENV)/.gpu),,$(VENV)/.installed-triton)
+# Published chat templates, in a folder that only tests of the gateway read.
+TEMPLATES := $(VENV)/.installed-templates
 
 TEST_PACKAGES := slurm-wlm munge shellcheck iproute2 bubblewrap
 
@@ -33,21 +35,30 @@ TEST_PACKAGES := slurm-wlm munge shellcheck iproute2 bubblewrap
 
 setup: $(INSTALLED) ## Create .venv with pinned packages; does nothing if it is up to date
 
+# The bytecode of the packages, 23,000 files, is compiled on all cores; pip would do it on one. A package's templates and
+# tests for other versions of Python do not compile, which pip ignores too.
 $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/dev.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make setup needs Python 3.11, found no $(PYTHON); set its path: make setup PYTHON=..." >&2; exit 1; }
-	@echo "[1/4] $(VENV), with $$($(PYTHON) --version)"
+	@echo "[1/5] $(VENV), with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/4] torch"
-	@$(PIP) install $(TORCH_INSTALL_ARGS) -c requirements/cpu.txt -r requirements/torch.txt
-	@echo "[3/4] $$(cat requirements/cpu.txt requirements/dev.txt | grep -c ==) pinned packages"
-	@$(PIP) install --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	@echo "[4/4] megarl"
+	@echo "[2/5] torch"
+	@$(PIP) install --no-compile $(TORCH_INSTALL_ARGS) -c requirements/cpu.txt -r requirements/torch.txt
+	@echo "[3/5] $$(cat requirements/cpu.txt requirements/dev.txt | grep -c ==) pinned packages"
+	@$(PIP) install --no-compile --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "[4/5] megarl"
 	@$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "[5/5] bytecode"
+	@$(BIN)/python -m compileall -qq -j 0 $(abspath $(VENV))/lib || true
 	@touch $@
 
 $(VENV)/.installed-triton: requirements/triton.txt | $(INSTALLED)
 	@echo "$$(grep == requirements/triton.txt), in $(VENV)/triton, for tests of kernels"
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton -r requirements/triton.txt
+	@touch $@
+
+$(TEMPLATES): requirements/templates.txt | $(INSTALLED)
+	@echo "$$(grep == requirements/templates.txt), in $(VENV)/templates, for its chat templates"
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/templates -r requirements/templates.txt
 	@touch $@
 
 setup-gpu: $(INSTALLED_GPU) ## Create .venv for GPUs, with CUDA, Transformer Engine and apex
@@ -94,10 +105,10 @@ demo: setup ## Train a tiny model with SFT and RL on this machine's CPU
 
 PYTEST_PARALLEL := pytest -n $(TEST_PROCESSES) --no-loadscope-reorder --durations 25
 
-test: setup $(INTERPRETER) ## Run the tests
+test: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests
 	$(BIN)/$(PYTEST_PARALLEL) $(ARGS)
 
-coverage: setup $(INTERPRETER) ## Run the tests and report the line and branch coverage of all their processes; takes twice as long
+coverage: setup $(INTERPRETER) $(TEMPLATES) ## Run the tests and report the line and branch coverage of all their processes; takes twice as long
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m $(PYTEST_PARALLEL) $(ARGS)
 	$(BIN)/coverage combine -q

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,20 @@ def has_gpu_tests(source: str) -> bool:
     if GPU_MARK.search(source):
         return True
     return DEVICE_FIXTURE.search(source) is not None and DEVICE_PARAMETER.search(source) is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the tests without garbage collections, and keep their modules out of those during the tests.
+
+    Collecting imports torch, Transformers and megatron-core: millions of objects, none of them garbage.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 GUARDED_VARIABLES = re.compile(r"MEGARL_|TRITON_|CUDA_|PYTHONPATH$|PATH$|RAY_A")

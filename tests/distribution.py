@@ -1,7 +1,7 @@
 """Distribution of the tests over the processes of `pytest -n`: which tests share a process, and their order.
 
 Tests with the same scope run in one process, in the order of their files. Scopes start in the order of `POSITIONS`,
-the longest first, so that both processes are busy until the end.
+the longest first, so that all processes are busy until the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ SHARED_FIXTURES = {
     "engine": (
         "tests/rollout/sglang/test_continuation.py",
         "tests/rollout/sglang/test_cpu_determinism.py",
+        "tests/rollout/sglang/test_cpu_shared_prefill.py",
         "tests/rollout/sglang/test_in_flight.py",
+        "tests/rollout/sglang/test_scheduler_idling.py",
         "tests/rollout/sglang/test_sglang_engine.py",
         "tests/rollout/sglang/weight_update/test_shared_receive.py",
         "tests/rollout/sglang/weight_update/test_update_session.py",

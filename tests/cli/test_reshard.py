@@ -19,6 +19,7 @@ from megarl.reshard.layout.quantized_layout import quantize_layout
 from megarl.rollout.sglang.weight_layout import offline_trace
 from tests.megatron.families.outside import MISTRAL_PATH
 from tests.model_files.quantized import QUANTIZATION
+from tests.rollout.remote import fork_traces
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -243,6 +244,7 @@ def test_experts_of_a_traced_engine(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fork_traces(monkeypatch)
     (Path(model) / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
     sizes = ("--train", "pp=2,tp=2,dp=2,ep=2,etp=1", "--first-stage-layers", "3", "--gen", "tp=2,ep=2")
     assert explain(model, *sizes, "--strategy", "exact", "--json") == 0
@@ -309,7 +311,7 @@ def test_a_missing_key_is_reported_before_sglang_starts(
 
 
 def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_say(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The layout of the engine is traced from SGLang, and planning fails if it has other tensors than the trainer."""
     config = CONFIG | LATENT | {"q_lora_rank": 32, "n_shared_experts": 1, "num_hidden_layers": 4}
@@ -318,6 +320,7 @@ def test_first_layers_are_dense_in_trainer_and_engine_if_config_json_does_not_sa
         file.write_text(json.dumps(config | dense))
         found.append(load_architecture_and_dtype(model))
     assert found[0] == found[1]
+    fork_traces(monkeypatch)
     assert explain(model, "--train", "tp=2", "--gen", "tp=2", "--strategy", "exact", "--json") == 0
     assert json.loads(capsys.readouterr().out)["model_bytes"] > 0
 
@@ -344,6 +347,7 @@ def test_the_traced_layout_gives_the_same_numbers(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fork_traces(monkeypatch)
     args = ("--train", "pp=2,tp=4", "--gen", "pp=2,tp=2", "--strategy", "exact", "--json")
     assert explain(model, *args) == 0
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import tracemalloc
 from collections.abc import Iterator
 from decimal import Decimal
@@ -49,10 +50,12 @@ def test_prompts_are_returned_as_stored_in_any_order(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_prompt_is_below_its_budget() -> None:
+    gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         stored = StoredPrompts.store(make_prompts(2000, num_tokens=500))
+        gc.collect()
         growth = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

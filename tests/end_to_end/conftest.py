@@ -72,7 +72,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         command.end()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def components(cluster: None, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Components]:
     """Start two data-parallel trainer ranks, one engine and one rollout worker."""
     from tests.end_to_end.components import build, make_config

@@ -18,18 +18,23 @@ from ray.util import remove_placement_group
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.algorithms.reinforce import reinforce_estimates
 from megarl.batch.sample_table import SampleRef
 from megarl.batch.trajectory import Trajectory
+from megarl.config.algorithms.reinforce_family import ReinforcePlusPlusConfig
 from megarl.errors import RewardError, WorkerError
 from megarl.functional.losses import Denominators
 from megarl.groups.build import trainer_spec
+from megarl.groups.estimation import estimate_job
 from megarl.groups.rollout_group import RolloutGroup
 from megarl.groups.trainer_group import TrainerGroup, make_rank_processes, make_trainer_group
 from megarl.groups.weight_sync import WeightSync
 from megarl.megatron.requests import MiniBatch, TrainRequest
+from megarl.megatron.token_column import merge_column
 from megarl.placement.pool import reserve
 from megarl.rollout.engine import Sampling
 from tests.end_to_end.components import Components, build, make_config
+from tests.groups.estimates import assert_same_bits, estimate_here, make_job
 
 LOGPROB_MISMATCH = "train_infer_mismatch/logprob_abs_max"
 
@@ -102,6 +107,29 @@ def failing(components: Components, world: Path, tmp_path_factory: pytest.TempPa
     group.start()
     components.weights.push(3)
     return group
+
+
+def test_workers_share_an_estimate(
+    components: Components, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Returns of sampled tokens, whitened over all groups: the bits are those that one process computes."""
+    monkeypatch.setattr(estimate_job, "TOKENS_PER_WORKER", 1)
+    config = make_config(world, tmp_path, rollout={"workers": 2})
+    rollout = RolloutGroup(config, components.engines)
+    rollout.start()
+    components.weights.push(4)
+    sampling = Sampling(temperature=1.0, max_new_tokens=8)
+    groups = rollout.collect(components.prompts[:5], num_samples=2, sampling=sampling, label="estimated")
+    trajectories = [group.payload.fetch() for group in groups]
+    arguments = (ReinforcePlusPlusConfig(gamma=0.9, kl_reward=None), 0.0)
+    rewards = np.random.default_rng(0).normal(size=10).tolist()
+    job = make_job(reinforce_estimates, arguments, trajectories, rewards, {}, ("advantages",))
+    summary, columns = rollout.estimate(job, groups)
+    column = columns["advantages"]
+    assert len(column.refs) == 2
+    found = summary, {"advantages": merge_column(column.fetch())}
+    assert_same_bits(found, estimate_here(job, trajectories))
+    rollout.shutdown()
 
 
 @pytest.mark.parametrize(

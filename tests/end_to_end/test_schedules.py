@@ -17,7 +17,7 @@ from megarl.checkpoint.store import CheckpointStore
 from megarl.run.reward_weights import request_weights
 from megarl.run.schedule_log import log_folder, read_log
 from megarl.schedule.events import Leased, Pushed
-from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps
+from tests.end_to_end.launched import RAY_AGENTS, LaunchedCommand, list_steps, wait_until
 from tests.end_to_end.test_resume import processes
 from tests.end_to_end.tiny_world import write_run
 
@@ -66,8 +66,13 @@ def kill_and_resume(config: Path, folder: Path, step: int, **weights: float) -> 
 
 def change_weights(run: LaunchedCommand, folder: Path, weights: dict[str, float]) -> None:
     if weights:
-        run.wait_for_step(2)
+        wait_for_step(run, 2)
         request_weights(folder / "run", weights)
+
+
+def wait_for_step(run: LaunchedCommand, step: int) -> None:
+    """Wait until the run has finished `step`, without a search for its processes, which takes as long as some steps."""
+    assert wait_until(lambda: run.process.poll() is not None or run.steps_done() >= step)
 
 
 def kill_trainer(config: Path, folder: Path, step: int, **weights: float) -> list[dict[str, Any]]:
@@ -77,10 +82,12 @@ def kill_trainer(config: Path, folder: Path, step: int, **weights: float) -> lis
     """
     run = LaunchedCommand(folder, "train", config)
     try:
+        run.wait_until(lambda: "started in" in run.stdout)
+        rank = processes(run, "ray::WorkerHost")[-1]
         change_weights(run, folder, weights)
-        run.wait_for_step(step)
+        wait_for_step(run, step)
         before = list_steps(folder / "run")
-        processes(run, "ray::WorkerHost")[-1].kill()
+        rank.kill()
         assert run.wait() == 0, run.stdout + run.stderr
         assert "resuming from step" in run.stdout
         run.assert_no_processes_left(but=RAY_AGENTS)
@@ -132,6 +139,7 @@ def test_killed_asynchronous_run_trains_each_group_once_within_the_cap(
     assert [saved.step for saved in CheckpointStore(tmp_path / "run").entries()] == [4, 8, 12]
     report = json.loads(finish(tmp_path, "replay", tmp_path / "run", "--json"))
     assert (report["begun_at"], report["last_step"]) == (0, steps)
+    assert 0 < report["training_share"] < 1
     assert report["checkpoints"] == {"4": [], "8": [], "12": []}
     assert trained_ordinals(events) == dict.fromkeys(range(4 * steps), 1)
     assert num_sampled_again(events) == 0
@@ -140,7 +148,10 @@ def test_killed_asynchronous_run_trains_each_group_once_within_the_cap(
 @pytest.mark.parametrize("update", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
 def test_pushes_while_requests_run(update: str, world: Path, tmp_path: Path) -> None:
     """Tokens of the last version agree with the trainer, except for those on a KV cache of older weights."""
-    settings = sections(8, 8, update=update, **ASYNC) | {"rollout": {"max_new_tokens": 100}}
+    settings = sections(8, 8, update=update, **ASYNC) | {
+        "rollout": {"max_new_tokens": 100},
+        "placement": {"slots_per_node": 1},
+    }
     finish(tmp_path, "train", write_run(world, tmp_path, **settings))
     rows = list_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, 9))

@@ -21,7 +21,8 @@ def test_each_policy_samples_with_its_own_weights(world: Path, tmp_path: Path, l
         "other": {"optimizer": optimizer},
     }
     trainer = {"steps": 3, "optimizer": optimizer}
-    command = launch("train", write_run(world, tmp_path, algorithm=algorithm, trainer=trainer))
+    placement = {"slots_per_node": 1}
+    command = launch("train", write_run(world, tmp_path, algorithm=algorithm, trainer=trainer, placement=placement))
     assert command.wait() == 0, command.stdout + command.stderr
     steps = list_steps(tmp_path / "run")
     assert len(steps) == 3

@@ -266,12 +266,15 @@ def test_secret_reaches_neither_the_command_nor_ray_and_all_have_the_same_token(
     assert len(token) == 64
     assert "secret: None\n" in both.output(0)
     for process in both.find_remaining():
-        environment = process.environ()
-        if process.name() == "sh":  # a worker of fake_ray
+        try:
+            environment, name, command = process.environ(), process.name(), " ".join(process.cmdline())
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
+        if name == "sh":  # a worker of fake_ray
             assert environment["RAY_AUTH_TOKEN"] == token
             assert "MEGARL_LAUNCH_SECRET" not in environment
-        assert SECRET not in " ".join(process.cmdline())
-        assert token not in " ".join(process.cmdline())
+        assert SECRET not in command
+        assert token not in command
     assert sum(process.name() == "sh" for process in both.find_remaining()) == 2
     assert SECRET not in both.output(0) + both.output(1)
     both.processes[0].send_signal(signal.SIGTERM)
